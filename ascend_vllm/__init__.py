@@ -1,0 +1,27 @@
+"""ascend-vllm: an LLM inference server with vLLM's interfaces for Huawei Ascend NPUs and any CPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name → module that defines it; imported on first use, so that `import ascend_vllm` stays instant
+_EXPORTS = {
+    "LLM": "ascend_vllm.entrypoints.llm",
+    "LLMEngine": "ascend_vllm.engine.llm_engine",
+    "AsyncLLM": "ascend_vllm.engine.async_llm",
+    "EngineArgs": "ascend_vllm.engine.args",
+    "SamplingParams": "ascend_vllm.sampling_params",
+    "RequestOutput": "ascend_vllm.outputs",
+    "CompletionOutput": "ascend_vllm.outputs",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,109 @@
+"""The seam between models and attention kernels.
+
+Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a row, N query heads, K KV heads,
+D head size, P blocks of the cache, S tokens of a block.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One forward step as tensors on the device, made by the model runner without host syncs.
+
+    Rows lie one after another: row r owns tokens query_start[r] … query_start[r+1]-1. A decoding row has one
+    token, a prompt (or a chunk of it) any number; every row's keys of this step are stored before attention
+    reads them, and its last token is at position seq_lens[r]-1.
+    """
+
+    # [T] int64, device
+    input_ids: torch.Tensor
+    # [T] int64, device: place of each token in its sequence
+    positions: torch.Tensor
+    # [T] int64, device: block * block_size + offset, where each token's key and value go
+    slot_mapping: torch.Tensor
+    # [R+1] int32, device
+    query_start: torch.Tensor
+    # [R] int32, device: tokens in the cache after this step
+    seq_lens: torch.Tensor
+    # [R, B] int32, device
+    block_table: torch.Tensor
+    # [S] int64, device: token indices whose logits are needed
+    logits_indices: torch.Tensor
+    # most query tokens of a row, and longest row: host integers, known when the batch is made
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What one attention layer is.
+
+    Attributes:
+        num_heads: query heads N (of this rank).
+        num_kv_heads: KV heads K (of this rank); N is a multiple of K.
+        head_size: D.
+        scale: factor on query·key, usually D**-0.5.
+        sliding_window: a token sees itself and the sliding_window-1 tokens before it; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None = None
+
+
+class AttentionBackend(abc.ABC):
+    """Attention over a paged KV cache on one kind of device. One object serves all layers of a model.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    name: str
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    @classmethod
+    @abc.abstractmethod
+    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        """Why this backend cannot serve a layer, as a sentence; None if it can."""
+
+    @abc.abstractmethod
+    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
+        """Shape of one layer's cache, keys and values together."""
+
+    @abc.abstractmethod
+    def prepare(self, batch: ForwardBatch) -> Any:
+        """What all layers of a step share, made once per step; handed to `forward` as `metadata`."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: ForwardBatch,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """Stores key and value, then attends.
+
+        Args:
+            query: [T, N*D].
+            key: [T, K*D].
+            value: [T, K*D].
+            kv_cache: of `kv_cache_shape`.
+
+        Returns:
+            [T, N*D], in query's dtype.
+        """

@@ -1,0 +1,53 @@
+"""The whole configuration of an engine: frozen, plain data, sent to the engine core as it is."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.model import LoadConfig, ModelConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """How many workers there are and how they are started.
+
+    Attributes:
+        tensor_parallel_size: workers that share each layer.
+        distributed_executor_backend: "uni": the worker lives in the engine core.
+    """
+
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str = "uni"
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    """Which platform the workers run on.
+
+    Attributes:
+        device: "cpu" or "npu".
+    """
+
+    device: str = "cpu"
+
+
+class ObservabilityConfig(msgspec.Struct, frozen=True):
+    """What is measured and logged.
+
+    Attributes:
+        log_stats: metrics and the periodic log line.
+    """
+
+    log_stats: bool = True
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """All sections. Made by `EngineArgs.create_engine_config`, which checks across sections."""
+
+    model: ModelConfig
+    load: LoadConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    device: DeviceConfig
+    observability: ObservabilityConfig

@@ -1,0 +1,49 @@
+"""The environment variables that ascend-vllm reads; no other module reads the environment.
+
+Each is a function, so that a value is read when it is needed and tests can change it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+
+def cpu_kvcache_space_gib() -> float | None:
+    """`VLLM_CPU_KVCACHE_SPACE`: size of the KV cache on CPU in GiB; None or 0: a share of the free memory."""
+    value = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    return float(value) if value and float(value) > 0 else None
+
+
+def logging_level() -> str:
+    """`VLLM_LOGGING_LEVEL`: level of this package's log, INFO by default."""
+    return os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
+
+
+def configure_logging() -> bool:
+    """`VLLM_CONFIGURE_LOGGING`: 0 leaves logging to the embedding program."""
+    return os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0"
+
+
+def api_key() -> str | None:
+    """`VLLM_API_KEY`: a key that requests must carry; wins over --api-key."""
+    return os.environ.get("VLLM_API_KEY") or None
+
+
+def allow_long_max_model_len() -> bool:
+    """`VLLM_ALLOW_LONG_MAX_MODEL_LEN`: 1 lets --max-model-len exceed what the model's config says."""
+    return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1"
+
+
+def cache_root() -> pathlib.Path:
+    """`VLLM_CACHE_ROOT`: where the demo model is kept; default ~/.cache/ascend_vllm."""
+    value = os.environ.get("VLLM_CACHE_ROOT")
+    if value:
+        return pathlib.Path(value).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "ascend_vllm"
+
+
+def cpu_isa() -> str | None:
+    """`ASCEND_VLLM_CPU_ISA`: forces the CPU kernels' instruction set (avx512_bf16, avx512, avx2, scalar)."""
+    return os.environ.get("ASCEND_VLLM_CPU_ISA") or None

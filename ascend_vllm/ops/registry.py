@@ -1,0 +1,86 @@
+"""One op has one meaning.
+
+`define_op` takes a plain Python function on tensors and makes it the torch schema, the definition and the
+fallback of ``torch.ops.ascend_vllm.<name>`` at once. Compiled kernels in ``csrc_ascend`` register themselves
+for their device under the same name, and torch's dispatcher chooses; no caller asks which device it is on.
+
+Example::
+
+    @define_op(inputs=my_inputs, tolerance=1e-5)
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        ...
+
+    silu_and_mul(torch.randn(3, 8))     # the kernel of the device, or the function above
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+NAMESPACE = "ascend_vllm"
+
+# An input generator yields argument tuples in the given dtype; tests run every one of them.
+InputGenerator = Callable[[torch.dtype], Iterator[tuple[Any, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSpec:
+    """What is known of an op.
+
+    Attributes:
+        name: name under ``torch.ops.ascend_vllm``.
+        reference: the definition.
+        inputs: yields argument tuples for a dtype; covers the edges (empty, tails, every mode).
+        mutates: names of the arguments written in place.
+        dtypes: dtypes the op is defined for.
+        tolerance: absolute error allowed in float32 against float64; other dtypes are held to twice the
+            reference's own error.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    inputs: InputGenerator
+    mutates: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    tolerance: float
+
+    def has_kernel(self, device_type: str) -> bool:
+        """Whether a compiled kernel is registered for ``"cpu"`` or ``"npu"``."""
+        key = {"cpu": "CPU", "npu": "PrivateUse1"}[device_type]
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{self.name}", key)
+
+
+OPS: dict[str, OpSpec] = {}
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def define_op(
+    *,
+    inputs: InputGenerator,
+    mutates: Sequence[str] = (),
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+    tolerance: float = 1e-5,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Defines an op from its reference; returns what callers call (the dispatcher's entry, not the reference)."""
+
+    def decorate(reference: Callable[..., Any]) -> Callable[..., Any]:
+        name = reference.__name__
+        schema = torch.library.infer_schema(reference, mutates_args=list(mutates))
+        _library.define(name + schema)
+        _library.impl(name, reference, "CompositeExplicitAutograd")
+        OPS[name] = OpSpec(name, reference, inputs, tuple(mutates), dtypes, tolerance)
+        overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        return overload
+
+    return decorate
+
+
+def ops_on_reference(device_type: str) -> list[str]:
+    """Names of the ops that have no compiled kernel on a device, sorted."""
+    return sorted(name for name, spec in OPS.items() if not spec.has_kernel(device_type))

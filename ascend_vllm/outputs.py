@@ -1,0 +1,92 @@
+"""What a caller of the engine gets: `RequestOutput` and its parts, with vLLM's names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Logprob:
+    """Log-probability of one token at one position.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        rank: 1 + number of vocabulary entries more likely than it.
+        decoded_token: the token's text at its place.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# token id → log-probability, at one position: the token itself first, then the most likely ones
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One generated sequence of a request.
+
+    Attributes:
+        index: order of creation among the request's sequences.
+        text: the text so far, or what is new of it (RequestOutputKind.DELTA).
+        token_ids: likewise; the stop token is part of it.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for.
+        logprobs: one entry per token of token_ids; None unless asked for.
+        finish_reason: "stop", "length", "abort", "error", or None while it runs.
+        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[PositionLogprobs] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class RequestMetrics:
+    """Times of a request, in seconds of time.monotonic()."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to first being scheduled."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """State of a request after a step.
+
+    Attributes:
+        request_id: the id it was added with.
+        prompt: the prompt's text; None when token ids were given.
+        prompt_token_ids: the prompt's ids.
+        prompt_logprobs: per prompt token, None for the first; None unless asked for.
+        outputs: the sequences; with RequestOutputKind.DELTA only those that got something new.
+        finished: whether all sequences have ended.
+        metrics: times, when statistics are on.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

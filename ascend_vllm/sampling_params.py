@@ -1,0 +1,211 @@
+"""How a request is sampled: `SamplingParams`, with vLLM's fields, defaults and validation texts.
+
+The positional order of the fields is vLLM 0.6.3's; fields that came later follow, keyword-only in practice.
+Where 0.6.3 and today's vLLM disagree on a range, the wider one holds (top_k 0 disables, repetition_penalty
+above 2 is allowed).
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+# Below this temperature sampling is greedy; between it and MAX_TEMP_CLAMP it is raised, since logits divided
+# by less lose their precision (both values are vLLM's).
+SAMPLING_EPS = 1e-5
+MIN_TEMPERATURE = 1e-2
+
+
+class SamplingType(enum.IntEnum):
+    """How the next token is chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each RequestOutput of a running request holds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
+    """Sampling parameters of one request.
+
+    Args:
+        n: sequences to return.
+        best_of: sequences to generate, of which the best `n` by cumulative log-probability are returned.
+        presence_penalty: −2 … 2, subtracted once from every token generated before.
+        frequency_penalty: −2 … 2, subtracted for each time a token was generated before.
+        repetition_penalty: > 0, divides (multiplies, if negative) the logits of tokens in prompt or output.
+        temperature: ≥ 0; 0 is greedy.
+        top_p: (0, 1], smallest set of most likely tokens that reaches this probability.
+        top_k: the k most likely tokens; 0 or −1 disables.
+        min_p: 0 … 1, drops tokens less likely than this times the most likely one.
+        seed: makes the request's samples repeat; −1 is None.
+        stop: strings that end the text (they are not part of it).
+        stop_token_ids: ids that end the text.
+        ignore_eos: go on after the end-of-sequence token.
+        max_tokens: most tokens to generate; None: up to the model's limit.
+        min_tokens: no end before this many tokens.
+        logprobs: return this many most likely tokens' log-probabilities beside the sampled one's.
+        prompt_logprobs: the same for each prompt token.
+        detokenize: return text as well as ids.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+        logit_bias: added to the logits of these ids, each within −100 … 100.
+        allowed_token_ids: only these ids can be sampled.
+
+    Raises:
+        ValueError: a value is out of range; the text names the field.
+
+    Example::
+
+        SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._verify()
+        if self.temperature < SAMPLING_EPS:
+            self._make_greedy()
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """Greedy, random, or random with the request's own seed."""
+        if self.temperature < SAMPLING_EPS:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return self.stop if isinstance(self.stop, list) else []
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, not validated again."""
+        new = copy.copy(self)
+        for name, value in changes.items():
+            setattr(new, name, value)
+        return new
+
+    def _normalize(self) -> None:
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        if 0 < self.temperature < MIN_TEMPERATURE and self.temperature >= SAMPLING_EPS:
+            self.temperature = MIN_TEMPERATURE
+
+    def _verify(self) -> None:
+        self._verify_counts()
+        self._verify_penalties()
+        self._verify_filters()
+        self._verify_lengths()
+        self._verify_stop()
+
+    def _verify_counts(self) -> None:
+        if not isinstance(self.n, int):
+            raise ValueError(f"n must be an int, but is of type {type(self.n)}")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}.")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(
+                f"best_of must be greater than or equal to n, got n={self.n} and best_of={self.best_of}."
+            )
+
+    def _verify_penalties(self) -> None:
+        if not -2.0 <= self.presence_penalty <= 2.0:
+            raise ValueError(f"presence_penalty must be in [-2, 2], got {self.presence_penalty}.")
+        if not -2.0 <= self.frequency_penalty <= 2.0:
+            raise ValueError(f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}.")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be greater than zero, got {self.repetition_penalty}.")
+
+    def _verify_filters(self) -> None:
+        if not math.isfinite(self.temperature):
+            raise ValueError(f"temperature must be a finite number, got {self.temperature}.")
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature must be non-negative, got {self.temperature}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
+        if not isinstance(self.top_k, int):
+            raise TypeError(f"top_k must be an integer, got {type(self.top_k).__name__}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be -1 (disable), or at least 1, got {self.top_k}.")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}.")
+
+    def _verify_lengths(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}.")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."
+            )
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs must be non-negative, got {self.logprobs}.")
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            raise ValueError(f"prompt_logprobs must be non-negative, got {self.prompt_logprobs}.")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
+            raise ValueError(f"truncate_prompt_tokens must be >= 1, got {self.truncate_prompt_tokens}")
+
+    def _verify_stop(self) -> None:
+        if any(not stop for stop in self.stop_strings):
+            raise ValueError("stop cannot contain an empty string.")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError(
+                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+            )
+
+    def _make_greedy(self) -> None:
+        sequences = max(self.n, self.best_of or 1)
+        if sequences > 1:
+            raise ValueError(f"n must be 1 when using greedy sampling, got {sequences}.")
+        self.temperature = 0.0
+        self.top_p = 1.0
+        self.top_k = -1
+        self.min_p = 0.0

@@ -1,0 +1,147 @@
+"""What crosses between an API-server process and an engine-core process: msgpack over zmq.
+
+Every message is a tagged record, so that one decoder per direction is enough::
+
+    encoder = msgspec.msgpack.Encoder()
+    decoder = msgspec.msgpack.Decoder(CoreInbound)
+    decoder.decode(encoder.encode(AbortRequests(["cmpl-1"])))
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from ascend_vllm.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives the name that clients see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+# ---- API server → engine core ------------------------------------------------------------------------------
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omit_defaults=True):
+    """One sequence to generate. `n` > 1 arrives as n requests with n=1 (see engine/parallel_sampling)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    # n is 1 and max_tokens an integer here
+    sampling_params: SamplingParams
+    # the primary end-of-sequence id; None when the model has none or the request ignores it
+    eos_token_id: int | None
+    # seconds of time.monotonic(), which all processes of a machine share
+    arrival_time: float
+    priority: int = 0
+
+
+class AbortRequests(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Ends requests early; unknown ids are ignored, since an abort races with a natural end."""
+
+    request_ids: list[str]
+
+
+class UtilityCall(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Calls a method of the engine core by name (a fixed list there); answered by a UtilityResult."""
+
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Ends the engine core; running requests are aborted."""
+
+
+CoreInbound = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
+
+
+# ---- engine core → API server ------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities at one position: the sampled token first, then the most likely ones, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    # rank of the sampled token, 1 is the most likely
+    rank: int
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """What one request got in one step."""
+
+    request_id: str
+    new_token_ids: list[int]
+    # None, or one entry per new token
+    new_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    # the stop token's id when one of stop_token_ids ended the request (not for EOS)
+    stop_reason: int | None = None
+    # set once, with the first token: time.monotonic() when the request was first scheduled
+    first_scheduled_time: float | None = None
+    # prompt tokens found in the prefix cache
+    num_cached_tokens: int = 0
+    # a sentence for the client when finish_reason is ERROR
+    error: str | None = None
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """State of the scheduler after a step; counters are totals since the start."""
+
+    num_running: int
+    num_waiting: int
+    # fraction of KV blocks in use, 0 … 1
+    kv_cache_usage: float
+    num_preemptions: int
+    # tokens of this step
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """All that one step gives back."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats | None = None
+
+
+class UtilityResult(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Answer to a UtilityCall: a result, or the text of the error."""
+
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+class EngineReady(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """The model is loaded and the KV cache allocated; requests may be sent."""
+
+    num_gpu_blocks: int
+    block_size: int
+    # effective limit of prompt and output together; may be lowered by the size of the KV cache
+    max_model_len: int
+    # seconds from the start of the process
+    load_time_s: float
+
+
+class EngineFailed(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """The engine core cannot start or has died; the last message it sends."""
+
+    # name of the class in ascend_vllm.errors that fits
+    error_class: str
+    message: str
+
+
+CoreOutbound = EngineCoreOutputs | UtilityResult | EngineReady | EngineFailed
