@@ -55,7 +55,8 @@ class OpSpec:
 
 
 OPS: dict[str, OpSpec] = {}
-_library = torch.library.Library(NAMESPACE, "DEF")
+# Any: torch leaves this class without annotations
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -39,5 +39,5 @@ class Platform(abc.ABC):
             peak_bytes: memory a profiling run of the model needed beyond its weights.
         """
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - nothing to do is the right default
         """Waits for the device; a no-op where calls are synchronous."""
