@@ -47,3 +47,9 @@ def cache_root() -> pathlib.Path:
 def cpu_isa() -> str | None:
     """`ASCEND_VLLM_CPU_ISA`: forces the CPU kernels' instruction set (avx512_bf16, avx512, avx2, scalar)."""
     return os.environ.get("ASCEND_VLLM_CPU_ISA") or None
+
+
+def omp_num_threads() -> int | None:
+    """`OMP_NUM_THREADS`: number of compute threads; None: one for each core this process may use."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdecimal() and int(value) > 0 else None

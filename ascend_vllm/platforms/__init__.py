@@ -1,0 +1,50 @@
+"""The devices a worker can run on. `get_platform("cpu")` is the way in.
+
+Implementations are imported when they are asked for: nobody pays for a device that is not used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ascend_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ascend_vllm.platforms.interface import Platform
+
+# what --device accepts; "auto" is an NPU if one can be used, else the CPU
+DEVICES = ("auto", "cpu", "npu")
+
+
+def resolve_device(device: str) -> str:
+    """The platform's name behind a --device value.
+
+    Raises:
+        ConfigError: the value is unknown.
+
+    Example::
+
+        resolve_device("auto")      # "cpu" on a machine without an NPU
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}.")
+    if device != "auto":
+        return device
+    from ascend_vllm.platforms.npu import NpuPlatform
+
+    return "cpu" if NpuPlatform.unusable_reason() else "npu"
+
+
+def get_platform(device: str) -> Platform:
+    """The platform of a --device value; not initialised.
+
+    Raises:
+        ConfigError: the value is unknown.
+    """
+    if resolve_device(device) == "npu":
+        from ascend_vllm.platforms.npu import NpuPlatform
+
+        return NpuPlatform()
+    from ascend_vllm.platforms.cpu import CpuPlatform
+
+    return CpuPlatform()

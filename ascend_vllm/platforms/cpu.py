@@ -1,0 +1,63 @@
+"""The CPU: the ordinary platform, and the default."""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_vllm import envs
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.host import available_memory_bytes, usable_cores
+from ascend_vllm.platforms.interface import Platform
+
+logger = init_logger(__name__)
+
+GIB = 1 << 30
+DEFAULT_KV_CACHE_BYTES = 4 * GIB
+# of the memory that is free once the weights are loaded; the rest is for activations and everybody else
+DEFAULT_KV_CACHE_SHARE = 0.25
+
+
+def _in_gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+class CpuPlatform(Platform):
+    """Computes in the memory and on the cores of this machine, as far as the process may use them."""
+
+    name = "cpu"
+    device_type = "cpu"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    block_sizes = (16, 32, 64, 128)
+    default_block_size = 32
+
+    def initialize(self, local_rank: int) -> torch.device:
+        """Gives torch one thread per core this process may use, or OMP_NUM_THREADS."""
+        threads = envs.omp_num_threads() or usable_cores()
+        torch.set_num_threads(threads)
+        logger.info("CPU worker %d computes on %d threads", local_rank, threads)
+        return torch.device("cpu")
+
+    def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
+        """--kv-cache-memory-bytes, else VLLM_CPU_KVCACHE_SPACE, else a share of the free memory, at most 4 GiB.
+
+        Raises:
+            ConfigError: an explicit size is not positive, or more than is free.
+        """
+        available = available_memory_bytes() - peak_bytes
+        space_gib = envs.cpu_kvcache_space_gib()
+        if config.kv_cache_memory_bytes is not None:
+            source, size = "--kv-cache-memory-bytes", config.kv_cache_memory_bytes
+        elif space_gib is not None:
+            source, size = "VLLM_CPU_KVCACHE_SPACE", int(space_gib * GIB)
+        else:
+            return min(DEFAULT_KV_CACHE_BYTES, int(max(0, available) * DEFAULT_KV_CACHE_SHARE))
+        if size <= 0:
+            raise ConfigError(f"{source} must be positive, got {size} bytes.")
+        if size > available:
+            raise ConfigError(
+                f"{source} asks for a KV cache of {_in_gib(size)}, but only {_in_gib(max(0, available))} of memory "
+                "are free once the model is loaded: lower it, or leave it out to take a quarter of what is free."
+            )
+        return size

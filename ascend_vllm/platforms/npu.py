@@ -1,0 +1,50 @@
+"""Ascend NPU: its facts. The kernels and device calls are not part of this version, and it says so."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms.interface import Platform
+
+
+class NpuPlatform(Platform):
+    """Ascend devices through torch_npu."""
+
+    name = "npu"
+    device_type = "npu"
+    dtypes = (torch.bfloat16, torch.float16)
+    block_sizes = (64, 128)
+    default_block_size = 128
+
+    @staticmethod
+    def unusable_reason() -> str | None:
+        """Why no model can run on an NPU here, as a sentence; None if one can."""
+        if importlib.util.find_spec("torch_npu") is None:
+            return (
+                "--device npu needs torch_npu, which is not installed: "
+                "pip install 'ascend-vllm[npu]' on a machine with CANN, or use --device cpu."
+            )
+        return "--device npu: this version has no Ascend kernels yet; use --device cpu."
+
+    def initialize(self, local_rank: int) -> torch.device:  # noqa: ARG002 - the interface's
+        """Binds to an NPU.
+
+        Raises:
+            ConfigError: no NPU can be used; the text says what is missing.
+        """
+        raise self._refusal()
+
+    def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:  # noqa: ARG002 - the interface's
+        """--gpu-memory-utilization of the device's memory, less weights and activations.
+
+        Raises:
+            ConfigError: no NPU can be used.
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(self.unusable_reason() or "--device npu: the device did not initialise.")
