@@ -1,0 +1,66 @@
+"""Attention on CPUs, over the paged ops."""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, paged_attention, store_kv
+from ascend_vllm.ops.registry import FLOAT_DTYPES
+
+
+class CpuAttention(AttentionBackend):
+    """A layer's cache is [2, P, K, S, D] in the model's dtype: keys and values of a head lie together by block."""
+
+    name = "cpu"
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        if dtype not in FLOAT_DTYPES:
+            return f"dtype {dtype} is not one of {', '.join(map(str, FLOAT_DTYPES))}"
+        if spec.head_size not in HEAD_SIZES:
+            return (
+                f"head size {spec.head_size} is not a multiple of {HEAD_SIZES.step} "
+                f"from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}"
+            )
+        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
+        if block_size not in BLOCK_SIZES:
+            return f"block size {block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}"
+        if spec.sliding_window is not None and spec.sliding_window < 1:
+            return f"sliding window {spec.sliding_window} is below one token"
+        return None
+
+    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, spec.num_kv_heads, self.block_size, spec.head_size)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Nothing: the op reads the batch's tensors where they are, and its plan costs less than handing one on."""
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: ForwardBatch,
+        metadata: None,  # noqa: ARG002 - nothing is prepared
+    ) -> torch.Tensor:
+        num_tokens = query.shape[0]
+        key_cache, value_cache = kv_cache.unbind(0)
+        # views: the parts of a fused projection stay where they are
+        key = key.view(num_tokens, spec.num_kv_heads, spec.head_size)
+        value = value.view(num_tokens, spec.num_kv_heads, spec.head_size)
+        store_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        output: torch.Tensor = paged_attention(
+            query.view(num_tokens, spec.num_heads, spec.head_size),
+            key_cache,
+            value_cache,
+            batch.block_table,
+            batch.query_start,
+            batch.seq_lens,
+            spec.scale,
+            spec.sliding_window or 0,
+        )
+        return output.view(num_tokens, spec.num_heads * spec.head_size)

@@ -1,0 +1,253 @@
+"""The paged KV cache: writing to it, and attention that reads it.
+
+Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a row, N query heads, K KV heads,
+D head size, P blocks of the cache, S tokens of a block. A layer's cache is [2, P, K, S, D]; its two halves are
+the key cache and the value cache below.
+
+Only what lies in a row's blocks at positions the row has reached is ever read: whatever else the cache
+holds, NaN included, cannot reach a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ascend_vllm.ops.registry import define_op
+
+HEAD_SIZES = range(16, 257, 8)
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def _store_kv_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    # tokens, KV heads, head size, block size, blocks, share of skipped tokens, whether rows are views of a fused qkv
+    cases = [
+        (0, 2, 16, 16, 2, 0.0, False),
+        (1, 1, 16, 16, 1, 0.0, False),
+        (1, 1, 16, 16, 1, 1.0, False),
+        (7, 2, 32, 16, 3, 0.3, True),
+        (33, 3, 24, 32, 4, 0.0, True),
+        (65, 4, 72, 64, 3, 0.5, False),
+        (300, 8, 128, 128, 5, 0.1, True),
+        (40, 2, 256, 16, 8, 0.1, True),
+    ]
+    for tokens, kv_heads, head_size, block_size, blocks, skipped, fused in cases:
+        if fused:
+            # query of kv_heads heads, key, value side by side, as a fused projection leaves them
+            qkv = torch.randn(tokens, 3 * kv_heads * head_size, generator=generator, dtype=torch.float32).to(dtype)
+            _, key, value = (part.view(tokens, kv_heads, head_size) for part in qkv.chunk(3, dim=-1))
+        else:
+            key, value = torch.randn(2, tokens, kv_heads, head_size, generator=generator).to(dtype).unbind(0)
+        cache = torch.randn(2, blocks, kv_heads, block_size, head_size, generator=generator).to(dtype)
+        slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+        slots[torch.rand(tokens, generator=generator) < skipped] = -1
+        yield key, value, cache[0], cache[1], slots
+
+
+@define_op(inputs=_store_kv_inputs, mutates=("key_cache", "value_cache"), tolerance=0.0)
+def store_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Writes the keys and values of a step into their slots.
+
+    Args:
+        key: [T, K, D]; tokens and heads may be strided, as views of a fused projection are.
+        value: [T, K, D], likewise.
+        key_cache: [P, K, S, D], contiguous, key's dtype; written.
+        value_cache: [P, K, S, D], likewise.
+        slot_mapping: [T] int64, block * S + offset of each token; a negative slot skips its token. No slot may
+            occur twice.
+
+    Example:
+        >>> cache = torch.zeros(2, 4, 1, 16, 16)
+        >>> store_kv(torch.ones(1, 1, 16), torch.ones(1, 1, 16), cache[0], cache[1], torch.tensor([17]))
+        >>> cache[0, 1, 0, 1].sum().item()
+        16.0
+    """
+    block_size = key_cache.shape[2]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key[kept]
+    value_cache[blocks, :, offsets] = value[kept]
+
+
+def make_paged_problem(
+    dtype: torch.dtype,
+    rows: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    sliding_window: int = 0,
+    padding: int = 0,
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """Random arguments of `paged_attention`.
+
+    Blocks are handed out in random order, every cache entry that no row may read is NaN, and table entries
+    that no row may follow point to a block of NaN.
+
+    Args:
+        dtype: of the query and the cache.
+        rows: (query tokens, tokens in the cache after the step) of each row.
+        num_heads: N.
+        num_kv_heads: K.
+        head_size: D.
+        block_size: S.
+        sliding_window: as the op's.
+        padding: tokens at the end of the query that belong to no row.
+        seed: of all randomness.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    query_lens = torch.tensor([query_len for query_len, _ in rows], dtype=torch.int32)
+    seq_lens = torch.tensor([seq_len for _, seq_len in rows], dtype=torch.int32)
+    query_start = torch.zeros(len(rows) + 1, dtype=torch.int32)
+    query_start[1:] = query_lens.cumsum(0)
+    num_tokens = sum(query_len for query_len, _ in rows) + padding
+    blocks_of_row = [-(-seq_len // block_size) for _, seq_len in rows]
+    # the last block belongs to nobody
+    num_blocks = sum(blocks_of_row) + 1
+    cache = torch.randn(2, num_blocks, num_kv_heads, block_size, head_size, generator=generator)
+    readable = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    order = torch.randperm(num_blocks - 1, generator=generator).to(torch.int32)
+    block_table = torch.full((len(rows), max(blocks_of_row, default=0) + 1), num_blocks - 1, dtype=torch.int32)
+    taken = 0
+    for row, (query_len, seq_len) in enumerate(rows):
+        blocks = order[taken : taken + blocks_of_row[row]]
+        taken += blocks_of_row[row]
+        oldest = max(0, seq_len - query_len - sliding_window + 1) if sliding_window else 0
+        first_block = oldest // block_size
+        block_table[row, first_block : blocks_of_row[row]] = blocks[first_block:]
+        positions = torch.arange(oldest, seq_len if query_len else oldest)
+        readable[blocks[positions // block_size].long(), positions % block_size] = True
+    cache.masked_fill_(~readable[None, :, None, :, None], float("nan"))
+    query = torch.randn(num_tokens, num_heads, head_size, generator=generator)
+    return (
+        query.to(dtype),
+        *cache.to(dtype).unbind(0),
+        block_table,
+        query_start,
+        seq_lens,
+        head_size**-0.5,
+        sliding_window,
+    )
+
+
+def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # rows as (query tokens, tokens in the cache), N, K, D, S, window, padding
+    cases: list[tuple[list[tuple[int, int]], int, int, int, int, int, int]] = [
+        # nothing to do, in the ways there are
+        ([], 2, 1, 16, 16, 0, 0),
+        ([(0, 0)], 2, 1, 16, 16, 0, 0),
+        ([(0, 5), (0, 17)], 2, 1, 16, 16, 0, 3),
+        # one token that sees itself
+        ([(1, 1)], 1, 1, 16, 16, 0, 0),
+        # decoding: MHA, GQA of even and odd groups, MQA; contexts around block edges and beyond one split
+        ([(1, 16), (1, 17), (1, 15), (1, 300)], 4, 4, 32, 16, 0, 0),
+        ([(1, 33), (1, 1), (1, 700)], 4, 2, 40, 32, 0, 1),
+        ([(1, 64), (1, 1500)], 14, 2, 64, 64, 0, 0),
+        ([(1, 127), (1, 129)], 9, 3, 128, 128, 0, 0),
+        ([(1, 100), (1, 2)], 16, 1, 80, 16, 0, 0),
+        ([(1, 70)], 10, 2, 256, 16, 0, 0),
+        # prompts: one shot, and chunks over a paged prefix
+        ([(5, 5)], 2, 2, 16, 16, 0, 0),
+        ([(130, 130)], 4, 2, 64, 16, 0, 0),
+        ([(97, 333), (2, 40)], 7, 1, 96, 32, 0, 0),
+        ([(64, 64), (65, 129)], 4, 4, 128, 64, 0, 2),
+        ([(33, 161)], 6, 2, 24, 128, 0, 0),
+        ([(40, 90)], 4, 1, 256, 16, 0, 0),
+        # a short chunk over a prefix longer than one split
+        ([(3, 1300)], 8, 2, 64, 16, 0, 0),
+        # mixtures, with rows that have no tokens in this step
+        ([(1, 50), (0, 9), (20, 70), (1, 1), (1, 600), (37, 37), (0, 0), (2, 18)], 8, 2, 48, 16, 0, 1),
+        # sliding windows: of one token, within a block, around its edge, longer than everything
+        ([(1, 40), (9, 30)], 4, 2, 32, 16, 1, 0),
+        ([(1, 700), (50, 200), (1, 3), (64, 64)], 4, 2, 64, 16, 7, 0),
+        ([(1, 64), (1, 65), (100, 190)], 8, 1, 56, 32, 32, 0),
+        ([(1, 1400), (200, 260), (6, 1200)], 14, 2, 64, 64, 100, 0),
+        ([(1, 90), (30, 90)], 2, 2, 128, 128, 4096, 0),
+    ]
+    for seed, (rows, num_heads, num_kv_heads, head_size, block_size, window, padding) in enumerate(cases):
+        yield make_paged_problem(
+            dtype,
+            rows,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            sliding_window=window,
+            padding=padding,
+            seed=seed,
+        )
+
+
+@define_op(inputs=_paged_attention_inputs, tolerance=2e-5)
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+) -> torch.Tensor:
+    """Causal attention of each row's tokens to the row's blocks; decoding rows and prompt chunks in one call.
+
+    Row r owns tokens query_start[r] … query_start[r+1]-1, and the last of them is at position seq_lens[r]-1.
+    A token at position p attends to positions 0 … p, or with a sliding window to the last sliding_window of
+    those. A row's result depends on nothing but the row: not on the other rows, the order of its blocks in
+    the cache or the number of threads.
+
+    Args:
+        query: [T, N, D]; tokens and heads may be strided.
+        key_cache: [P, K, S, D], contiguous, query's dtype; N is a multiple of K, and query heads
+            k*N/K … (k+1)*N/K-1 share KV head k.
+        value_cache: [P, K, S, D], likewise.
+        block_table: [R, B] int32, block of each run of S positions; entries outside what a row attends to are
+            not followed.
+        query_start: [R+1] int32, ascending.
+        seq_lens: [R] int32.
+        scale: factor on query·key.
+        sliding_window: positions a token sees, itself included; 0: all.
+
+    Returns:
+        [T, N, D] in query's dtype, contiguous; zero for tokens that belong to no row.
+    """
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    block_size = key_cache.shape[2]
+    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    softmax_dtype = torch.promote_types(query.dtype, torch.float32)
+    # the definition is written for reading, one row at a time, and may wait for the device
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for row, seq_len in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
+        if start == end:
+            continue
+        oldest = max(0, seq_len - (end - start) - sliding_window + 1) if sliding_window else 0
+        first_block = oldest // block_size
+        blocks = block_table[row, first_block : -(-seq_len // block_size)].long()
+        shown = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
+        keys, values = (
+            # [K, keys, D] -> [N, keys, D]
+            cache[blocks].transpose(0, 1).flatten(1, 2)[:, shown].repeat_interleave(num_heads // num_kv_heads, 0)
+            for cache in (key_cache, value_cache)
+        )
+        query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
+        key_positions = torch.arange(oldest, seq_len, device=query.device)[None, :]
+        hidden = key_positions > query_positions
+        if sliding_window:
+            hidden |= key_positions <= query_positions - sliding_window
+        scores = query[start:end].transpose(0, 1) @ keys.transpose(1, 2) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=softmax_dtype)
+        output[start:end] = (weights.to(values.dtype) @ values).transpose(0, 1)
+    return output
