@@ -1,0 +1,338 @@
+"""Flags of the KV cache, the scheduler, the devices and what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from ascend_vllm.engine.arg_fields import flag
+
+_ONE_DEVICE = "the model runs on one device in this version"
+
+
+@dataclasses.dataclass
+class CacheArgs:
+    """Size and layout of the KV cache."""
+
+    SECTION: ClassVar[str] = "KV cache"
+
+    block_size: int | None = flag(
+        None,
+        "The number of tokens that one block of the KV cache holds. Without it the fastest size of the device is "
+        "taken; the CPU allows 16, 32, 64 and 128, an NPU allows 64 and 128.",
+        kind="int",
+        example="--block-size 32",
+    )
+    gpu_memory_utilization: float = flag(
+        0.9,
+        "The share of an NPU's memory, between 0 and 1, that weights, activations and KV cache may fill together. "
+        "On CPU use --kv-cache-memory-bytes instead.",
+        kind="float",
+        example="--gpu-memory-utilization 0.8",
+    )
+    kv_cache_memory_bytes: int | None = flag(
+        None,
+        "The size of the KV cache in bytes; 4G means four billion bytes scaled by 1024. Without it the CPU takes "
+        "what VLLM_CPU_KVCACHE_SPACE says, or else a quarter of the free memory, at most 4 GiB.",
+        kind="length",
+        example="--kv-cache-memory-bytes 2G",
+    )
+    num_gpu_blocks_override: int | None = flag(
+        None,
+        "The exact number of blocks in the KV cache, whatever the memory says. It is meant for tests of preemption.",
+        kind="int",
+        example="--num-gpu-blocks-override 100",
+    )
+    swap_space: float = flag(
+        4,
+        "The CPU memory in GiB, per device, into which the KV cache of preempted requests may be swapped. "
+        "Only swap preemption uses it, nothing is reserved otherwise.",
+        kind="float",
+        example="--swap-space 8",
+    )
+    cpu_offload_gb: float = flag(
+        0,
+        "The part of the weights, in GiB, that is kept in CPU memory to make room on the device.",
+        kind="float",
+        unsupported="weights stay on the device in this version",
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "The number format of the KV cache; auto is the format of the model.",
+        kind="str",
+        choices=("auto", "fp8", "fp8_e5m2", "fp8_e4m3"),
+        unsupported="the KV cache is kept in the model's own number format",
+    )
+    enable_prefix_caching: bool = flag(
+        False,
+        "Keeps the KV cache of prompts and reuses it for requests that begin with the same text.",
+        kind="flag",
+        unsupported="prefix caching is not available in this version; leave the flag out",
+    )
+    use_v2_block_manager: bool = flag(
+        True,
+        "Chooses the newer of two block managers. There is only one here, so the flag changes nothing.",
+        kind="flag",
+        unsupported="there is only one block manager, and it cannot be turned off",
+    )
+    enable_sleep_mode: bool = flag(
+        False,
+        "Lets the server give its memory back while it is not needed.",
+        kind="flag",
+        unsupported="sleep mode is not available in this version",
+    )
+
+
+@dataclasses.dataclass
+class SchedulerArgs:
+    """How requests share the steps of the engine."""
+
+    SECTION: ClassVar[str] = "Scheduling"
+
+    max_num_seqs: int = flag(
+        256,
+        "The largest number of sequences that are worked on at the same time. Further requests wait in a queue.",
+        kind="int",
+        example="--max-num-seqs 64",
+    )
+    max_num_batched_tokens: int | None = flag(
+        None,
+        "The largest number of tokens that one step of the engine works on. It must not be smaller than "
+        "--max-model-len unless chunked prefill is on.",
+        kind="length",
+        example="--max-num-batched-tokens 8192",
+    )
+    enable_chunked_prefill: bool | None = flag(
+        None,
+        "Cuts long prompts into pieces, so that running answers keep flowing while a prompt is read. It is off "
+        "unless you ask for it or --max-model-len is above 32768.",
+        kind="bool",
+        example="--enable-chunked-prefill --max-num-batched-tokens 512",
+    )
+    max_num_queued_reqs: int | None = flag(
+        None,
+        "The largest number of requests that may wait. Beyond it new requests are refused with HTTP status 503; "
+        "without it the queue has no limit.",
+        kind="int",
+        example="--max-num-queued-reqs 100",
+    )
+    max_num_queued_tokens: int | None = flag(
+        None,
+        "The largest number of prompt tokens that may wait before new requests are refused.",
+        kind="length",
+        unsupported="the queue is limited by requests, not by tokens; use --max-num-queued-reqs",
+    )
+    scheduling_policy: str = flag(
+        "fcfs",
+        "The order in which waiting requests are served: fcfs is first come, first served.",
+        kind="str",
+        choices=("fcfs", "priority"),
+        unsupported="requests are served in the order of their arrival in this version",
+    )
+    preemption_mode: str | None = flag(
+        None,
+        "What happens to a running request when the KV cache is full: recompute drops its cache and computes it "
+        "again later.",
+        kind="str",
+        choices=("recompute", "swap"),
+        unsupported="a preempted request is always recomputed; swapping to CPU memory is not available",
+        allowed=("recompute",),
+        example="--preemption-mode recompute",
+    )
+    scheduler_delay_factor: float = flag(
+        0.0,
+        "Holds new prompts back for this many times the duration of the last prompt step, to collect larger batches.",
+        kind="float",
+        unsupported="prompts are started as soon as there is room",
+    )
+    num_scheduler_steps: int = flag(
+        1,
+        "The number of tokens that are computed for each request before the scheduler runs again.",
+        kind="int",
+        unsupported="several steps per scheduler call are not available in this version; leave it at 1",
+    )
+    multi_step_stream_outputs: bool = flag(
+        True,
+        "Whether streaming sends every token of a group of steps on its own. It matters only when "
+        "--num-scheduler-steps is above 1.",
+        kind="bool",
+        no_effect="every step makes one token, and every token is streamed",
+    )
+    num_lookahead_slots: int = flag(
+        0,
+        "KV cache slots that are reserved ahead for tokens that are not yet certain.",
+        kind="int",
+        unsupported="it belongs to speculative decoding, which is not available in this version",
+    )
+    disable_async_output_proc: bool = flag(
+        False,
+        "Makes the engine finish the text of one step before it starts the next one.",
+        kind="flag",
+        no_effect="text is always made in the server process, beside the steps of the engine",
+    )
+    async_scheduling: bool = flag(
+        False,
+        "Plans the next step of the engine while the current one is still running.",
+        kind="flag",
+        unsupported="planning ahead is not available in this version",
+    )
+    stream_interval: int = flag(
+        1,
+        "How many tokens are gathered before a streaming answer is sent on.",
+        kind="int",
+        unsupported="every token is streamed at once in this version",
+    )
+
+
+@dataclasses.dataclass
+class ParallelArgs:
+    """On which devices, and on how many, the model runs."""
+
+    SECTION: ClassVar[str] = "Devices and parallelism"
+
+    device: str = flag(
+        "auto",
+        "The kind of device the model runs on: cpu, or npu for Huawei Ascend. With auto an NPU is used if there is "
+        "one, else the CPU.",
+        kind="str",
+        choices=("auto", "cpu", "npu", "cuda", "neuron", "openvino", "tpu", "xpu"),
+        unsupported="this server runs on cpu and npu",
+        allowed=("cpu", "npu"),
+        example="--device cpu",
+    )
+    tensor_parallel_size: int = flag(
+        1,
+        "The number of devices that share every layer of the model.",
+        kind="int",
+        short=("-tp",),
+        unsupported=_ONE_DEVICE,
+    )
+    pipeline_parallel_size: int = flag(
+        1,
+        "The number of stages, one after another, into which the layers of the model are cut.",
+        kind="int",
+        short=("-pp",),
+        unsupported=_ONE_DEVICE,
+    )
+    data_parallel_size: int = flag(
+        1,
+        "The number of copies of the model that share the requests.",
+        kind="int",
+        short=("-dp",),
+        unsupported="one server runs one copy of the model; start several servers behind a load balancer",
+    )
+    enable_expert_parallel: bool = flag(
+        False,
+        "Spreads the experts of a mixture-of-experts model over the devices.",
+        kind="flag",
+        unsupported=_ONE_DEVICE,
+    )
+    distributed_executor_backend: str | None = flag(
+        None,
+        "How workers on several devices are started. With one device the worker lives in the engine process, and "
+        "mp and uni both mean that.",
+        kind="str",
+        choices=("ray", "mp", "uni"),
+        unsupported="workers on other machines are not available in this version; leave it out, or use mp",
+        allowed=("mp", "uni"),
+        example="--distributed-executor-backend mp",
+    )
+    worker_use_ray: bool = flag(
+        False,
+        "The older spelling of --distributed-executor-backend ray.",
+        kind="flag",
+        unsupported="workers under Ray are not available in this version",
+    )
+    engine_use_ray: bool = flag(
+        False,
+        "Runs the engine itself inside Ray.",
+        kind="flag",
+        unsupported="the engine always runs in a process of its own on this machine",
+    )
+    ray_workers_use_nsight: bool = flag(
+        False,
+        "Profiles workers under Ray with Nsight.",
+        kind="flag",
+        unsupported="workers under Ray are not available in this version",
+    )
+    max_parallel_loading_workers: int | None = flag(
+        None,
+        "Loads the weights of several workers in groups, to use less memory at start.",
+        kind="int",
+        no_effect="there is one worker, and it loads its weights alone",
+    )
+    disable_custom_all_reduce: bool = flag(
+        False,
+        "Uses the standard way to add results of several devices instead of a special one.",
+        kind="flag",
+        no_effect="results are always added in the standard way",
+    )
+    max_context_len_to_capture: int | None = flag(
+        None,
+        "The older name of --max-seq-len-to-capture.",
+        kind="int",
+        no_effect="no graphs are captured on CPU",
+    )
+    max_seq_len_to_capture: int = flag(
+        8192,
+        "The longest sequence that is run from captured graphs.",
+        kind="int",
+        no_effect="no graphs are captured on CPU",
+    )
+    compilation_config: str | None = flag(
+        None,
+        "Settings of graph compilation, as a level or as JSON.",
+        kind="nullable_str",
+        short=("-O",),
+        unsupported="models are not compiled in this version; leave it out",
+        allowed=("0",),
+    )
+    additional_config: dict[str, Any] | None = flag(
+        None,
+        "Further settings of the device, as a JSON object.",
+        kind="json_object",
+        unsupported="no device has further settings in this version",
+    )
+    override_neuron_config: dict[str, Any] | None = flag(
+        None,
+        "Settings for AWS Neuron devices, as a JSON object.",
+        kind="json_object",
+        unsupported="this server runs on cpu and npu",
+    )
+
+
+@dataclasses.dataclass
+class ObservabilityArgs:
+    """What is measured, traced and logged."""
+
+    SECTION: ClassVar[str] = "Logging and metrics"
+
+    disable_log_stats: bool = flag(
+        False,
+        "Turns off the metrics of the engine at /metrics and the line about throughput that is logged every few "
+        "seconds.",
+        kind="flag",
+    )
+    disable_log_requests: bool = flag(
+        False,
+        "Stops the server from writing a line for every request to its log.",
+        kind="flag",
+    )
+    enable_log_requests: bool | None = flag(
+        None,
+        "Writes a line for every request to the log. This is on already, unless --disable-log-requests is given.",
+        kind="flag",
+        example="--no-enable-log-requests",
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "The address to which OpenTelemetry traces are sent.",
+        kind="str",
+        unsupported="tracing is not available in this version; use /metrics",
+    )
+    collect_detailed_traces: str | None = flag(
+        None,
+        "Which parts of the engine write detailed traces.",
+        kind="str",
+        unsupported="tracing is not available in this version; use /metrics",
+    )

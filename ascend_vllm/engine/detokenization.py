@@ -1,0 +1,126 @@
+"""Text from token ids, one step at a time.
+
+A token is not a piece of text: it may end in the middle of a UTF-8 character, and some decoders treat the first
+token of a text differently. An `IncrementalDetokenizer` therefore keeps what it cannot write yet. What all its
+calls return, joined, is the text of all ids; nothing it returned is ever taken back.
+"""
+
+from __future__ import annotations
+
+import abc
+import codecs
+from collections.abc import Callable, Sequence
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_make_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer(abc.ABC):
+    """State of one growing sequence."""
+
+    @abc.abstractmethod
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens and returns the text that is certain now, "" while a character is incomplete."""
+
+    @abc.abstractmethod
+    def finish(self) -> str:
+        """What was held back; bytes that never became a character are U+FFFD. Nothing is pushed afterwards."""
+
+
+class NoDetokenizer(IncrementalDetokenizer):
+    """For requests that want ids only."""
+
+    def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
+
+
+class ByteDetokenizer(IncrementalDetokenizer):
+    """For byte-level vocabularies (GPT-2, Llama 3, Qwen, ...): every token is a string of bytes.
+
+    The text of a sequence is the UTF-8 reading of the joined bytes, so that a UTF-8 decoder which remembers an
+    incomplete character is all the state there is.
+
+    Args:
+        token_bytes: bytes of a token id; b"" for ids without text.
+        prompt_tail: the last few ids of the prompt: a character that begins there ends in the output.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], prompt_tail: Sequence[int] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._decode = _make_utf8_decoder("replace").decode
+        self.push(prompt_tail)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Decodes the bytes of the new tokens."""
+        if len(token_ids) == 1:
+            return self._decode(self._token_bytes(token_ids[0]))
+        return self._decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def finish(self) -> str:
+        """U+FFFD if a character is incomplete."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer(IncrementalDetokenizer):
+    """For any vocabulary: decodes a short window of the last tokens and returns by how much its text grew.
+
+    The window is what was returned last, so that its first token is decoded in context, and what is pending.
+
+    Args:
+        decode: text of a list of ids.
+        prompt_ids: the prompt; the window starts in its last few tokens.
+    """
+
+    # Tokens of the prompt that give the first output token its context.
+    _PROMPT_TAIL = 5
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        tail = self._PROMPT_TAIL
+        self._window = list(prompt_ids[-tail:])
+        self._prefix = decode(self._window)
+        # A context without text (special tokens only) would not tell a first token from a later one, and one that
+        # starts within a character spoils the characters after it.
+        while self._prefix[:1] in ("", _REPLACEMENT) and tail < len(prompt_ids):
+            tail *= 2
+            self._window = list(prompt_ids[-tail:])
+            self._prefix = decode(self._window)
+        # Bytes of an incomplete character at the end of the prompt belong to the output.
+        self._prefix = self._prefix.rstrip(_REPLACEMENT)
+        self._num_returned = len(self._window)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Decodes the window with the new tokens."""
+        window = self._window
+        window.extend(token_ids)
+        text = self._decode(window)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        new_text = self._growth(text)
+        if not new_text:
+            return ""
+        pending = window[self._num_returned :]
+        prefix = self._decode(pending)
+        if prefix:
+            self._window, self._prefix = pending, prefix
+        else:  # text that appears only in context, like a lone space: keep the context
+            self._prefix = text
+        self._num_returned = len(self._window)
+        return new_text
+
+    def finish(self) -> str:
+        """The rest of the window's text."""
+        return self._growth(self._decode(self._window))
+
+    def _growth(self, text: str) -> str:
+        """What is new in the text of the window."""
+        if text.startswith(self._prefix):
+            return text[len(self._prefix) :]
+        # A byte that no character can have spoils, in vocabularies that fall back to bytes, the characters next to
+        # it. Those are out already; only what is pending is new.
+        return self._decode(self._window[self._num_returned :])

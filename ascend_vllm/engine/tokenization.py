@@ -1,0 +1,301 @@
+"""The tokenizer of a model, with calls that leave the event loop free.
+
+Transformers reads the files; where a directory holds a self-contained `tokenizer.json`, its `tokenizers` backend is
+loaded without going through `AutoTokenizer`, whose import brings torch into the API-server process (seconds and
+hundreds of megabytes that serve nothing there).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.engine.detokenization import (
+    ByteDetokenizer,
+    IncrementalDetokenizer,
+    WindowDetokenizer,
+)
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+T = TypeVar("T")
+
+# The longest UTF-8 character has 4 bytes; a prompt's last 4 tokens hold all that may be incomplete at its end.
+_BYTE_PROMPT_TAIL = 4
+
+
+class Tokenizer:
+    """Wraps a transformers tokenizer.
+
+    Args:
+        hf_tokenizer: any transformers tokenizer, fast or slow.
+
+    Attributes:
+        hf: the wrapped tokenizer.
+        is_fast: whether the `tokenizers` library does the work.
+        vocab_size: number of tokens including added ones; ids may have gaps.
+        eos_token_id: id that ends a text, or None.
+        bos_token_id: id that begins a text, or None.
+        all_special_ids: ids that skip_special_tokens hides.
+    """
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self.hf = hf_tokenizer
+        self.is_fast: bool = bool(hf_tokenizer.is_fast)
+        self._backend = hf_tokenizer.backend_tokenizer if self.is_fast else None
+        if self._backend is not None:
+            # What a file says about batching must never cut or pad a prompt.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self.vocab_size: int = len(hf_tokenizer)
+        self.eos_token_id: int | None = hf_tokenizer.eos_token_id
+        self.bos_token_id: int | None = hf_tokenizer.bos_token_id
+        # Only the slow decoders need it, they fail on ids without a token; listing a large vocabulary takes time.
+        self._max_token_id = -1 if self.is_fast else max(hf_tokenizer.get_vocab().values(), default=-1)
+        self._special_ids = frozenset(self._find_special_ids())
+        self._byte_tables = _make_byte_tables(self._backend, self._special_ids)
+        self._token_texts: dict[int, str] = {}
+        # One thread: the slow tokenizers are not thread-safe, and the fast ones use all cores on a long text.
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Tokenizer:
+        """Loads the tokenizer that a model's configuration names."""
+        return cls.from_directory(
+            config.tokenizer, slow=config.tokenizer_mode == "slow", trust_remote_code=config.trust_remote_code
+        )
+
+    @classmethod
+    def from_directory(cls, directory: str, *, slow: bool = False, trust_remote_code: bool = False) -> Tokenizer:
+        """Loads a tokenizer.
+
+        Args:
+            directory: where tokenizer.json, tokenizer_config.json and so on are.
+            slow: take the Python implementation where transformers has one.
+            trust_remote_code: run the directory's own tokenizer code, if it has any.
+
+        Raises:
+            ModelLoadError: no tokenizer there, a broken file, or one that needs code which is not trusted.
+        """
+        path = pathlib.Path(directory)
+        if not path.is_dir():
+            raise ModelLoadError(f"cannot load a tokenizer: {directory} is not a directory")
+        try:
+            if not slow and _is_self_contained(path):
+                from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+                return cls(TokenizersBackend.from_pretrained(directory, local_files_only=True))
+            from transformers import AutoTokenizer
+
+            return cls(
+                AutoTokenizer.from_pretrained(
+                    directory, use_fast=not slow, trust_remote_code=trust_remote_code, local_files_only=True
+                )
+            )
+        except ModelLoadError:
+            raise
+        except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
+            hint = "; pass --trust-remote-code to run its code" if "trust_remote_code" in str(error) else ""
+            raise ModelLoadError(f"cannot load the tokenizer in {directory}: {error}{hint}") from error
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        """Ids that skip_special_tokens hides."""
+        return self._special_ids
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The model's own chat template, or several by name."""
+        template: str | dict[str, str] | None = getattr(self.hf, "chat_template", None)
+        return template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, never truncated.
+
+        Args:
+            text: any text; special tokens written in it become their ids.
+            add_special_tokens: add what the model expects around a text, like a beginning-of-text token.
+        """
+        if self._backend is not None:
+            # Past the wrapper: it would take and set the shared truncation state, and is several times slower.
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Text of ids; ids without a token give nothing.
+
+        Args:
+            token_ids: ids ≥ 0.
+            skip_special_tokens: leave special tokens out.
+            spaces_between_special_tokens: only slow tokenizers know it.
+        """
+        if self._backend is not None:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        known = [token_id for token_id in token_ids if token_id <= self._max_token_id]
+        return str(
+            self.hf.decode(
+                known,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+                spaces_between_special_tokens=spaces_between_special_tokens,
+            )
+        )
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; "" for ids without a token."""
+        return [token or "" for token in self.hf.convert_ids_to_tokens(list(token_ids))]
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token in the middle of a text, special or not; cached.
+
+        Bytes that are no complete character are U+FFFD.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._make_token_text(token_id)
+        return text
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+        """The prompt's text for a conversation.
+
+        Args:
+            conversation: messages with at least a role, as the template wants them.
+            kwargs: chat_template, tools, documents, add_generation_prompt, continue_final_message, and what else
+                the template knows.
+
+        Raises:
+            Exception: whatever the template or transformers raises; `entrypoints.chat_template` makes request
+                errors of them.
+        """
+        return str(self.hf.apply_chat_template(conversation, tokenize=False, **kwargs))
+
+    def make_detokenizer(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> IncrementalDetokenizer:
+        """State that turns a sequence's output ids into text.
+
+        Args:
+            prompt_token_ids: what comes before the output.
+            skip_special_tokens: leave special tokens out.
+            spaces_between_special_tokens: only slow tokenizers know it.
+        """
+        if self._byte_tables is not None:
+            table = self._byte_tables[skip_special_tokens]
+            return ByteDetokenizer(table.__getitem__, prompt_token_ids[-_BYTE_PROMPT_TAIL:])
+        decode = functools.partial(
+            self.decode,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        return WindowDetokenizer(decode, prompt_token_ids)
+
+    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`encode` off the event loop."""
+        return await self._run(self.encode, text, add_special_tokens)
+
+    async def decode_async(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """`decode` off the event loop."""
+        return await self._run(self.decode, token_ids, skip_special_tokens)
+
+    async def apply_chat_template_async(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+        """`apply_chat_template` off the event loop."""
+        return await self._run(functools.partial(self.apply_chat_template, conversation, **kwargs))
+
+    def close(self) -> None:
+        """Ends the thread; the synchronous calls keep working."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def _find_special_ids(self) -> set[int]:
+        if self._backend is None:
+            return set(self.hf.all_special_ids)
+        return {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
+    def _make_token_text(self, token_id: int) -> str:
+        if self._byte_tables is not None:
+            return self._byte_tables[False][token_id].decode("utf-8", "replace")
+        # Decoded after a letter, since decoders strip the space before the first word of a text.
+        letter = self.encode("a", add_special_tokens=False)
+        return self.decode([*letter, token_id])[len(self.decode(letter)) :]
+
+
+class _ByteTable(dict[int, bytes]):
+    """Token id → bytes of a byte-level vocabulary, filled on first use.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`.
+        hidden_ids: ids without text.
+    """
+
+    def __init__(self, backend: Any, hidden_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._hidden_ids = hidden_ids
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        hidden = token is None or token_id in self._hidden_ids
+        value = b"" if hidden else _bytes_of_token(token)
+        self[token_id] = value
+        return value
+
+
+def _bytes_of_token(token: str) -> bytes:
+    """Bytes that a token of a byte-level vocabulary stands for; added tokens are written as they are."""
+    characters = _byte_characters()
+    if all(character in characters for character in token):
+        return bytes(characters[character] for character in token)
+    return token.encode()
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies (the GPT-2 paper's code).
+
+    Printable Latin-1 bytes stand for themselves, the other 68 are numbered from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _make_byte_tables(backend: Any, special_ids: frozenset[int]) -> dict[bool, _ByteTable] | None:
+    """Tables by skip_special_tokens, or None if the vocabulary is not byte-level."""
+    if backend is None or backend.decoder is None:
+        return None
+    if json.loads(backend.decoder.__getstate__())["type"] != "ByteLevel":
+        return None
+    return {True: _ByteTable(backend, special_ids), False: _ByteTable(backend, frozenset())}
+
+
+def _is_self_contained(directory: pathlib.Path) -> bool:
+    """Whether tokenizer.json and tokenizer_config.json say all that there is to know.
+
+    They do not where the directory brings tokenizer code of its own, nor where the configuration leaves the
+    end-of-text token to the defaults of a tokenizer class.
+    """
+    config_file = directory / "tokenizer_config.json"
+    if not (directory / "tokenizer.json").is_file() or not config_file.is_file():
+        return False
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    return "auto_map" not in config and "eos_token" in config
