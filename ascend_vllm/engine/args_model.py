@@ -103,8 +103,8 @@ class ModelArgs:
     )
     dtype: str = flag(
         "auto",
-        "The number format of weights and activations. With auto the checkpoint's own format is kept, and a "
-        "float32 checkpoint is run in bfloat16 on CPU and in float16 on NPU; give float32 to keep full precision.",
+        "The number format of weights and activations. With auto the checkpoint's own format is kept, except that a "
+        "float32 checkpoint is run in bfloat16; give float32 to keep full precision.",
         kind="str",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         example="--dtype bfloat16",

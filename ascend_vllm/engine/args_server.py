@@ -1,0 +1,367 @@
+"""Flags of the HTTP servers; the engine never sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from ascend_vllm.engine.arg_fields import flag, refuse_unsupported
+from ascend_vllm.errors import ConfigError
+
+_NO_TOOLS = "tool calls are not available in this version; describe the tools in the prompt"
+_HTTP_PARSER = "the HTTP parser has fixed limits"
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
+
+
+@dataclasses.dataclass
+class LoRAModule:
+    """One entry of --lora-modules.
+
+    Attributes:
+        name: what requests put in their model field.
+        path: the directory of the adapter.
+        base_model_name: the model it belongs to.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+@dataclasses.dataclass
+class HttpArgs:
+    """Address and encryption, the same for both servers."""
+
+    SECTION: ClassVar[str] = "HTTP server"
+
+    host: str | None = flag(
+        None,
+        "The network address the server listens on. Without it the server listens on all addresses of the machine; "
+        "127.0.0.1 admits only programs on the same machine.",
+        kind="nullable_str",
+        example="--host 127.0.0.1",
+    )
+    port: int = flag(8000, "The network port the server listens on.", kind="int", example="--port 8080")
+    ssl_keyfile: str | None = flag(
+        None,
+        "The file with the server's private key. Together with --ssl-certfile it turns HTTPS on.",
+        kind="nullable_str",
+        example="--ssl-keyfile key.pem --ssl-certfile cert.pem",
+    )
+    ssl_certfile: str | None = flag(
+        None,
+        "The file with the server's certificate. Together with --ssl-keyfile it turns HTTPS on.",
+        kind="nullable_str",
+        example="--ssl-keyfile key.pem --ssl-certfile cert.pem",
+    )
+    ssl_ca_certs: str | None = flag(
+        None,
+        "The file with the certificates of those who may vouch for clients.",
+        kind="nullable_str",
+        example="--ssl-ca-certs ca.pem --ssl-cert-reqs 2",
+    )
+    ssl_cert_reqs: int = flag(
+        0,
+        "Whether clients must show a certificate: 0 means no, 1 means they may, 2 means they must.",
+        kind="int",
+        example="--ssl-ca-certs ca.pem --ssl-cert-reqs 2",
+    )
+    root_path: str | None = flag(
+        None,
+        "The path under which a proxy in front of the server publishes it.",
+        kind="nullable_str",
+        example="--root-path /llm",
+    )
+
+    def check(self) -> None:
+        """Checks what can be known before anything is started.
+
+        Raises:
+            ConfigError: a value is wrong, or needs another flag.
+            UnsupportedFlagError: a feature is asked for that does not exist.
+        """
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together.")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}.")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates may clients show?")
+        refuse_unsupported(type(self), vars(self))
+
+
+@dataclasses.dataclass
+class GenerateServerArgs(HttpArgs):
+    """Flags of `python -m ascend_vllm.entrypoints.api_server` beside the engine's."""
+
+    SECTION: ClassVar[str] = "The /generate server"
+
+    log_level: str = flag(
+        "debug",
+        "How much the HTTP part of the /generate server writes to its log.",
+        kind="str",
+        choices=_LOG_LEVELS,
+        example="--log-level info",
+    )
+    generate_format: str = flag(
+        "vllm",
+        "The form of questions and answers at /generate.",
+        kind="str",
+        choices=("vllm", "mindie"),
+        unsupported="MindIE's form is not available in this version; leave the flag out",
+    )
+
+
+@dataclasses.dataclass
+class FrontendArgs(HttpArgs):
+    """Flags of the OpenAI server beside the engine's."""
+
+    SECTION: ClassVar[str] = "OpenAI server"
+
+    uvicorn_log_level: str = flag(
+        "info",
+        "How much the HTTP part of the server writes to its log.",
+        kind="str",
+        choices=_LOG_LEVELS,
+        example="--uvicorn-log-level warning",
+    )
+    allow_credentials: bool = flag(
+        False, "Lets web pages from other sites send cookies and passwords with their requests.", kind="flag"
+    )
+    allowed_origins: list[str] = flag(
+        ["*"],
+        "The web sites whose pages may call the server from a browser, as a JSON list.",
+        kind="json_list",
+        example="--allowed-origins '[\"https://example.com\"]'",
+    )
+    allowed_methods: list[str] = flag(
+        ["*"],
+        "The HTTP methods that pages of other web sites may use, as a JSON list.",
+        kind="json_list",
+        example="--allowed-methods '[\"POST\"]'",
+    )
+    allowed_headers: list[str] = flag(
+        ["*"],
+        "The HTTP headers that pages of other web sites may send, as a JSON list.",
+        kind="json_list",
+        example="--allowed-headers '[\"Authorization\"]'",
+    )
+    api_key: list[str] | None = flag(
+        None,
+        "A secret that requests must show in their Authorization header. It may be given several times; the "
+        "environment variable VLLM_API_KEY wins over it.",
+        kind="nullable_str",
+        repeat=True,
+        example="--api-key my-secret",
+    )
+    lora_modules: list[LoRAModule] | None = flag(
+        None,
+        "LoRA adapters that are served beside the model, each as name=path or as a JSON object.",
+        kind="lora_module",
+        many=True,
+        unsupported="LoRA adapters are not available in this version; merge the adapter into the model's weights",
+    )
+    prompt_adapters: list[str] | None = flag(
+        None,
+        "Prompt adapters that are served beside the model, each as name=path.",
+        kind="nullable_str",
+        many=True,
+        unsupported="prompt adapters are not available in this version",
+    )
+    chat_template: str | None = flag(
+        None,
+        "The Jinja template that turns chat messages into a prompt, as a file or as the template itself. Without "
+        "it the template of the tokenizer is used.",
+        kind="nullable_str",
+        example="--chat-template ./template.jinja",
+    )
+    chat_template_content_format: str = flag(
+        "auto",
+        "Whether the chat template gets the content of a message as plain text or as a list of parts.",
+        kind="str",
+        choices=("auto", "string", "openai"),
+        unsupported="the chat template always gets plain text",
+        allowed=("string",),
+    )
+    trust_request_chat_template: bool = flag(
+        False,
+        "Lets requests bring a chat template of their own.",
+        kind="flag",
+        unsupported="requests cannot bring a chat template in this version; use --chat-template",
+    )
+    response_role: str = flag(
+        "assistant",
+        "The role that answers of the chat endpoint carry.",
+        kind="nullable_str",
+        example="--response-role assistant",
+    )
+    middleware: list[str] = flag(
+        [],
+        "A function or class of your own that every HTTP request passes through, as module.name. It may be given "
+        "several times.",
+        kind="nullable_str",
+        repeat=True,
+        example="--middleware my_package.my_middleware",
+    )
+    return_tokens_as_token_ids: bool = flag(
+        False,
+        "Writes tokens in log-probabilities as token_id:N instead of as text, so that tokens that are not whole "
+        "characters can be told apart.",
+        kind="flag",
+    )
+    disable_frontend_multiprocessing: bool = flag(
+        False,
+        "Asks for the server and the engine in one process.",
+        kind="flag",
+        no_effect="the engine always runs in a process of its own, answers are the same",
+    )
+    enable_auto_tool_choice: bool = flag(
+        False,
+        "Lets the model decide on its own to call a tool.",
+        kind="flag",
+        unsupported=_NO_TOOLS,
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "The name of the parser that finds tool calls in the text of a model.",
+        kind="str",
+        unsupported=_NO_TOOLS,
+    )
+    tool_parser_plugin: str = flag(
+        "", "A Python file with a parser of your own for tool calls.", kind="str", unsupported=_NO_TOOLS
+    )
+    exclude_tools_when_tool_choice_none: bool = flag(
+        False,
+        "Leaves the tools out of the prompt when a request says that none may be called.",
+        kind="flag",
+        unsupported=_NO_TOOLS,
+    )
+    tool_server: str | None = flag(
+        None, "The address of a server that carries out tool calls.", kind="nullable_str", unsupported=_NO_TOOLS
+    )
+    max_log_len: int | None = flag(
+        None,
+        "The largest number of characters or token ids of a prompt that are written to the log. "
+        "Without it prompts are logged whole.",
+        kind="int",
+        example="--max-log-len 100",
+    )
+    disable_fastapi_docs: bool = flag(
+        False, "Turns off the pages at /docs, /redoc and /openapi.json that describe the HTTP interface.", kind="flag"
+    )
+    enable_prompt_tokens_details: bool = flag(
+        False, "Adds to the usage of an answer how many tokens of the prompt came from the cache.", kind="flag"
+    )
+    enable_force_include_usage: bool = flag(
+        False,
+        "Sends the token counts at the end of every stream, even when the request does not ask for them.",
+        kind="flag",
+        unsupported="requests ask for it themselves with stream_options",
+    )
+    enable_cum_log_probs: bool = flag(
+        False,
+        "Adds the sum of log-probabilities to every choice of a completion.",
+        kind="flag",
+        unsupported="ask for log-probabilities in the request with the field logprobs",
+    )
+    default_chat_template_kwargs: dict[str, object] | None = flag(
+        None,
+        "Values that every chat template is given, as a JSON object.",
+        kind="json_object",
+        unsupported="put the values into the template, or send chat_template_kwargs with each request",
+    )
+    enable_request_id_headers: bool = flag(
+        False,
+        "Adds the header X-Request-Id to every answer.",
+        kind="flag",
+        unsupported="the id of a request is in the field id of its answer",
+    )
+    enable_server_load_tracking: bool = flag(
+        False,
+        "Counts the requests in progress at /load.",
+        kind="flag",
+        unsupported="see the number of running and waiting requests at /metrics",
+    )
+    enable_tokenizer_info_endpoint: bool = flag(
+        False,
+        "Publishes the settings of the tokenizer at /tokenizer_info.",
+        kind="flag",
+        unsupported="the endpoint is not available in this version",
+    )
+    disable_uvicorn_access_log: bool = flag(
+        False, "Stops the line that is logged for every HTTP request with its path and status.", kind="flag"
+    )
+    disable_access_log_for_endpoints: str | None = flag(
+        None,
+        "The paths, separated by commas, for which no line is logged per HTTP request.",
+        kind="nullable_str",
+        unsupported="use --disable-uvicorn-access-log to turn all of these lines off",
+    )
+    enable_log_outputs: bool = flag(
+        False,
+        "Writes the text of every answer to the log.",
+        kind="flag",
+        unsupported="answers are not written to the log in this version",
+    )
+    log_config_file: str | None = flag(
+        None,
+        "A JSON file that configures the log.",
+        kind="nullable_str",
+        unsupported="set the level with --uvicorn-log-level and VLLM_LOGGING_LEVEL",
+    )
+    uds: str | None = flag(
+        None,
+        "The path of a Unix domain socket to listen on instead of a network port.",
+        kind="nullable_str",
+        unsupported="the server listens on --host and --port",
+    )
+    ssl_ciphers: str | None = flag(
+        None,
+        "The encryption methods that HTTPS may use.",
+        kind="nullable_str",
+        unsupported="HTTPS uses Python's own selection",
+    )
+    enable_ssl_refresh: bool = flag(
+        False,
+        "Reads the certificate again when its file changes.",
+        kind="flag",
+        unsupported="restart the server to change the certificate",
+    )
+    h11_max_incomplete_event_size: int | None = flag(
+        None, "The largest size of an unfinished HTTP header in bytes.", kind="length", unsupported=_HTTP_PARSER
+    )
+    h11_max_header_count: int | None = flag(
+        None, "The largest number of headers of an HTTP request.", kind="int", unsupported=_HTTP_PARSER
+    )
+    api_server_count: int = flag(
+        1,
+        "The number of processes that answer HTTP requests.",
+        kind="int",
+        unsupported="one process answers HTTP requests",
+    )
+    headless: bool = flag(
+        False,
+        "Starts an engine without an HTTP server, as part of a larger group of machines.",
+        kind="flag",
+        unsupported="the model runs on one machine in this version",
+    )
+    sse_keep_alive_interval: float | None = flag(
+        None,
+        "How often, in seconds, a silent stream sends a sign of life.",
+        kind="float",
+        unsupported="streams send nothing between tokens",
+    )
+
+    def check(self) -> None:
+        """Checks what can be known before anything is started.
+
+        Raises:
+            ConfigError: a value is wrong, or needs another flag.
+            UnsupportedFlagError: a feature is asked for that does not exist.
+        """
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise ConfigError("Error: --enable-auto-tool-choice requires --tool-call-parser")
+        if self.max_log_len is not None and self.max_log_len < 0:
+            raise ConfigError(f"--max-log-len must not be negative, got {self.max_log_len}.")
+        super().check()
