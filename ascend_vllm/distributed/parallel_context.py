@@ -1,8 +1,23 @@
-"""Which part of a model a worker holds."""
+"""Which part of a model a worker holds: the one place of shard arithmetic."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from ascend_vllm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A range of one dimension of a tensor.
+
+    Attributes:
+        start: first index.
+        size: number of indices.
+    """
+
+    start: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,3 +31,36 @@ class ParallelContext:
 
     tp_rank: int = 0
     tp_size: int = 1
+
+    def shard(self, total: int, what: str) -> Shard:
+        """The part of a dimension this rank holds when every rank holds an equal part.
+
+        Args:
+            total: the whole dimension.
+            what: its name, for the error.
+
+        Raises:
+            ConfigError: the dimension does not divide evenly.
+
+        Example:
+            >>> ParallelContext(tp_rank=1, tp_size=2).shard(8, "attention heads")
+            Shard(start=4, size=4)
+        """
+        if total % self.tp_size:
+            raise ConfigError(f"--tensor-parallel-size {self.tp_size} does not divide the model's {total} {what}")
+        size = total // self.tp_size
+        return Shard(self.tp_rank * size, size)
+
+    def shard_or_replicate(self, total: int, what: str) -> Shard:
+        """As `shard`, but where there are fewer units than ranks, neighbouring ranks hold the same unit.
+
+        KV heads are shared this way: 2 heads on 4 ranks lie as 0, 0, 1, 1.
+
+        Raises:
+            ConfigError: neither number divides the other.
+        """
+        if total >= self.tp_size:
+            return self.shard(total, what)
+        if self.tp_size % total:
+            raise ConfigError(f"the model's {total} {what} do not divide --tensor-parallel-size {self.tp_size}")
+        return Shard(self.tp_rank * total // self.tp_size, 1)

@@ -1,0 +1,52 @@
+"""The attention layer: what is the same for all models once queries, keys and values are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.layers.base import Layer
+from ascend_vllm.layers.rotary import RotaryStep
+
+
+@dataclasses.dataclass(slots=True)
+class ForwardContext:
+    """What the layers of a model share in one forward step; made once per step, so that calls stay short.
+
+    Attributes:
+        batch: the step's tokens and rows.
+        kv_caches: one cache per attention layer, of the backend's shape.
+        backend: computes attention.
+        metadata: what the backend prepared for this step.
+        rotary: positions and cos/sin table of this step; None for models without rotary embedding.
+    """
+
+    batch: ForwardBatch
+    kv_caches: list[torch.Tensor]
+    backend: AttentionBackend
+    metadata: Any
+    rotary: RotaryStep | None = None
+
+
+class Attention(Layer):
+    """One attention layer over the paged KV cache.
+
+    Args:
+        spec: heads, scale and window.
+        index: place of the layer's cache in `ForwardContext.kv_caches`.
+    """
+
+    def __init__(self, spec: AttentionSpec, index: int) -> None:
+        self.spec = spec
+        self.index = index
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """query [T, N*D], key and value [T, K*D] → [T, N*D]; stores key and value."""
+        return context.backend.forward(
+            self.spec, query, key, value, context.kv_caches[self.index], context.batch, context.metadata
+        )

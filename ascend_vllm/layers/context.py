@@ -1,0 +1,32 @@
+"""What layers need to know of their surroundings to be built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ascend_vllm.distributed.parallel_context import ParallelContext
+from ascend_vllm.layers.quantization.base import QuantScheme
+from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildContext:
+    """Handed to every layer at its making; layers know nothing else of the engine.
+
+    Attributes:
+        dtype: of weights and activations.
+        device: where weights live.
+        parallel: which part of each layer is held here.
+        quant: chooses how each linear layer keeps its weights.
+
+    Example:
+        >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size
+        1
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    parallel: ParallelContext = ParallelContext()
+    quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)

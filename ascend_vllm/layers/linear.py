@@ -1,0 +1,196 @@
+"""Linear layers. What differs between them is which dimension is split over ranks and which checkpoint tensors
+make them up; how weights are kept and multiplied is the business of their `QuantMethod`.
+
+Letters: T tokens, N query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ascend_vllm.distributed.parallel_context import Shard
+from ascend_vllm.layers.base import Layer, WeightSlot
+
+if TYPE_CHECKING:
+    from ascend_vllm.layers.context import BuildContext
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearOutput:
+    """One matrix of the checkpoint that is part of a linear layer.
+
+    Attributes:
+        name: its name there, without ".weight".
+        total: its rows there.
+        shard: the rows of it that this rank computes.
+    """
+
+    name: str
+    total: int
+    shard: Shard
+
+
+class Linear(Layer):
+    """y = x Wᵀ + b over one or several matrices of a checkpoint that share their input.
+
+    Use one of the subclasses, which say how the layer is split.
+
+    Args:
+        context: surroundings.
+        prefix: name of the layer, by which its quantisation is chosen.
+        outputs: matrices, in the order of their outputs.
+        in_features: columns of the matrices in the checkpoint.
+        bias: whether there is a bias per matrix.
+        in_shard: the input columns this rank holds; None: all.
+    """
+
+    # dimension of the weight that is split over ranks: 0 outputs, 1 inputs
+    split_dim = 0
+
+    def __init__(
+        self,
+        context: BuildContext,
+        prefix: str,
+        outputs: Sequence[LinearOutput],
+        in_features: int,
+        *,
+        bias: bool,
+        in_shard: Shard | None = None,
+    ) -> None:
+        self.prefix = prefix
+        self.dtype = context.dtype
+        self.device = context.device
+        self.outputs = tuple(outputs)
+        self.total_in_features = in_features
+        self.in_shard = in_shard or Shard(0, in_features)
+        self.in_features = self.in_shard.size
+        self.output_sizes = [output.shard.size for output in self.outputs]
+        self.out_features = sum(self.output_sizes)
+        # [out] in the model's dtype, or None
+        self.bias: torch.Tensor | None = None
+        self._method = context.quant.method_for(prefix)
+        self._slots = self._method.create_weights(self)
+        if bias:
+            self._slots += self._create_bias()
+
+    def _create_bias(self) -> list[WeightSlot]:
+        self.bias = torch.empty(self.out_features, dtype=self.dtype, device=self.device)
+        slots = []
+        row = 0
+        for output in self.outputs:
+            target = self.bias[row : row + output.shard.size]
+            slots.append(WeightSlot(f"{output.name}.bias", (output.total,), target, start=output.shard.start))
+            row += output.shard.size
+        return slots
+
+    def slots(self) -> list[WeightSlot]:
+        """A weight (or what the quantisation has in its place) and perhaps a bias per matrix."""
+        return self._slots
+
+    def after_load(self) -> None:
+        """Packs the weights; the loaded form is freed."""
+        self._slots = []
+        self._method.after_load(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] → [T, out], the outputs of the matrices side by side."""
+        return self._method.apply(self, x)
+
+
+class ColumnParallelLinear(Linear):
+    """One matrix, its outputs split over ranks."""
+
+    def __init__(
+        self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
+        shard = context.parallel.shard(out_features, f"outputs of {prefix}")
+        super().__init__(context, prefix, [LinearOutput(prefix, out_features, shard)], in_features, bias=bias)
+
+
+class MergedColumnParallelLinear(Linear):
+    """Several matrices with the same input in one GEMM, the outputs of each split over ranks (gate and up).
+
+    Args:
+        context: surroundings.
+        prefix: name of the module that holds the matrices.
+        names: the matrices' names in that module.
+        in_features: their columns.
+        out_features: rows of each.
+        merged_name: name of the layer made of them.
+        bias: whether each has a bias.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        prefix: str,
+        names: Sequence[str],
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        merged_name: str,
+        bias: bool = False,
+    ) -> None:
+        outputs = [
+            LinearOutput(f"{prefix}.{name}", size, context.parallel.shard(size, f"outputs of {prefix}.{name}"))
+            for name, size in zip(names, out_features, strict=True)
+        ]
+        super().__init__(context, f"{prefix}.{merged_name}", outputs, in_features, bias=bias)
+
+
+class QKVParallelLinear(Linear):
+    """Query, key and value projections in one GEMM, split over ranks by heads.
+
+    Args:
+        context: surroundings.
+        prefix: name of the attention module, which holds q_proj, k_proj and v_proj.
+        hidden_size: width of the input.
+        head_size: D.
+        num_heads: query heads of the whole model.
+        num_kv_heads: KV heads of the whole model; ranks share one where there are fewer heads than ranks.
+        bias: whether each projection has a bias.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        prefix: str,
+        hidden_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool = False,
+    ) -> None:
+        query = context.parallel.shard(num_heads, "attention heads")
+        kv = context.parallel.shard_or_replicate(num_kv_heads, "KV heads")
+        self.num_heads = query.size
+        self.num_kv_heads = kv.size
+        outputs = [
+            LinearOutput(
+                f"{prefix}.{name}", total * head_size, Shard(heads.start * head_size, heads.size * head_size)
+            )
+            for name, total, heads in (
+                ("q_proj", num_heads, query),
+                ("k_proj", num_kv_heads, kv),
+                ("v_proj", num_kv_heads, kv),
+            )
+        ]
+        super().__init__(context, f"{prefix}.qkv_proj", outputs, hidden_size, bias=bias)
+
+
+class RowParallelLinear(Linear):
+    """One matrix, its inputs split over ranks."""
+
+    split_dim = 1
+
+    def __init__(
+        self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
+        output = LinearOutput(prefix, out_features, Shard(0, out_features))
+        in_shard = context.parallel.shard(in_features, f"inputs of {prefix}")
+        super().__init__(context, prefix, [output], in_features, bias=bias, in_shard=in_shard)

@@ -1,0 +1,57 @@
+"""Weights in the model's own dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_vllm.layers.base import WeightSlot
+from ascend_vllm.layers.linear import Linear
+from ascend_vllm.layers.quantization.base import QuantMethod
+from ascend_vllm.ops.gemm import PackedLinear
+
+
+class Unquantized(QuantMethod):
+    """Loads [out, in] matrices one below another and packs them for the device's GEMM."""
+
+    def __init__(self) -> None:
+        self._weight: torch.Tensor | None = None
+        self._packed: PackedLinear | None = None
+
+    def create_weights(self, layer: Linear) -> list[WeightSlot]:
+        """One weight for all outputs of the layer; a slot per output."""
+        weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device=layer.device)
+        self._weight = weight
+        slots = []
+        row = 0
+        for output in layer.outputs:
+            slots.append(
+                WeightSlot(
+                    f"{output.name}.weight",
+                    (output.total, layer.total_in_features),
+                    weight[row : row + output.shard.size],
+                    dim=layer.split_dim,
+                    start=output.shard.start if layer.split_dim == 0 else layer.in_shard.start,
+                )
+            )
+            row += output.shard.size
+        return slots
+
+    def after_load(self, layer: Linear) -> None:
+        """Packs the weight and lets go of the loaded one."""
+        if self._weight is not None:
+            self._packed = PackedLinear(self._weight)
+            self._weight = None
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] → [T, out]."""
+        if self._packed is None:
+            raise RuntimeError(f"{layer.prefix} is used before its weights are loaded")
+        return self._packed(x, layer.bias)
+
+
+class UnquantizedScheme:
+    """Every layer is `Unquantized`."""
+
+    def method_for(self, layer_name: str) -> QuantMethod:
+        """A new `Unquantized`, whatever the layer."""
+        return Unquantized()

@@ -1,0 +1,250 @@
+"""Rotary position embedding (Su et al., 2021) and its extensions to longer contexts.
+
+Letters: T tokens, N query heads, K KV heads, D head size, P positions, F rotated width (D or less), in pairs.
+Frequencies, cosines and sines are float32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.layers.base import Layer
+from ascend_vllm.ops.elementwise import rotary_embedding
+
+_DEFAULT_THETA = 10000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig:
+    """How positions are turned into angles.
+
+    Attributes:
+        rope_type: "default", "linear", "dynamic", "yarn" or "llama3".
+        theta: base of the frequencies.
+        rotary_dim: F.
+        max_position: longest sequence of the model's config, which is the trained one for "dynamic".
+        parameters: the type's own numbers, by their names in config.json.
+    """
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    max_position: int
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Mapping[str, Any], head_size: int) -> RotaryConfig:
+        """Reads config.json's spelling of today (`rope_parameters`) and of before (`rope_theta`, `rope_scaling`).
+
+        `rope_scaling` wins over `rope_parameters`, and a `rope_theta` inside either over the one outside, as
+        transformers reads them.
+
+        Raises:
+            ModelLoadError: an unknown type, or a number the type needs is missing.
+        """
+        parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise ModelLoadError(f"config.json: rope_parameters per layer type are not supported: {parameters}")
+        rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
+        if rope_type not in _INVERSE_FREQUENCIES:
+            raise ModelLoadError(
+                f"config.json: rope type {rope_type!r} is not supported; "
+                f"supported are {', '.join(sorted(_INVERSE_FREQUENCIES))}"
+            )
+        theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or _DEFAULT_THETA
+        partial = parameters.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
+        max_position = int(hf_config["max_position_embeddings"])
+        if rope_type in ("yarn", "llama3"):
+            outer = hf_config.get("original_max_position_embeddings")
+            parameters.setdefault("original_max_position_embeddings", max_position)
+            if outer is not None:
+                parameters["original_max_position_embeddings"] = outer
+        config = cls(rope_type, float(theta), int(head_size * partial), max_position, parameters)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        missing = [name for name in _REQUIRED[self.rope_type] if self.parameters.get(name) is None]
+        if missing:
+            raise ModelLoadError(f"config.json: rope type {self.rope_type!r} needs {', '.join(missing)}")
+        if self.rotary_dim % 2 or self.rotary_dim <= 0:
+            raise ModelLoadError(f"config.json: {self.rotary_dim} rotated elements of a head; they must be even")
+
+    def number(self, name: str) -> float:
+        """One of the type's numbers."""
+        return float(self.parameters[name])
+
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+# ---- frequencies -------------------------------------------------------------------------------------------
+
+
+def _frequencies(theta: float, dim: int) -> torch.Tensor:
+    """[F/2] float32: theta^(-2i/F)."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _default(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+    return _frequencies(config.theta, config.rotary_dim), 1.0
+
+
+def _linear(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+    # position interpolation (Chen et al., 2023): positions shrink by the factor
+    return _frequencies(config.theta, config.rotary_dim) / config.number("factor"), 1.0
+
+
+def _llama3(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+    # Llama 3.1: wavelengths that fit the trained context often stay, those beyond it stretch by the factor, and
+    # between both it goes over linearly in the number of turns
+    frequencies = _frequencies(config.theta, config.rotary_dim)
+    low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
+    turns = config.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * kept + frequencies / config.number("factor") * (1.0 - kept), 1.0
+
+
+def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _yarn(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+    # YaRN (Peng et al., 2023): as llama3, but the ramp runs over the index of the pair, and cos and sin grow
+    parameters, dim = config.parameters, config.rotary_dim
+    original = config.number("original_max_position_embeddings")
+    factor = float(parameters.get("factor") or config.max_position / original)
+    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    magnitude = parameters.get("attention_factor")
+    if magnitude is None:
+        magnitude = _yarn_magnitude(factor)
+        if weight and weight_all:
+            magnitude = _yarn_magnitude(factor, weight) / _yarn_magnitude(factor, weight_all)
+
+    def pair_with_turns(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first = pair_with_turns(float(parameters.get("beta_fast") or 32))
+    last = pair_with_turns(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    frequencies = _frequencies(config.theta, dim)
+    return frequencies * (1.0 - stretched) + frequencies / factor * stretched, float(magnitude)
+
+
+_INVERSE_FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    # inside the trained length; beyond it see DynamicNTKRotaryEmbedding
+    "dynamic": _default,
+    "yarn": _yarn,
+    "llama3": _llama3,
+}
+
+
+# ---- layers ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RotaryStep:
+    """What one forward step rotates with."""
+
+    # [T] int64: row of the table for each token
+    positions: torch.Tensor
+    # [P, F] float32: cosines of the F/2 pairs, then sines
+    cos_sin: torch.Tensor
+
+
+class RotaryEmbedding(Layer):
+    """Rotates pairs of query and key elements by angles that grow with the position. Shared by all layers.
+
+    Args:
+        config: angles.
+        head_size: D.
+        max_model_len: rows of the table, P.
+        device: of the table.
+        is_neox: pairs are elements i and i+F/2 of a head; otherwise 2i and 2i+1 (GPT-J).
+    """
+
+    def __init__(
+        self, config: RotaryConfig, head_size: int, max_model_len: int, device: torch.device, *, is_neox: bool = True
+    ) -> None:
+        self._head_size = head_size
+        self._is_neox = is_neox
+        frequencies, magnitude = _INVERSE_FREQUENCIES[config.rope_type](config)
+        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+        # [P, F] float32
+        self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude).to(device)
+
+    def prepare(self, batch: ForwardBatch) -> RotaryStep:
+        """What `forward` needs in a step; made once for all layers."""
+        return RotaryStep(batch.positions, self.cos_sin)
+
+    def forward(self, step: RotaryStep, query: torch.Tensor, key: torch.Tensor) -> None:
+        """query [T, N*D] and key [T, K*D], in place; rows may be views of a wider tensor."""
+        rotary_embedding(step.positions, query, key, self._head_size, step.cos_sin, self._is_neox)
+
+
+class DynamicNTKRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding whose base grows with the sequence ("dynamic NTK", after bloc97 and emozilla, 2023).
+
+    Inside the trained length nothing changes. Beyond it, the tokens of a step are rotated with the base for
+    their own row's length after that step. So a prompt computed in one step and every token generated after it
+    get the angles that transformers gives them with a KV cache. Keys stay in the cache as they were rotated, there
+    and here; how a sequence beyond the trained length was cut into steps (chunked prefill, preemption, a cached
+    prefix) therefore shows in its result. A table fixed at start, as vLLM builds it for the longest sequence,
+    would not depend on it, but changes the results of every short sequence too.
+    """
+
+    def __init__(self, config: RotaryConfig, head_size: int, device: torch.device, *, is_neox: bool = True) -> None:
+        # the table of the trained length is not needed: rows are made in every step
+        super().__init__(config, head_size, 0, device, is_neox=is_neox)
+        self._theta = config.theta
+        self._factor = config.number("factor")
+        self._trained_len = config.max_position
+        # [F/2] float32: exponents of the base
+        self._exponents = (torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim).to(device)
+        self._growth_exponent = config.rotary_dim / (config.rotary_dim - 2)
+
+    def prepare(self, batch: ForwardBatch) -> RotaryStep:
+        """A table with one row per token of this step."""
+        row_lens = batch.seq_lens.clamp(min=self._trained_len).float()
+        growth = self._factor * row_lens / self._trained_len - (self._factor - 1.0)
+        # [R, F/2]
+        frequencies = 1.0 / ((self._theta * growth**self._growth_exponent)[:, None] ** self._exponents)
+        # [T]: the row of each token; found without asking the device for a size
+        tokens = torch.arange(batch.positions.shape[0], device=batch.positions.device)
+        rows = torch.searchsorted(batch.query_start[1:-1].long(), tokens, right=True)
+        angles = batch.positions[:, None].float() * frequencies[rows]
+        return RotaryStep(tokens, torch.cat((angles.cos(), angles.sin()), dim=-1))
+
+
+def make_rotary_embedding(
+    hf_config: Mapping[str, Any], head_size: int, max_model_len: int, device: torch.device
+) -> RotaryEmbedding:
+    """The rotary embedding that a model's config.json asks for.
+
+    Raises:
+        ModelLoadError: see `RotaryConfig.from_hf_config`.
+    """
+    config = RotaryConfig.from_hf_config(hf_config, head_size)
+    if config.rope_type == "dynamic" and max_model_len > config.max_position:
+        return DynamicNTKRotaryEmbedding(config, head_size, device)
+    return RotaryEmbedding(config, head_size, max_model_len, device)

@@ -1,0 +1,294 @@
+"""What decoder-only models share: gated MLP, rotary attention, pre-norm decoder layers, the model around them.
+
+A family says what differs in `LayerOptions`. Letters: T tokens, S sampling rows, H hidden, I intermediate width,
+N query heads, K KV heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.layers.attention import Attention, ForwardContext
+from ascend_vllm.layers.base import Layer
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.embedding import Embedding, LMHead, TiedLMHead
+from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from ascend_vllm.layers.norm import RMSNorm
+from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
+from ascend_vllm.ops.elementwise import gelu_and_mul, silu_and_mul
+
+
+def _gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = gelu_and_mul(x, "none")
+    return result
+
+
+def _gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = gelu_and_mul(x, "tanh")
+    return result
+
+
+# names of config.json → act(x[:, :I]) * x[:, I:]
+_GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "swish": silu_and_mul,
+    "gelu": _gelu_and_mul,
+    "gelu_new": _gelu_tanh_and_mul,
+    "gelu_pytorch_tanh": _gelu_tanh_and_mul,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOptions:
+    """What families differ in.
+
+    Attributes:
+        qkv_bias: query, key and value projections have a bias.
+        output_bias: the output projection of attention has one.
+        mlp_bias: the projections of the MLP have one.
+        qk_norm: queries and keys are RMS-normalised per head before rotation.
+        sliding_window: tokens a token sees, itself included; None: all.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+
+
+class GatedMLP(Layer):
+    """down(act(gate(x)) · up(x)), gate and up in one GEMM."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, prefix: str, *, bias: bool) -> None:
+        intermediate = int(config.hf_config["intermediate_size"])
+        activation = str(config.hf_config.get("hidden_act", "silu"))
+        if activation not in _GATED_ACTIVATIONS:
+            raise ModelLoadError(
+                f"config.json: hidden_act {activation!r} is not supported; "
+                f"supported are {', '.join(sorted(_GATED_ACTIVATIONS))}"
+            )
+        self._activation = _GATED_ACTIVATIONS[activation]
+        self.gate_up_proj = MergedColumnParallelLinear(
+            context,
+            prefix,
+            ("gate_proj", "up_proj"),
+            config.hidden_size,
+            (intermediate, intermediate),
+            merged_name="gate_up_proj",
+            bias=bias,
+        )
+        self.down_proj = RowParallelLinear(
+            context, f"{prefix}.down_proj", intermediate, config.hidden_size, bias=bias
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        return self.down_proj.forward(self._activation(self.gate_up_proj.forward(x)))
+
+
+class RotaryAttention(Layer):
+    """Grouped-query attention with rotary positions; query, key and value in one GEMM."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        prefix: str,
+        index: int,
+        options: LayerOptions,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        head_size = config.head_size
+        if config.num_heads % config.num_kv_heads:
+            raise ModelLoadError(
+                f"config.json: {config.num_heads} attention heads do not divide evenly among "
+                f"{config.num_kv_heads} KV heads"
+            )
+        self.qkv_proj = QKVParallelLinear(
+            context,
+            prefix,
+            config.hidden_size,
+            head_size,
+            config.num_heads,
+            config.num_kv_heads,
+            bias=options.qkv_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            context, f"{prefix}.o_proj", config.num_heads * head_size, config.hidden_size, bias=options.output_bias
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if options.qk_norm:
+            epsilon = float(config.hf_config["rms_norm_eps"])
+            self.q_norm = RMSNorm(context, f"{prefix}.q_norm", head_size, epsilon)
+            self.k_norm = RMSNorm(context, f"{prefix}.k_norm", head_size, epsilon)
+        self.rotary = rotary
+        self._head_size = head_size
+        spec = AttentionSpec(
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_size=head_size,
+            scale=head_size**-0.5,
+            sliding_window=options.sliding_window,
+        )
+        self.attention = Attention(spec, index)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        # views of one [T, (N+2K)*D] tensor; kernels read strided rows
+        query, key, value = self.qkv_proj.forward(x).split(self.qkv_proj.output_sizes, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self._norm_heads(self.q_norm, query)
+            key = self._norm_heads(self.k_norm, key)
+        if context.rotary is not None:
+            self.rotary.forward(context.rotary, query, key)
+        return self.o_proj.forward(self.attention.forward(query, key, value, context))
+
+    def _norm_heads(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return norm.forward(x.view(x.shape[0], -1, self._head_size)).view(x.shape)
+
+
+class DecoderLayer(Layer):
+    """Norm, attention, norm, MLP; the residual is added inside the norms."""
+
+    def __init__(
+        self, config: ModelConfig, context: BuildContext, index: int, options: LayerOptions, rotary: RotaryEmbedding
+    ) -> None:
+        prefix = f"model.layers.{index}"
+        epsilon = float(config.hf_config["rms_norm_eps"])
+        self.input_layernorm = RMSNorm(context, f"{prefix}.input_layernorm", config.hidden_size, epsilon)
+        self.self_attn = RotaryAttention(config, context, f"{prefix}.self_attn", index, options, rotary)
+        self.post_attention_layernorm = RMSNorm(
+            context, f"{prefix}.post_attention_layernorm", config.hidden_size, epsilon
+        )
+        self.mlp = GatedMLP(config, context, f"{prefix}.mlp", bias=options.mlp_bias)
+
+    def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """One layer.
+
+        Args:
+            x: [T, H], the previous layer's output, not yet added to the residual; overwritten. None in the first
+                layer, where nothing is to be added.
+            residual: [T, H], updated in place.
+            context: of this step.
+
+        Returns:
+            [T, H], to be added to the residual by whoever comes next.
+        """
+        if x is None:
+            x = self.input_layernorm.forward(residual)
+        else:
+            self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn.forward(x, context)
+        self.post_attention_layernorm.forward_add(x, residual)
+        return self.mlp.forward(x)
+
+
+class CausalLM(Layer, abc.ABC):
+    """What the worker asks of a model.
+
+    Args:
+        config: the model's section of the configuration.
+        context: surroundings of the layers.
+
+    Attributes:
+        attention_specs: one per attention layer, in the order of the KV caches.
+        ignored_weights: tensors of checkpoints that the model does without, as regular expressions over whole names.
+
+    Raises:
+        ModelLoadError: config.json asks for something unsupported.
+        KeyError: config.json lacks something.
+    """
+
+    attention_specs: list[AttentionSpec]
+    ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
+
+    @abc.abstractmethod
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...
+
+    def _make_lm_head(
+        self, context: BuildContext, embedding: Embedding, vocab_size: int, *, tied: bool
+    ) -> LMHead | TiedLMHead:
+        """A head as wide as the embedding, with its weight or with one of its own, "lm_head"."""
+        if tied:
+            # some checkpoints hold the embedding a second time
+            self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
+            return TiedLMHead(embedding)
+        return LMHead(context, "lm_head", embedding.weight.shape[1], vocab_size)
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        """The name that a tensor should have; families whose checkpoints come in two spellings override this."""
+        return name
+
+    @abc.abstractmethod
+    def forward(
+        self, batch: ForwardBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend, metadata: Any
+    ) -> torch.Tensor:
+        """One step.
+
+        Args:
+            batch: tokens and rows.
+            kv_caches: per attention layer, of `backend.kv_cache_shape`; written.
+            backend: computes attention.
+            metadata: what `backend.prepare(batch)` returned.
+
+        Returns:
+            [T, H] in the model's dtype: input of `compute_logits`.
+        """
+
+    @abc.abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, H], rows of what `forward` returned → [S, V] in the model's dtype."""
+
+
+class DecoderForCausalLM(CausalLM):
+    """A decoder-only model with RMSNorm, rotary positions and gated MLPs, named as Llama names its tensors."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        hf_config = config.hf_config
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embed_tokens = Embedding(context, "model.embed_tokens", vocab, hidden)
+        self.rotary = make_rotary_embedding(hf_config, config.head_size, config.max_model_len, context.device)
+        self.decoder_layers = [
+            DecoderLayer(config, context, index, self.layer_options(hf_config, index), self.rotary)
+            for index in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(context, "model.norm", hidden, float(hf_config["rms_norm_eps"]))
+        tied = bool(hf_config.get("tie_word_embeddings", False))
+        self.lm_head = self._make_lm_head(context, self.embed_tokens, vocab, tied=tied)
+        self.attention_specs = [layer.self_attn.attention.spec for layer in self.decoder_layers]
+
+    @classmethod
+    @abc.abstractmethod
+    def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:
+        """What the family's layer number `index` is like, from config.json."""
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend, metadata: Any
+    ) -> torch.Tensor:
+        """See `CausalLM.forward`."""
+        context = ForwardContext(batch, kv_caches, backend, metadata, self.rotary.prepare(batch))
+        residual = self.embed_tokens.forward(batch.input_ids)
+        x: torch.Tensor | None = None
+        for layer in self.decoder_layers:
+            x = layer.forward(x, residual, context)
+        if x is None:
+            return self.norm.forward(residual)
+        self.norm.forward_add(x, residual)
+        return x
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.compute_logits`."""
+        return self.lm_head.forward(hidden)

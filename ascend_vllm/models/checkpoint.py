@@ -1,0 +1,231 @@
+"""Weight files of a model directory: which there are, what is in them, and their tensors one by one.
+
+Opening a file reads its table of contents alone, so that a broken checkpoint is found before any heavy work.
+Tensors come as views of the mapped file; nothing is read until somebody copies them.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import fnmatch
+import json
+import math
+import pathlib
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import safetensors
+import torch
+
+from ascend_vllm.config.model import LoadConfig
+from ascend_vllm.errors import ModelLoadError
+
+# files of trainers that are no weights but end like them
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# the header of a safetensors file starts with its length in 8 bytes, and may have at most this many
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+class WeightFile(abc.ABC):
+    """One file of weights, opened and checked.
+
+    Attributes:
+        path: of the file.
+        shapes: shape of every tensor in it, by name, in the order of the file.
+        odd_dtypes: those of them that are not of a floating-point dtype, with the dtype's name.
+    """
+
+    # how the format is called in messages
+    format_name: str
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.odd_dtypes: dict[str, str] = {}
+
+    @abc.abstractmethod
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The named tensors, on the CPU, valid until the next is asked for."""
+
+    def corrupt(self, why: object) -> ModelLoadError:
+        """The error for a damaged file; `why` is cut to its first line."""
+        reason = (str(why) or type(why).__name__).splitlines()[0]
+        return ModelLoadError(f"{self.path}: the file is damaged or incomplete: {reason}")
+
+
+class SafetensorsFile(WeightFile):
+    """A .safetensors file.
+
+    Raises:
+        ModelLoadError: not a safetensors file, or truncated.
+    """
+
+    format_name = "safetensors"
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(path)
+        header, data_bytes = self._read_header()
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for name, entry in sorted(entries.items(), key=lambda item: self._start(*item)):
+            self.shapes[name] = self._check_entry(name, entry, data_bytes)
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        try:
+            with self.path.open("rb") as file:
+                size = self.path.stat().st_size
+                length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+                if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                    raise self.corrupt(f"its header does not fit in its {size} bytes")
+                header = json.loads(file.read(length))
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise self.corrupt(f"its header is no JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise self.corrupt("its header is no JSON object")
+        return header, size - _LENGTH_BYTES - length
+
+    def _start(self, name: str, entry: Any) -> int:
+        try:
+            return int(entry["data_offsets"][0])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise self.corrupt(f"tensor {name} has no place in it") from error
+
+    def _check_entry(self, name: str, entry: dict[str, Any], data_bytes: int) -> tuple[int, ...]:
+        shape = tuple(int(size) for size in entry["shape"])
+        start, end = (int(offset) for offset in entry["data_offsets"])
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            self.odd_dtypes[name] = entry["dtype"]
+        elif end - start != math.prod(shape) * dtype.itemsize:
+            raise self.corrupt(f"tensor {name} of shape {list(shape)} has {end - start} bytes")
+        if end > data_bytes:
+            raise self.corrupt(f"tensor {name} ends at byte {end} of the data, which has {data_bytes}")
+        return shape
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightFile.tensors`."""
+        try:
+            with safetensors.safe_open(str(self.path), framework="pt") as file:
+                for name in names:
+                    yield name, file.get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise self.corrupt(error) from error
+
+
+class TorchFile(WeightFile):
+    """A .bin or .pt file written by torch.save: a dict of tensors. Nothing in it is executed.
+
+    Raises:
+        ModelLoadError: truncated, holds more than tensors, or needs code to be read.
+    """
+
+    format_name = "pt"
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(path)
+        self._tensors = self._open()
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ModelLoadError(f"{path}: entry {name} is a {type(tensor).__name__}, not a tensor")
+            if tensor.dtype not in _DTYPES.values():
+                self.odd_dtypes[name] = str(tensor.dtype)
+            self.shapes[name] = tuple(tensor.shape)
+
+    def _open(self) -> dict[str, Any]:
+        try:
+            try:
+                loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap can only be used" not in str(error):
+                    raise
+                # files from before torch 1.6 are no zip archives and cannot be mapped
+                loaded = torch.load(self.path, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise self.corrupt(error) from error
+        if not isinstance(loaded, dict):
+            raise ModelLoadError(f"{self.path}: holds a {type(loaded).__name__}, not a dict of tensors")
+        return loaded
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightFile.tensors`; each tensor is let go of once it has been handed out."""
+        for name in names:
+            yield name, self._tensors.pop(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    file_class: type[WeightFile]
+    single: str
+    index: str
+    patterns: tuple[str, ...]
+
+
+_SAFETENSORS = _Format(SafetensorsFile, "model.safetensors", "model.safetensors.index.json", ("*.safetensors",))
+_TORCH = _Format(TorchFile, "pytorch_model.bin", "pytorch_model.bin.index.json", ("*.bin", "*.pt"))
+
+_LOAD_FORMATS = {"auto": (_SAFETENSORS, _TORCH), "safetensors": (_SAFETENSORS,), "pt": (_TORCH,)}
+
+
+def open_checkpoint(model: str, load_config: LoadConfig) -> list[WeightFile]:
+    """Finds, opens and checks the weight files of a model directory.
+
+    An index names its files; without one a file of the usual name is taken alone (others beside it are the same
+    weights in another arrangement), and failing that all files of the format.
+
+    Args:
+        model: the directory.
+        load_config: format and globs to leave out.
+
+    Raises:
+        ModelLoadError: no directory, no weight files, a file of the index is missing, or one is damaged.
+    """
+    directory = pathlib.Path(model)
+    if not directory.is_dir():
+        raise ModelLoadError(f"{model}: no such model directory")
+    formats = _LOAD_FORMATS.get(load_config.load_format)
+    if formats is None:
+        raise ModelLoadError(
+            f"load format {load_config.load_format!r} is not supported; supported are dummy, {', '.join(_LOAD_FORMATS)}"
+        )
+    for weight_format in formats:
+        paths = _find(directory, weight_format, load_config.ignore_patterns)
+        if paths:
+            return [weight_format.file_class(path) for path in paths]
+    wanted = ", ".join(pattern for weight_format in formats for pattern in weight_format.patterns)
+    raise ModelLoadError(f"{model}: no weight files found (looked for {wanted})")
+
+
+def _find(directory: pathlib.Path, weight_format: _Format, ignore_patterns: tuple[str, ...]) -> list[pathlib.Path]:
+    def kept(path: pathlib.Path) -> bool:
+        name = path.relative_to(directory).as_posix()
+        return not any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns)
+
+    index = directory / weight_format.index
+    if index.exists() and kept(index):
+        paths = [path for path in _files_of_index(index) if kept(path)]
+        for path in paths:
+            if not path.is_file():
+                raise ModelLoadError(f"{path}: the file is named in {index.name}, but missing")
+        return paths
+    single = directory / weight_format.single
+    if single.is_file() and kept(single):
+        return [single]
+    found = {path for pattern in weight_format.patterns for path in directory.glob(pattern)}
+    return sorted(path for path in found if path.name not in _NOT_WEIGHTS and kept(path))
+
+
+def _files_of_index(index: pathlib.Path) -> list[pathlib.Path]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [index.parent / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index}: is no index of weight files: {error!r}") from error

@@ -1,0 +1,161 @@
+"""Builds a model and fills it with weights.
+
+Names and shapes are checked against the files' tables of contents first. Then tensors are copied one by one
+from the mapped files into place, and a layer is packed as soon as its last tensor has come, which frees its loaded
+form: memory stays near the model's size.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from tqdm import tqdm
+
+from ascend_vllm.config.model import LoadConfig, ModelConfig
+from ascend_vllm.errors import ModelLoadError, UnsupportedFlagError
+from ascend_vllm.layers.base import Layer, WeightSlot
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.logger import init_logger
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.models.checkpoint import WeightFile, open_checkpoint
+from ascend_vllm.models.registry import resolve_model_class
+
+logger = init_logger(__name__)
+
+# half the width of the uniform distribution of dummy weights; its standard deviation is 0.02
+_DUMMY_RANGE = 0.02 * 3**0.5
+
+
+def load_model(model_config: ModelConfig, load_config: LoadConfig, context: BuildContext) -> CausalLM:
+    """A model ready to run.
+
+    Args:
+        model_config: what to load; its `model` is a directory, unless the load format is "dummy".
+        load_config: how to find and read the files.
+        context: surroundings of the layers; `context.dtype` is what weights are converted to.
+
+    Raises:
+        ModelLoadError: an unsupported architecture or feature, or a wrong, missing or damaged file or tensor; the
+            message names it.
+        UnsupportedFlagError: more than one rank.
+    """
+    start = time.monotonic()
+    if context.parallel.tp_size > 1:
+        raise UnsupportedFlagError("--tensor-parallel-size", "models run on one device in this version")
+    if model_config.hf_config.get("quantization_config"):
+        raise ModelLoadError(f"{model_config.model}: config.json has a quantization_config, which is not supported")
+    model_class = resolve_model_class(model_config.architecture)
+    files = [] if load_config.load_format == "dummy" else open_checkpoint(model_config.model, load_config)
+    with torch.no_grad():
+        model = _build(model_class, model_config, context)
+        unfilled = _Unfilled(model)
+        if load_config.load_format == "dummy":
+            _fill_randomly(unfilled, model_config.seed)
+        else:
+            _check_contents(model_config, model, files, unfilled.slots)
+            _fill_from_files(model, files, unfilled, load_config.use_tqdm)
+        unfilled.finish()
+    logger.info("Loading model weights took %.2f seconds", time.monotonic() - start)
+    return model
+
+
+def _build(model_class: type[CausalLM], model_config: ModelConfig, context: BuildContext) -> CausalLM:
+    try:
+        return model_class(model_config, context)
+    except KeyError as error:
+        raise ModelLoadError(f"{model_config.model}: config.json lacks {error}") from error
+
+
+class _Unfilled:
+    """The slots of a model that still wait for their tensors.
+
+    Attributes:
+        slots: by name in the checkpoint; a filled one is dropped, since it would keep the loaded form alive.
+    """
+
+    def __init__(self, model: Layer) -> None:
+        self.slots: dict[str, WeightSlot] = {}
+        # layer of each slot, and how many of its slots are unfilled
+        self._owners: dict[str, Layer] = {}
+        self._num_missing: dict[Layer, int] = {}
+        for layer in model.layers():
+            slots = layer.slots()
+            self._num_missing[layer] = len(slots)
+            for slot in slots:
+                self.slots[slot.name] = slot
+                self._owners[slot.name] = layer
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Fills one slot, and readies its layer if it was the last."""
+        self.slots.pop(name).fill(tensor)
+        layer = self._owners.pop(name)
+        self._num_missing[layer] -= 1
+        if self._num_missing[layer] == 0:
+            del self._num_missing[layer]
+            layer.after_load()
+
+    def finish(self) -> None:
+        """Readies layers without slots of their own, which may depend on others."""
+        for layer in self._num_missing:
+            layer.after_load()
+        self._num_missing.clear()
+
+
+def _fill_randomly(unfilled: _Unfilled, seed: int) -> None:
+    """Weights as before training: small random matrices, norms of one, biases of zero."""
+    for name in list(unfilled.slots):
+        slot = unfilled.slots[name]
+        if len(slot.shape) > 1:
+            # a stream per tensor, so that it does not depend on the order of layers
+            generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+            values = torch.empty(slot.shape, dtype=slot.target.dtype)
+            values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+        else:
+            values = torch.full(slot.shape, 0.0 if name.endswith(".bias") else 1.0)
+        unfilled.fill(name, values)
+
+
+def _check_contents(
+    model_config: ModelConfig, model: CausalLM, files: Sequence[WeightFile], slots: dict[str, WeightSlot]
+) -> None:
+    """Compares names and shapes of all tensors with what the model wants."""
+    file_of: dict[str, WeightFile] = {}
+    for file in files:
+        for raw_name, shape in file.shapes.items():
+            name = model.checkpoint_name(raw_name)
+            if name in file_of:
+                raise ModelLoadError(f"{file.path}: tensor {raw_name} is in {file_of[name].path.name} as well")
+            file_of[name] = file
+            slot = slots.get(name)
+            if slot is not None:
+                _check_tensor(file, raw_name, shape, slot)
+            elif not any(re.fullmatch(pattern, name) for pattern in model.ignored_weights):
+                raise ModelLoadError(f"{file.path}: tensor {raw_name} is not part of {model_config.architecture}")
+    missing = [name for name in slots if name not in file_of]
+    if missing:
+        where = files[0].path if len(files) == 1 else files[0].path.parent
+        others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise ModelLoadError(
+            f"{where}: tensor {missing[0]} of shape {list(slots[missing[0]].shape)} is missing{others}"
+        )
+
+
+def _check_tensor(file: WeightFile, name: str, shape: tuple[int, ...], slot: WeightSlot) -> None:
+    if shape != slot.shape:
+        raise ModelLoadError(
+            f"{file.path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(slot.shape)}"
+        )
+    if name in file.odd_dtypes:
+        raise ModelLoadError(f"{file.path}: tensor {name} has dtype {file.odd_dtypes[name]}, which is not supported")
+
+
+def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Unfilled, use_tqdm: bool) -> None:
+    description = f"Loading {files[0].format_name} checkpoint shards"
+    for file in tqdm(files, desc=description, unit="file", disable=not use_tqdm):
+        wanted: Iterable[str] = [name for name in file.shapes if model.checkpoint_name(name) in unfilled.slots]
+        for name, tensor in file.tensors(wanted):
+            unfilled.fill(model.checkpoint_name(name), tensor)

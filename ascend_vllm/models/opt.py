@@ -1,0 +1,146 @@
+"""OPT: learned positions, LayerNorm before or after, no rotation, plain MLP.
+
+Letters: T tokens, S sampling rows, H hidden, E width of the embedding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.layers.attention import Attention, ForwardContext
+from ascend_vllm.layers.base import Layer
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.embedding import Embedding
+from ascend_vllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from ascend_vllm.layers.norm import LayerNorm
+from ascend_vllm.models.blocks import CausalLM
+
+# OPT keeps two rows before its first position
+_POSITION_OFFSET = 2
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu_,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_new": _gelu_tanh,
+}
+
+
+class OPTDecoderLayer(Layer):
+    """Attention and MLP, each with a LayerNorm before (most sizes) or after it (350m)."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, index: int) -> None:
+        hf_config, hidden = config.hf_config, config.hidden_size
+        prefix = f"model.decoder.layers.{index}"
+        bias = bool(hf_config.get("enable_bias", True))
+        affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
+        activation = str(hf_config.get("activation_function", "relu"))
+        if activation not in _ACTIVATIONS:
+            raise ModelLoadError(
+                f"config.json: activation_function {activation!r} is not supported; "
+                f"supported are {', '.join(sorted(_ACTIVATIONS))}"
+            )
+        self._activation = _ACTIVATIONS[activation]
+        self._norm_first = bool(hf_config.get("do_layer_norm_before", True))
+        intermediate = int(hf_config["ffn_dim"])
+        head_size = hidden // config.num_heads
+        self.self_attn_layer_norm = LayerNorm(context, f"{prefix}.self_attn_layer_norm", hidden, affine=affine)
+        self.qkv_proj = QKVParallelLinear(
+            context, f"{prefix}.self_attn", hidden, head_size, config.num_heads, config.num_heads, bias=bias
+        )
+        spec = AttentionSpec(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_size, head_size**-0.5)
+        self.attention = Attention(spec, index)
+        self.out_proj = RowParallelLinear(context, f"{prefix}.self_attn.out_proj", hidden, hidden, bias=bias)
+        self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=bias)
+        self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=bias)
+        self.final_layer_norm = LayerNorm(context, f"{prefix}.final_layer_norm", hidden, affine=affine)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, H] → [T, H]; x is overwritten."""
+        if self._norm_first:
+            x += self._attend(self.self_attn_layer_norm.forward(x), context)
+            x += self._mlp(self.final_layer_norm.forward(x))
+            return x
+        x = self.self_attn_layer_norm.forward(self._attend(x, context).add_(x))
+        return self.final_layer_norm.forward(self._mlp(x).add_(x))
+
+    def _attend(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        query, key, value = self.qkv_proj.forward(x).split(self.qkv_proj.output_sizes, dim=-1)
+        return self.out_proj.forward(self.attention.forward(query, key, value, context))
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2.forward(self._activation(self.fc1.forward(x)))
+
+
+class OPTForCausalLM(CausalLM):
+    """The OPT family; --max-model-len cannot exceed its learned positions."""
+
+    # OPT checkpoints converted from fairseq carry its version
+    ignored_weights = (*CausalLM.ignored_weights, r".*decoder\.version")
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        hf_config, hidden = config.hf_config, config.hidden_size
+        embed_width = int(hf_config.get("word_embed_proj_dim") or hidden)
+        num_positions = int(hf_config["max_position_embeddings"])
+        if config.max_model_len > num_positions:
+            raise ModelLoadError(
+                f"max_model_len {config.max_model_len} exceeds the {num_positions} learned positions of the model"
+            )
+        self.embed_tokens = Embedding(context, "model.decoder.embed_tokens", config.vocab_size, embed_width)
+        self.embed_positions = Embedding(
+            context,
+            "model.decoder.embed_positions",
+            num_positions + _POSITION_OFFSET,
+            hidden,
+            offset=_POSITION_OFFSET,
+        )
+        self.project_in: ColumnParallelLinear | None = None
+        self.project_out: ColumnParallelLinear | None = None
+        if embed_width != hidden:
+            self.project_in = ColumnParallelLinear(context, "model.decoder.project_in", embed_width, hidden)
+            self.project_out = ColumnParallelLinear(context, "model.decoder.project_out", hidden, embed_width)
+        self.decoder_layers = [OPTDecoderLayer(config, context, index) for index in range(config.num_layers)]
+        self.final_layer_norm: LayerNorm | None = None
+        # the second name marks checkpoints from before the final norm was part of the conversion
+        if hf_config.get("do_layer_norm_before", True) and not hf_config.get("_remove_final_layer_norm", False):
+            affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
+            self.final_layer_norm = LayerNorm(context, "model.decoder.final_layer_norm", hidden, affine=affine)
+        tied = bool(hf_config.get("tie_word_embeddings", True))
+        self.lm_head = self._make_lm_head(context, self.embed_tokens, config.vocab_size, tied=tied)
+        self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.decoder_layers]
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        """Checkpoints of the bare decoder lack the "model." in front."""
+        return f"model.{name}" if name.startswith("decoder.") else name
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend, metadata: Any
+    ) -> torch.Tensor:
+        """See `CausalLM.forward`."""
+        context = ForwardContext(batch, kv_caches, backend, metadata)
+        x = self.embed_tokens.forward(batch.input_ids)
+        if self.project_in is not None:
+            x = self.project_in.forward(x)
+        x += self.embed_positions.forward(batch.positions)
+        for layer in self.decoder_layers:
+            x = layer.forward(x, context)
+        return x if self.final_layer_norm is None else self.final_layer_norm.forward(x)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.compute_logits`."""
+        if self.project_out is not None:
+            hidden = self.project_out.forward(hidden)
+        return self.lm_head.forward(hidden)

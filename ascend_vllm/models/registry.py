@@ -1,0 +1,58 @@
+"""Which class serves an architecture.
+
+Other packages add architectures with entry points of the group `ascend_vllm.models`; in their pyproject.toml::
+
+    [project.entry-points."ascend_vllm.models"]
+    MyForCausalLM = "my_package.model:MyForCausalLM"
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.models.blocks import CausalLM
+
+ENTRY_POINT_GROUP = "ascend_vllm.models"
+
+# architecture as config.json names it → "module:Class"; imported when asked for
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "ascend_vllm.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "ascend_vllm.models.mistral:MistralForCausalLM",
+    "OPTForCausalLM": "ascend_vllm.models.opt:OPTForCausalLM",
+    "Qwen2ForCausalLM": "ascend_vllm.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "ascend_vllm.models.qwen3:Qwen3ForCausalLM",
+}
+
+
+def _plugins() -> dict[str, str]:
+    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def supported_architectures() -> list[str]:
+    """Names of all architectures, sorted."""
+    return sorted(MODELS.keys() | _plugins().keys())
+
+
+def resolve_model_class(architecture: str) -> type[CausalLM]:
+    """The class of an architecture; this package's own table comes before plug-ins.
+
+    Raises:
+        ModelLoadError: no such architecture (the message lists all), or its class cannot be imported.
+    """
+    # installed packages are searched only for what the table lacks: that takes tens of milliseconds
+    target = MODELS.get(architecture) or _plugins().get(architecture)
+    if target is None:
+        raise ModelLoadError(
+            f"architecture {architecture!r} of config.json is not supported; "
+            f"supported are {', '.join(supported_architectures())}"
+        )
+    module_name, _, class_name = target.partition(":")
+    try:
+        model_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelLoadError(f"architecture {architecture!r}: cannot import {target}: {error}") from error
+    if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):
+        raise ModelLoadError(f"architecture {architecture!r}: {target} is no {CausalLM.__name__}")
+    return model_class
