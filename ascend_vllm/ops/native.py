@@ -1,0 +1,83 @@
+"""Loads the compiled kernels, once, when the first module of ops needs them.
+
+The library registers its kernels with torch's dispatcher under ``torch.ops.ascend_vllm``. Without it (no compiler
+was found at install) every op computes on its reference: right, and many times slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+
+import torch
+
+from ascend_vllm import envs
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+LIBRARY_PATH = pathlib.Path(__file__).resolve().parent.parent / "_C.so"
+
+
+@functools.cache
+def load_native_library() -> bool:
+    """Loads the library if it is there; later calls cost nothing.
+
+    Returns:
+        Whether compiled kernels are available.
+
+    Raises:
+        ConfigError: ``ASCEND_VLLM_CPU_ISA`` names an instruction set that this machine cannot run.
+    """
+    try:
+        torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        reason = "was not built" if not LIBRARY_PATH.exists() else f"cannot be loaded ({error})"
+        logger.warning(
+            "THE CPU KERNELS ARE MISSING: %s %s. Every op runs on its plain torch reference, many times slower. "
+            "Install g++ and run: python csrc_ascend/build.py",
+            LIBRARY_PATH,
+            reason,
+        )
+        return False
+    if (isa := envs.cpu_isa()) is not None:
+        set_cpu_isa(isa)
+    return True
+
+
+@functools.cache
+def _control() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY_PATH))  # the library that is loaded already, not a second copy
+    library.ascend_vllm_cpu_isas.restype = ctypes.c_char_p
+    library.ascend_vllm_cpu_isa.restype = ctypes.c_char_p
+    library.ascend_vllm_set_cpu_isa.argtypes = [ctypes.c_char_p]
+    return library
+
+
+def available_cpu_isas() -> list[str]:
+    """Instruction sets that the kernels can use on this machine, best first; empty without the library."""
+    if not load_native_library():
+        return []
+    names: bytes = _control().ascend_vllm_cpu_isas()
+    return names.decode().split(",")
+
+
+def cpu_isa() -> str | None:
+    """The instruction set in use (``avx512_bf16``, ``avx512``, ``avx2``, ``scalar``), None without kernels."""
+    if not load_native_library():
+        return None
+    name: bytes = _control().ascend_vllm_cpu_isa()
+    return name.decode()
+
+
+def set_cpu_isa(name: str) -> None:
+    """Makes every kernel use an instruction set from the next call on, in all threads.
+
+    Raises:
+        ConfigError: the name is unknown or this machine lacks the set.
+    """
+    if _control().ascend_vllm_set_cpu_isa(name.encode()) != 0:
+        available = _control().ascend_vllm_cpu_isas().decode()
+        raise ConfigError(f"ASCEND_VLLM_CPU_ISA={name!r} is not possible on this machine; it has {available}")

@@ -1,0 +1,315 @@
+"""Builds the CPU kernels into ``ascend_vllm/_C.so``; needs g++ (or another GNU-like compiler) and torch's headers.
+
+Run it directly for a progress bar, or let pip run it through setup.py; both share the object cache under
+``build/native``. Objects are keyed by the content of the source, of every header of this repository it includes,
+of the flags and of the compiler, so a second build with nothing changed only checks hashes.
+
+    python csrc_ascend/build.py [--output FILE] [--jobs N] [--force]
+
+Without a compiler it warns loudly and succeeds: the package then computes on the references of its ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+SOURCE_ROOT = pathlib.Path(__file__).resolve().parent
+PROJECT_ROOT = SOURCE_ROOT.parent
+CACHE = PROJECT_ROOT / "build" / "native"
+DEFAULT_OUTPUT = PROJECT_ROOT / "ascend_vllm" / "_C.so"
+CACHE_DAYS = 14
+
+COMMON_FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
+    "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+)  # fmt: skip
+# Kernels include no framework and need neither exceptions nor type information.
+KERNEL_FLAGS = ("-fno-exceptions", "-fno-rtti")
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = (
+    *_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
+    # GCC 12 warns of the undefined lanes its own intrinsics headers pass on purpose (GCC bug 105593).
+    "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+)  # fmt: skip
+# Instruction set -> flags; the sets a machine cannot have are not built for it.
+VARIANTS: dict[str, tuple[str, ...]] = {"scalar": ()}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16")}
+
+NO_COMPILER = """
+********************************************************************************************
+WARNING: no C++ compiler found (looked for $CXX, g++, c++, clang++).
+The CPU kernels of ascend-vllm are NOT built. The package works, but every op runs on its plain
+torch reference, many times slower. Install g++ (Debian/Ubuntu: apt-get install g++) and run
+    python csrc_ascend/build.py
+********************************************************************************************
+"""
+
+
+class BuildError(Exception):
+    """A translation unit does not compile or breaks a rule of the house; the message holds the output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One translation unit.
+
+    Attributes:
+        name: file name of its object, without suffix and hash.
+        source: the .cpp file.
+        flags: every flag but -I, -c and -o.
+        kernel: the kernel header compiled through a variant, or None.
+        include_dirs: directories besides ``csrc_ascend``.
+    """
+
+    name: str
+    source: pathlib.Path
+    flags: tuple[str, ...]
+    kernel: pathlib.Path | None = None
+    include_dirs: tuple[pathlib.Path, ...] = ()
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler, or None."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def torch_dir() -> pathlib.Path:
+    """Where torch is installed, found without importing it (an import takes seconds)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError("torch is not installed; its headers are needed to build the CPU kernels")
+    return pathlib.Path(spec.origin).parent
+
+
+def units() -> list[Unit]:
+    """Every translation unit: the dispatcher, the bindings, and each kernel once per instruction set."""
+    cpu = SOURCE_ROOT / "cpu"
+    torch_include = (torch_dir() / "include",)
+    found = [Unit("dispatch", cpu / "dispatch.cpp", COMMON_FLAGS)]
+    # Bindings first: they take longest. Their own code is only argument checks, so light optimisation will do.
+    bind_flags = (*COMMON_FLAGS, "-O1")
+    found.extend(
+        Unit(f"bind-{source.stem}", source, bind_flags, include_dirs=torch_include)
+        for source in sorted((cpu / "bind").glob("*.cpp"))
+    )
+    for kernel in sorted((cpu / "kernels").glob("*.h")):
+        if "ASCEND_VLLM_DEFINE_KERNEL" not in kernel.read_text():
+            continue  # a header shared by kernels
+        define = f'-DASCEND_VLLM_KERNEL_HEADER="{kernel.relative_to(SOURCE_ROOT).as_posix()}"'
+        for isa, isa_flags in VARIANTS.items():
+            flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *isa_flags, define)
+            found.append(Unit(f"{kernel.stem}-{isa}", cpu / "variants" / f"{isa}.cpp", flags, kernel))
+    return found
+
+
+@functools.cache
+def _included(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    """Headers of this repository that a file includes directly."""
+    names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+    return tuple(SOURCE_ROOT / name for name in names if (SOURCE_ROOT / name).is_file())
+
+
+def _closure(roots: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    seen: set[pathlib.Path] = set()
+    todo = list(roots)
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo.extend(_included(path))
+    return sorted(seen)
+
+
+def object_path(unit: Unit, compiler_id: str) -> pathlib.Path:
+    """Where the object of a unit is cached."""
+    digest = hashlib.sha256()
+    for text in (compiler_id, *unit.flags, *map(str, unit.include_dirs)):
+        digest.update(text.encode() + b"\0")
+    if unit.include_dirs:
+        digest.update(importlib.metadata.version("torch").encode())
+    for path in _closure([unit.source] + ([unit.kernel] if unit.kernel else [])):
+        digest.update(path.relative_to(SOURCE_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return CACHE / f"{unit.name}-{digest.hexdigest()[:16]}.o"
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(" ".join(command) + "\n" + done.stderr)
+    return done.stdout + done.stderr
+
+
+def _check_symbols(unit: Unit, path: pathlib.Path) -> None:
+    """Refuses a kernel object with symbols that the linker could merge with another variant's.
+
+    An inline function of a header compiled with AVX-512 flags would become the only copy of the program, and
+    machines without AVX-512 would die in it.
+    """
+    nm = shutil.which("nm")
+    if unit.kernel is None or nm is None:
+        return
+    own = re.compile(rf"ascend_vllm_\w+_{unit.source.stem}$")
+    for line in _run([nm, "-g", "--defined-only", str(path)]).splitlines():
+        *_, kind, name = line.split()
+        if kind != "T" or not own.match(name):
+            demangled = _run(["c++filt", name]).strip() if shutil.which("c++filt") else name
+            raise BuildError(
+                f"{unit.kernel.name} for {unit.source.stem} defines the mergeable symbol {demangled}: keep code in"
+                " anonymous namespaces and out of the standard library's inline functions"
+            )
+
+
+def compile_unit(compiler: str, unit: Unit, target: pathlib.Path) -> str:
+    """Compiles one unit into ``target`` atomically; returns the compiler's warnings."""
+    partial = target.with_suffix(f".{os.getpid()}.tmp.o")
+    includes = [f"-I{SOURCE_ROOT}"] + [f"-isystem{path}" for path in unit.include_dirs]
+    try:
+        output = _run([compiler, *unit.flags, *includes, "-c", str(unit.source), "-o", str(partial)])
+        _check_symbols(unit, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return output
+
+
+def link(compiler: str, objects: list[pathlib.Path], output: pathlib.Path) -> None:
+    """Links the library; at run time torch's libraries, libgomp among them, are the ones already loaded."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(f".{os.getpid()}.tmp")
+    # No C++ runtime of another version: torch's is in the process already, and -lgomp resolves to the soname
+    # libgomp.so.1 that torch has loaded.
+    command = [
+        compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{torch_dir() / 'lib'}",
+        "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-rpath,$ORIGIN/../torch/lib", "-o", str(partial),
+    ]  # fmt: skip
+    try:
+        _run(command)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path) -> Iterator[None]:
+    """One build at a time; the second finds the first one's objects."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _progress(total: int) -> Callable[[str], None]:
+    """A function to call after each finished unit: a tqdm bar, or lines where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        done = 0
+
+        def line(name: str) -> None:
+            nonlocal done
+            done += 1
+            print(f"[{done}/{total}] {name}", flush=True)
+
+        return line
+    bar = tqdm(total=total, desc="CPU kernels", unit="file", mininterval=0.5, dynamic_ncols=True)
+
+    def advance(name: str) -> None:
+        bar.set_postfix_str(name, refresh=False)
+        bar.update()
+        if bar.n == total:
+            bar.close()
+
+    return advance
+
+
+def _prune(keep: set[pathlib.Path]) -> None:
+    """Drops objects that no build has used for two weeks."""
+    for path in keep:
+        path.touch()
+    for path in CACHE.glob("*.o"):
+        if path not in keep and time.time() - path.stat().st_mtime > CACHE_DAYS * 86400:
+            path.unlink(missing_ok=True)
+
+
+def build_library(output: pathlib.Path = DEFAULT_OUTPUT, jobs: int | None = None, force: bool = False) -> bool:
+    """Compiles what changed and links ``output``.
+
+    Returns:
+        False, after a loud warning, if there is no compiler.
+
+    Raises:
+        BuildError: a unit does not compile.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        print(NO_COMPILER, file=sys.stderr, flush=True)
+        return False
+    compiler_id = _run([compiler, "--version"])
+    _included.cache_clear()
+    with _locked(CACHE):
+        targets = {unit: object_path(unit, compiler_id) for unit in units()}
+        missing = [unit for unit, path in targets.items() if force or not path.exists()]
+        if missing:
+            advance = _progress(len(missing))
+            with concurrent.futures.ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+                running = {pool.submit(compile_unit, compiler, unit, targets[unit]): unit for unit in missing}
+                try:
+                    for future in concurrent.futures.as_completed(running):
+                        if warnings := future.result():
+                            print(warnings, file=sys.stderr)
+                        advance(running[future].name)
+                except BuildError:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+        objects = sorted(targets.values())
+        stamp = hashlib.sha256("\n".join(path.name for path in objects).encode()).hexdigest()
+        stamp_path = CACHE / f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}.stamp"
+        current = output.exists() and stamp_path.exists() and stamp_path.read_text() == stamp
+        if force or not current:
+            link(compiler, objects, output)
+            stamp_path.write_text(stamp)
+        _prune(set(objects))
+    return True
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Build the CPU kernels of ascend-vllm.")
+    parser.add_argument("--output", type=pathlib.Path, default=DEFAULT_OUTPUT, help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=None, help="parallel compilers; default: the cores at hand")
+    parser.add_argument("--force", action="store_true", help="compile even what is cached")
+    args = parser.parse_args()
+    try:
+        built = build_library(args.output.resolve(), args.jobs, args.force)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if built:
+        print(f"CPU kernels: {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+// Chooses the instruction set of the CPU kernels; Python reaches it through ctypes (ops/native.py).
+#include "cpu/dispatch.h"
+
+#include <atomic>
+#include <cstring>
+#include <string>
+
+namespace ascend_vllm {
+namespace {
+
+constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+
+bool machine_has(int isa) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  switch (isa) {
+    case kAvx2:
+      return avx2;
+    case kAvx512:
+      return avx512;
+    case kAvx512Bf16:
+      return avx512 && __builtin_cpu_supports("avx512bf16");
+    default:
+      return true;
+  }
+#else
+  return isa == kScalar;
+#endif
+}
+
+Isa best_isa() {
+  int isa = kNumIsas - 1;
+  while (!machine_has(isa)) --isa;
+  return static_cast<Isa>(isa);
+}
+
+std::atomic<int> active{-1};
+
+}  // namespace
+
+Isa active_isa() {
+  int isa = active.load(std::memory_order_relaxed);
+  if (isa < 0) {
+    isa = best_isa();
+    active.store(isa, std::memory_order_relaxed);
+  }
+  return static_cast<Isa>(isa);
+}
+
+}  // namespace ascend_vllm
+
+#define ASCEND_VLLM_API extern "C" __attribute__((visibility("default")))
+
+// Comma-separated names of the sets that this machine can run, best first.
+ASCEND_VLLM_API const char* ascend_vllm_cpu_isas() {
+  static const std::string names = [] {
+    std::string joined;
+    for (int isa = ascend_vllm::kNumIsas - 1; isa >= 0; --isa) {
+      if (!ascend_vllm::machine_has(isa)) continue;
+      if (!joined.empty()) joined += ',';
+      joined += ascend_vllm::kNames[isa];
+    }
+    return joined;
+  }();
+  return names.c_str();
+}
+
+ASCEND_VLLM_API const char* ascend_vllm_cpu_isa() { return ascend_vllm::kNames[ascend_vllm::active_isa()]; }
+
+// 0, or -1 if the name is unknown or the machine lacks the set (then nothing changes).
+ASCEND_VLLM_API int ascend_vllm_set_cpu_isa(const char* name) {
+  for (int isa = 0; isa < ascend_vllm::kNumIsas; ++isa) {
+    if (std::strcmp(name, ascend_vllm::kNames[isa]) == 0 && ascend_vllm::machine_has(isa)) {
+      ascend_vllm::active.store(isa, std::memory_order_relaxed);
+      return 0;
+    }
+  }
+  return -1;
+}

@@ -1,0 +1,71 @@
+// How a kernel gets from its header to the caller.
+//
+// A kernel header (cpu/kernels/<op>.h) declares its argument struct and ASCEND_VLLM_KERNEL(<op>, <Args>), then,
+// under `#ifdef ASCEND_VLLM_ISA`, implements it in an anonymous namespace and ends with
+// ASCEND_VLLM_DEFINE_KERNEL(<op>, <Args>) { ... }. The build compiles the header once per instruction set
+// (through cpu/variants/<isa>.cpp), each time with that set's flags; a binding includes the same header without
+// ASCEND_VLLM_ISA and gets `<op>_kernel(args)`, which calls the variant of the active instruction set.
+//
+// The variants are reached by weak references to their extern "C" names, so a platform may lack some, nothing
+// runs at load time, and no list of kernels exists anywhere.
+#pragma once
+
+#include "common/dtype.h"
+
+namespace ascend_vllm {
+
+// Ordered: a later set is preferred where the machine has it.
+enum Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kNumIsas = 4 };
+
+#ifndef ASCEND_VLLM_ISA
+
+// The set in use: the best of the machine, or what ascend_vllm_set_cpu_isa() chose.
+Isa active_isa();
+
+template <class Args>
+void call_variant(const Args& args, void (*const (&variants)[kNumIsas])(const Args&)) {
+  int isa = active_isa();
+  while (isa > 0 && variants[isa] == nullptr) --isa;
+  variants[isa](args);
+}
+
+#define ASCEND_VLLM_VARIANT_(op, Args, isa) \
+  extern "C" __attribute__((weak, visibility("hidden"))) void ascend_vllm_##op##_##isa(const Args&);
+#define ASCEND_VLLM_KERNEL(op, Args)                                                                         \
+  ASCEND_VLLM_VARIANT_(op, Args, scalar)                                                                     \
+  ASCEND_VLLM_VARIANT_(op, Args, avx2)                                                                       \
+  ASCEND_VLLM_VARIANT_(op, Args, avx512)                                                                     \
+  ASCEND_VLLM_VARIANT_(op, Args, avx512_bf16)                                                                \
+  inline void op##_kernel(const Args& args) {                                                                \
+    call_variant<Args>(args, {ascend_vllm_##op##_scalar, ascend_vllm_##op##_avx2, ascend_vllm_##op##_avx512, \
+                              ascend_vllm_##op##_avx512_bf16});                                              \
+  }
+
+#else
+
+#define ASCEND_VLLM_KERNEL(op, Args)
+#define ASCEND_VLLM_NAME2_(op, isa) ascend_vllm_##op##_##isa
+#define ASCEND_VLLM_NAME_(op, isa) ASCEND_VLLM_NAME2_(op, isa)
+#define ASCEND_VLLM_DEFINE_KERNEL(op, Args) \
+  extern "C" __attribute__((visibility("hidden"))) void ASCEND_VLLM_NAME_(op, ASCEND_VLLM_ISA)(const Args& args)
+
+namespace {
+
+// Calls body(T{}) with T the storage type of `dtype`.
+template <class Body>
+inline void with_dtype(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(float{});
+    case DType::kBFloat16:
+      return body(bfloat16{});
+    case DType::kFloat16:
+      return body(float16{});
+  }
+}
+
+}  // namespace
+
+#endif
+
+}  // namespace ascend_vllm
