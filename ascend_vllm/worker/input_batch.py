@@ -1,0 +1,189 @@
+"""The worker's memory of the running rows: persistent slots, and a step's batch read out of them.
+
+Letters: M slots, L most tokens of a sequence, B most blocks of a sequence, R rows of a step, T tokens of a
+step, S sampling rows of a step.
+
+Everything here is on the host, where a step's indices are computed. `upload` makes tensors of it: on CPU they
+share its memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.types.step import NewRow, SchedulerOutput
+from ascend_vllm.worker.ragged import Int64Array, ragged_arange
+from ascend_vllm.worker.sampling.columns import SamplingColumns
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array as a tensor on a device: a copy nobody waits for, or on CPU no copy at all."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A step's batch on the host; the fields of ForwardBatch, and which slots sample."""
+
+    # [T] int64
+    input_ids: Int64Array
+    # [T] int64
+    positions: Int64Array
+    # [T] int64
+    slot_mapping: Int64Array
+    # [R+1] int32
+    query_start: Int32Array
+    # [R] int32
+    seq_lens: Int32Array
+    # [R, ceil(max_seq_len / block_size)] int32
+    block_table: Int32Array
+    # [S] int64
+    logits_indices: Int64Array
+    # [S] int64
+    sampling_slots: Int64Array
+    max_query_len: int
+    max_seq_len: int
+
+    def to_device(self, device: torch.device) -> ForwardBatch:
+        """The batch as tensors."""
+        return ForwardBatch(
+            input_ids=upload(self.input_ids, device),
+            positions=upload(self.positions, device),
+            slot_mapping=upload(self.slot_mapping, device),
+            query_start=upload(self.query_start, device),
+            seq_lens=upload(self.seq_lens, device),
+            block_table=upload(self.block_table, device),
+            logits_indices=upload(self.logits_indices, device),
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+        )
+
+
+class InputBatch:
+    """State of every slot: tokens, computed length, KV blocks, sampling parameters.
+
+    Slots are claimed lazily: the big arrays come from calloc, so a slot costs no memory until it is used.
+
+    Args:
+        num_slots: M, the scheduler's max_num_seqs.
+        max_model_len: L.
+        block_size: tokens of a KV block.
+        vocab_size: rows of the embedding.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        max_blocks = -(-max_model_len // block_size)
+        # [M, L+1] int32, host: prompt, then output; what is behind num_tokens is void. One more than L, for the
+        # token sampled from a full sequence.
+        self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
+        # [M] int32, host: tokens known, sampled ones included
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        # [M] int32, host: tokens whose KV is in the cache
+        self.num_computed_tokens = np.zeros(num_slots, np.int32)
+        # [M] int32, host
+        self.prompt_lens = np.zeros(num_slots, np.int32)
+        # [M, B] int32, host: KV blocks in order; what is behind num_blocks is void
+        self.block_table = np.zeros((num_slots, max_blocks), np.int32)
+        # [M] int32, host
+        self.num_blocks = np.zeros(num_slots, np.int32)
+        self.sampling = SamplingColumns(num_slots, vocab_size)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Brings the slots up to date with a step's diff.
+
+        The loops are over rows that enter, leave or grow by a block, not over all rows of the step.
+
+        Raises:
+            ValueError: a row is longer than a slot.
+        """
+        for slot in step.freed_slots:
+            self.sampling.clear(slot)
+        for row in step.new_rows:
+            self._enter(row)
+        for slot, block_ids in step.new_blocks:
+            self._append_blocks(slot, block_ids)
+
+    def build(self, slots: Int64Array, num_scheduled: Int64Array) -> HostBatch:
+        """The batch in which some slots compute their next tokens.
+
+        Args:
+            slots: [R], each at most once.
+            num_scheduled: [R] tokens of each, 1 or more, all of them known.
+
+        Raises:
+            ValueError: a row is to compute more tokens than it has, or than its blocks hold.
+        """
+        computed = self.num_computed_tokens[slots]
+        seq_lens = computed + num_scheduled
+        known = self.num_tokens[slots]
+        max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
+        if (seq_lens > np.minimum(known, self.num_blocks[slots] * self._block_size)).any():
+            raise ValueError(self._overrun(slots, seq_lens))
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(num_scheduled, out=query_start[1:])
+        if max_query_len == 1:
+            token_slots, positions = slots, computed.astype(np.int64)
+        else:
+            token_slots, positions = np.repeat(slots, num_scheduled), ragged_arange(computed, num_scheduled)
+        blocks = self.block_table[token_slots, positions // self._block_size].astype(np.int64)
+        samples = np.flatnonzero(seq_lens == known)
+        return HostBatch(
+            input_ids=self.token_ids[token_slots, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            query_start=query_start,
+            seq_lens=seq_lens.astype(np.int32),
+            block_table=self.block_table[slots, : -(-max_seq_len // self._block_size)],
+            logits_indices=query_start[samples + 1].astype(np.int64) - 1,
+            sampling_slots=slots[samples],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+    def advance(self, slots: Int64Array, num_scheduled: Int64Array) -> None:
+        """Records that a batch of `build` has been computed."""
+        self.num_computed_tokens[slots] += num_scheduled.astype(np.int32)
+
+    def append(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Adds one sampled token to each of some slots."""
+        ends = self.num_tokens[slots]
+        self.token_ids[slots, ends] = token_ids
+        self.num_tokens[slots] = ends + 1
+
+    def _enter(self, row: NewRow) -> None:
+        length = len(row.token_ids)
+        if length > self._max_model_len:
+            raise ValueError(
+                f"request {row.request_id} has {length} tokens, a slot holds max_model_len={self._max_model_len}"
+            )
+        self.token_ids[row.slot, :length] = row.token_ids
+        self.num_tokens[row.slot] = length
+        self.prompt_lens[row.slot] = row.num_prompt_tokens
+        self.num_computed_tokens[row.slot] = row.num_computed_tokens
+        self.num_blocks[row.slot] = 0
+        self._append_blocks(row.slot, row.block_ids)
+        self.sampling.set(row)
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        first = int(self.num_blocks[slot])
+        self.block_table[slot, first : first + len(block_ids)] = block_ids
+        self.num_blocks[slot] = first + len(block_ids)
+
+    def _overrun(self, slots: Int64Array, seq_lens: Int64Array) -> str:
+        rows = [
+            f"slot {slot}: to be computed up to {end}, {self.num_tokens[slot]} tokens known, "
+            f"{self.num_blocks[slot]} blocks of {self._block_size}"
+            for slot, end in zip(slots, seq_lens, strict=True)
+        ]
+        return "the step does not fit its rows: " + "; ".join(rows)

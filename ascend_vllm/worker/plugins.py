@@ -1,0 +1,48 @@
+"""The implementations a worker chooses from, as tables of "module:Class".
+
+A class is imported when its turn comes; a new backend is a file and a row here.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Sequence
+
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec
+from ascend_vllm.errors import ConfigError
+
+# device type → attention backends, the preferred one first
+ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": ("ascend_vllm.attention.cpu:CpuAttention",),
+    "npu": (),
+}
+
+
+def select_attention_backend(
+    device_type: str, specs: Sequence[AttentionSpec], dtype: torch.dtype, block_size: int
+) -> type[AttentionBackend]:
+    """The first backend of a device that serves all attention layers of a model.
+
+    Args:
+        device_type: a key of ATTENTION_BACKENDS.
+        specs: one per layer; equal ones are asked about once.
+        dtype: of queries, keys and values.
+        block_size: tokens of a KV block.
+
+    Raises:
+        ConfigError: none does; the text gives each one's reason.
+    """
+    refusals = []
+    for path in ATTENTION_BACKENDS[device_type]:
+        backend: type[AttentionBackend] = pkgutil.resolve_name(path)
+        reasons = [backend.refuses(spec, dtype, block_size) for spec in dict.fromkeys(specs)]
+        refused = [reason for reason in reasons if reason]
+        if not refused:
+            return backend
+        refusals.append(f"{backend.name}: {refused[0]}")
+    raise ConfigError(
+        f"no attention backend of device {device_type!r} can serve this model"
+        + (f" ({'; '.join(refusals)})" if refusals else ": it has none")
+    )

@@ -1,0 +1,104 @@
+"""Sampling parameters of all slots as columns, so that a step reads its rows' parameters by indexing.
+
+Letters: M slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ascend_vllm.sampling_params import SAMPLING_EPS
+from ascend_vllm.types.step import NewRow
+from ascend_vllm.worker.ragged import RaggedTable
+
+# What a row needs beyond the arg-max of its logits, as bits: the union over a step's rows decides what the
+# sampler does at all. Plain integers, since they meet numpy columns every step.
+RANDOM = 1
+PENALTIES = 2
+LOGIT_BIAS = 4
+ALLOWED_IDS = 8
+MIN_TOKENS = 16
+LOGPROBS = 32
+
+NO_LOGPROBS = -1
+
+
+class SamplingColumns:
+    """Sampling parameters by slot, on the host.
+
+    Args:
+        num_slots: M.
+        vocab_size: ids outside the vocabulary are left out of the tables: they cannot be sampled anyway.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        # [M] int32, host: the bits above
+        self.features = np.zeros(num_slots, np.int32)
+        # [M] float32, host: 0 is greedy
+        self.temperature = np.zeros(num_slots, np.float32)
+        # [M] int32, host: 0 or less is off
+        self.top_k = np.zeros(num_slots, np.int32)
+        # [M] float32, host: 1 is off
+        self.top_p = np.ones(num_slots, np.float32)
+        # [M] float32, host: 0 is off
+        self.min_p = np.zeros(num_slots, np.float32)
+        # [M] float32, host: 1 is off
+        self.repetition_penalty = np.ones(num_slots, np.float32)
+        # [M] float32, host: 0 is off
+        self.frequency_penalty = np.zeros(num_slots, np.float32)
+        # [M] float32, host: 0 is off
+        self.presence_penalty = np.zeros(num_slots, np.float32)
+        # [M] int64, host: key of the row's random stream
+        self.seed = np.zeros(num_slots, np.int64)
+        # [M] int32, host: the row cannot end before it has generated as many
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        # [M] int32, host: most likely tokens to report beside the sampled one; NO_LOGPROBS: report nothing
+        self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
+        # ids forbidden below min_tokens; ids and what is added to their logits; the only ids allowed
+        self.stop_ids = RaggedTable(num_slots)
+        self.logit_bias = RaggedTable(num_slots)
+        self.allowed_ids = RaggedTable(num_slots)
+
+    def set(self, row: NewRow) -> None:
+        """Takes over the parameters of a row that enters its slot."""
+        slot, params = row.slot, row.sampling_params
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition_penalty[slot] = params.repetition_penalty
+        self.frequency_penalty[slot] = params.frequency_penalty
+        self.presence_penalty[slot] = params.presence_penalty
+        self.seed[slot] = row.seed
+        self.min_tokens[slot] = params.min_tokens
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        stop_ids = self._known(row.stop_token_ids) if params.min_tokens else []
+        bias = {token: value for token, value in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
+        self.stop_ids.set(slot, stop_ids)
+        self.logit_bias.set(slot, list(bias), list(bias.values()))
+        self.allowed_ids.set(slot, self._known(params.allowed_token_ids or ()))
+        self.features[slot] = self._features_of(row, has_bias=bool(bias), has_stop_ids=bool(stop_ids))
+
+    def clear(self, slot: int) -> None:
+        """Forgets a row that has left its slot."""
+        self.features[slot] = 0
+        for table in (self.stop_ids, self.logit_bias, self.allowed_ids):
+            table.set(slot, ())
+
+    def _known(self, token_ids: Iterable[int]) -> list[int]:
+        return [token for token in token_ids if 0 <= token < self._vocab_size]
+
+    def _features_of(self, row: NewRow, *, has_bias: bool, has_stop_ids: bool) -> int:
+        params = row.sampling_params
+        penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        return (
+            (RANDOM if params.temperature >= SAMPLING_EPS else 0)
+            | (PENALTIES if penalised else 0)
+            | (LOGIT_BIAS if has_bias else 0)
+            | (ALLOWED_IDS if params.allowed_token_ids is not None else 0)
+            | (MIN_TOKENS if has_stop_ids else 0)
+            | (LOGPROBS if params.logprobs is not None else 0)
+        )

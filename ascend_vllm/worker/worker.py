@@ -1,0 +1,198 @@
+"""A worker: one model (or one rank's part of it) on one device, from loading to the last step.
+
+The composition root of everything below the executor: here the platform, the model, the attention backend and
+the runner are chosen and handed to each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.distributed.parallel_context import ParallelContext
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.logger import init_logger
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.models.loader import load_model
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.registry import OPS, ops_on_reference
+from ascend_vllm.platforms import get_platform
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.model_runner import ModelRunner
+from ascend_vllm.worker.plugins import select_attention_backend
+
+logger = init_logger(__name__)
+
+_WARM_UP_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loaded:
+    """What `load_model` made."""
+
+    model: CausalLM
+    backend: AttentionBackend
+
+
+class Worker:
+    """Holds the model and runs steps.
+
+    Args:
+        config: the engine's configuration.
+        local_rank: number of the worker on its machine; its tensor-parallel rank.
+
+    Raises:
+        ConfigError: the device cannot be used, or not with this dtype.
+
+    Example::
+
+        worker = Worker(config)
+        worker.load_model()
+        worker.initialize_cache(worker.determine_num_blocks())
+        output = worker.execute_model(step)
+    """
+
+    def __init__(self, config: EngineConfig, local_rank: int = 0) -> None:
+        self._config = config
+        self._platform = get_platform(config.device.device)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        if self._dtype not in self._platform.dtypes:
+            raise ConfigError(f"--dtype {config.model.dtype} is not available on --device {self._platform.name}.")
+        if config.cache.cache_dtype not in ("auto", config.model.dtype):
+            raise ConfigError(
+                f"--kv-cache-dtype {config.cache.cache_dtype} differs from the model's {config.model.dtype}: "
+                "the KV cache is kept in the model's dtype, use auto."
+            )
+        self._parallel = ParallelContext(tp_rank=local_rank, tp_size=config.parallel.tensor_parallel_size)
+        self._device = self._platform.initialize(local_rank)
+        self._loaded: _Loaded | None = None
+        self._runner: ModelRunner | None = None
+
+    def load_model(self) -> None:
+        """Reads the weights and picks the attention backend.
+
+        Raises:
+            ModelLoadError: the model's directory is at fault.
+            ConfigError: no attention backend serves this model with this block size and dtype.
+        """
+        config = self._config
+        load_native_library()
+        start = time.monotonic()
+        context = BuildContext(dtype=self._dtype, device=self._device, parallel=self._parallel)
+        model = load_model(config.model, config.load, context)
+        backend_class = select_attention_backend(
+            self._platform.device_type, model.attention_specs, self._dtype, config.cache.block_size
+        )
+        self._loaded = _Loaded(model, backend_class(config.cache.block_size))
+        logger.info(
+            "Model loaded in %.2f s: %s, %s, attention backend %s",
+            time.monotonic() - start,
+            config.model.architecture,
+            config.model.dtype,
+            backend_class.name,
+        )
+        self._log_ops()
+
+    def determine_num_blocks(self) -> int:
+        """Number of KV blocks that this device has memory for; 1 or more.
+
+        --num-gpu-blocks-override decides if given. A size that nobody asked for is cut at what all slots can
+        fill, unless blocks that are free go on being of use (prefix caching).
+
+        Raises:
+            ConfigError: there is no room for a block, or the size asked for is not there.
+        """
+        cache = self._config.cache
+        if cache.num_gpu_blocks_override is not None:
+            return cache.num_gpu_blocks_override
+        # no profiling run on CPU: the cache takes a part of the free memory, activations are in the other part
+        num_bytes = self._platform.kv_cache_bytes(cache, peak_bytes=0)
+        num_blocks = num_bytes // self._block_bytes()
+        if num_blocks < 1:
+            raise ConfigError(
+                f"A KV cache of {num_bytes} bytes has no room for one block of {cache.block_size} tokens "
+                f"({self._block_bytes()} bytes): set --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE higher, "
+                "or --block-size lower."
+            )
+        if cache.kv_cache_memory_bytes is None and not cache.enable_prefix_caching:
+            scheduler = self._config.scheduler
+            usable = scheduler.max_num_seqs * math.ceil(scheduler.max_model_len / cache.block_size)
+            num_blocks = min(num_blocks, usable)
+        return num_blocks
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocates the KV cache and runs the model once, so that the first request finds everything warm."""
+        config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
+        shapes = [backend.kv_cache_shape(num_blocks, spec) for spec in model.attention_specs]
+        sizes = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
+        memory = self._platform.allocate(sum(sizes), self._device)
+        parts = torch.split(memory, sizes)
+        kv_caches = [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        batch = InputBatch(
+            num_slots=config.scheduler.max_num_seqs,
+            max_model_len=config.scheduler.max_model_len,
+            block_size=config.cache.block_size,
+            vocab_size=config.model.vocab_size,
+        )
+        self._runner = ModelRunner(model, backend, kv_caches, batch, config.model.logprobs_mode, self._device)
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, config.cache.block_size, sum(sizes) / (1 << 30)
+        )
+        self._warm_up(self._runner, num_blocks)
+
+    def execute_model(self, step: SchedulerOutput) -> StepOutput:
+        """Runs one step; see `ModelRunner.execute`."""
+        if self._runner is None:
+            raise RuntimeError("the worker has no KV cache: call initialize_cache first")
+        return self._runner.execute(step)
+
+    def shutdown(self) -> None:
+        """Lets go of the model and the cache."""
+        self._runner = None
+        self._loaded = None
+
+    @property
+    def _model_in_use(self) -> _Loaded:
+        if self._loaded is None:
+            raise RuntimeError("the worker has no model: call load_model first")
+        return self._loaded
+
+    def _block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        loaded = self._model_in_use
+        shapes = (loaded.backend.kv_cache_shape(1, spec) for spec in loaded.model.attention_specs)
+        return sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
+
+    def _warm_up(self, runner: ModelRunner, num_blocks: int) -> None:
+        """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""
+        config = self._config
+        start = time.monotonic()
+        room = min(num_blocks * config.cache.block_size, config.scheduler.max_model_len)
+        length = min(_WARM_UP_TOKENS, config.scheduler.max_num_batched_tokens, room - 1)
+        if length < 1:
+            return
+        blocks = list(range(math.ceil((length + 1) / config.cache.block_size)))
+        row = NewRow(0, "warm-up", [0] * length, length, 0, blocks, SamplingParams(), seed=0, stop_token_ids=[])
+        runner.execute(SchedulerOutput(-1, [], [row], [0], [length], []))
+        runner.execute(SchedulerOutput(-1, [], [], [0], [1], []))
+        runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
+        logger.info("Warmed up in %.2f s", time.monotonic() - start)
+
+    def _log_ops(self) -> None:
+        device_type = self._platform.device_type
+        on_reference = ops_on_reference(device_type)
+        logger.info(
+            "%d of %d ops run on their reference on %s%s",
+            len(on_reference),
+            len(OPS),
+            device_type,
+            f": {', '.join(on_reference)}" if on_reference else "",
+        )
