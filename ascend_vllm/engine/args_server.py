@@ -6,26 +6,12 @@ import dataclasses
 from typing import ClassVar
 
 from ascend_vllm.engine.arg_fields import flag, refuse_unsupported
+from ascend_vllm.engine.arg_parser import LoRAModule
 from ascend_vllm.errors import ConfigError
 
 _NO_TOOLS = "tool calls are not available in this version; describe the tools in the prompt"
 _HTTP_PARSER = "the HTTP parser has fixed limits"
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
-
-
-@dataclasses.dataclass
-class LoRAModule:
-    """One entry of --lora-modules.
-
-    Attributes:
-        name: what requests put in their model field.
-        path: the directory of the adapter.
-        base_model_name: the model it belongs to.
-    """
-
-    name: str
-    path: str
-    base_model_name: str | None = None
 
 
 @dataclasses.dataclass
@@ -178,17 +164,15 @@ class FrontendArgs(HttpArgs):
     )
     chat_template_content_format: str = flag(
         "auto",
-        "Whether the chat template gets the content of a message as plain text or as a list of parts.",
+        "Whether the chat template gets the content of a message as plain text (string) or as a list of parts "
+        "(openai); auto means plain text.",
         kind="str",
         choices=("auto", "string", "openai"),
-        unsupported="the chat template always gets plain text",
-        allowed=("string",),
     )
     trust_request_chat_template: bool = flag(
         False,
         "Lets requests bring a chat template of their own.",
         kind="flag",
-        unsupported="requests cannot bring a chat template in this version; use --chat-template",
     )
     response_role: str = flag(
         "assistant",
@@ -257,25 +241,21 @@ class FrontendArgs(HttpArgs):
         False,
         "Sends the token counts at the end of every stream, even when the request does not ask for them.",
         kind="flag",
-        unsupported="requests ask for it themselves with stream_options",
     )
     enable_cum_log_probs: bool = flag(
         False,
         "Adds the sum of log-probabilities to every choice of a completion.",
         kind="flag",
-        unsupported="ask for log-probabilities in the request with the field logprobs",
     )
     default_chat_template_kwargs: dict[str, object] | None = flag(
         None,
         "Values that every chat template is given, as a JSON object.",
         kind="json_object",
-        unsupported="put the values into the template, or send chat_template_kwargs with each request",
     )
     enable_request_id_headers: bool = flag(
         False,
         "Adds the header X-Request-Id to every answer.",
         kind="flag",
-        unsupported="the id of a request is in the field id of its answer",
     )
     enable_server_load_tracking: bool = flag(
         False,
