@@ -1,0 +1,175 @@
+"""The package's layers as a test: imports point down, processes stay apart, files stay small.
+
+The rules are those of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+PACKAGE = "ascend_vllm"
+ROOT = pathlib.Path(__file__).resolve().parents[2] / PACKAGE
+
+# Top to bottom: a module may import its own layer and any layer below it. "" is the package's root modules.
+LAYERS = (
+    "entrypoints",
+    "engine",
+    "core",
+    "executor",
+    "worker",
+    "models",
+    "layers",
+    "attention",
+    "ops",
+    "distributed",
+    "platforms",
+    "config",
+    "types",
+    "",
+)
+# What a process's entry module must never reach, through any chain of imports at the top of modules or in them.
+PROCESSES = {
+    "core.proc": {"entrypoints", "engine"},
+    "worker.worker": {"entrypoints", "engine", "core", "executor"},
+    "entrypoints.openai.app": {"core", "executor", "worker", "models", "layers"},
+    "entrypoints.openai.api_server": {"executor", "worker", "models", "layers"},
+}
+DEVICE_MODULES = {"torch_npu"}
+DEVICE_FILES = ("platforms/npu", "attention/ascend", "ops/ascend")
+MAX_LINES = 600
+
+
+def _modules() -> dict[str, pathlib.Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        found[name.removesuffix("__init__").rstrip(".")] = path
+    return found
+
+
+def _imports(path: pathlib.Path) -> Iterator[str]:
+    """Absolute names a file imports, type-only imports excepted."""
+    tree = ast.parse(path.read_text())
+    type_only = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in type_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _graph() -> dict[str, set[str]]:
+    known = _modules()
+    graph = {}
+    for name, path in known.items():
+        targets = set()
+        for imported in _imports(path):
+            if imported.startswith(f"{PACKAGE}."):
+                target = imported.removeprefix(f"{PACKAGE}.")
+                while target and target not in known:
+                    target = target.rpartition(".")[0]
+                targets.add(target)
+        graph[name] = targets - {name}
+    return graph
+
+
+GRAPH = _graph()
+
+
+def _layer(module: str) -> int:
+    head = module.split(".")[0]
+    return LAYERS.index(head) if head in LAYERS else LAYERS.index("")
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{module} imports {target}, a layer above it"
+        for module, targets in GRAPH.items()
+        if module  # the package's lazy __init__ names everything
+        for target in targets
+        if _layer(target) < _layer(module)
+    ]
+    assert wrong == []
+
+
+def test_no_cycles() -> None:
+    done: set[str] = set()
+    cycles: list[str] = []
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        if module in path:
+            cycles.append(" -> ".join((*path[path.index(module) :], module)))
+        elif module not in done:
+            for target in sorted(GRAPH[module]):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in GRAPH:
+        visit(module, ())
+    assert cycles == []
+
+
+@pytest.mark.parametrize("entry", PROCESSES)
+def test_processes_stay_apart(entry: str) -> None:
+    seen: set[str] = set()
+    todo = [entry]
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += GRAPH[module]
+    assert sorted(module for module in seen if module.split(".")[0] in PROCESSES[entry]) == []
+
+
+def test_device_modules_stay_in_their_rooms() -> None:
+    wrong = [
+        str(path)
+        for path in _modules().values()
+        if not path.relative_to(ROOT).as_posix().startswith(DEVICE_FILES)
+        and any(name.split(".")[0] in DEVICE_MODULES for name in _imports(path))
+    ]
+    assert wrong == []
+
+
+def test_only_envs_reads_the_environment() -> None:
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, path in _modules().items()
+        if name != "envs"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+    ]
+    assert wrong == []
+
+
+def test_transformers_models_are_never_imported() -> None:
+    wrong = [
+        f"{name}: {imported}"
+        for name, path in _modules().items()
+        for imported in _imports(path)
+        if imported.startswith("transformers.models") or "ForCausalLM" in imported or "AutoModel" in imported
+    ]
+    assert wrong == []
+
+
+def test_files_stay_small() -> None:
+    assert [str(p) for p in _modules().values() if p.read_text().count("\n") > MAX_LINES] == []
+
+
+def test_exported_names_exist() -> None:
+    import ascend_vllm
+
+    for name in ascend_vllm.__all__:
+        assert getattr(ascend_vllm, name) is not None
