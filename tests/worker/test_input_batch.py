@@ -1,0 +1,178 @@
+"""Slots and batch building against a plain, slow definition that keeps Python lists per row."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import NewRow, SchedulerOutput
+from ascend_vllm.worker.input_batch import HostBatch, InputBatch
+
+NUM_SLOTS = 4
+MAX_MODEL_LEN = 40
+BLOCK_SIZE = 8
+VOCAB_SIZE = 1000
+
+
+@dataclasses.dataclass
+class PlainRow:
+    """A row as one would write it down."""
+
+    tokens: list[int]
+    prompt_len: int
+    computed: int
+    blocks: list[int]
+
+
+def new_row(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> NewRow:
+    return NewRow(slot, f"r{slot}", tokens, len(tokens), computed, blocks, SamplingParams(), 0, [])
+
+
+def step_of(**changes: object) -> SchedulerOutput:
+    fields: dict[str, object] = {
+        "step_id": 0,
+        "freed_slots": [],
+        "new_rows": [],
+        "slots": [],
+        "num_scheduled_tokens": [],
+        "new_blocks": [],
+    }
+    return SchedulerOutput(**(fields | changes))  # type: ignore[arg-type]
+
+
+def check(batch: HostBatch, rows: dict[int, PlainRow], slots: list[int], counts: list[int]) -> None:
+    """Compares a built batch with loops over tokens."""
+    input_ids, positions, slot_mapping, query_start, seq_lens, indices, sampling = [], [], [], [0], [], [], []
+    for slot, count in zip(slots, counts, strict=True):
+        row = rows[slot]
+        for position in range(row.computed, row.computed + count):
+            input_ids.append(row.tokens[position])
+            positions.append(position)
+            slot_mapping.append(row.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        query_start.append(query_start[-1] + count)
+        seq_lens.append(row.computed + count)
+        if row.computed + count == len(row.tokens):
+            indices.append(query_start[-1] - 1)
+            sampling.append(slot)
+    assert batch.input_ids.tolist() == input_ids
+    assert batch.positions.tolist() == positions
+    assert batch.slot_mapping.tolist() == slot_mapping
+    assert batch.query_start.tolist() == query_start
+    assert batch.seq_lens.tolist() == seq_lens
+    assert batch.logits_indices.tolist() == indices
+    assert batch.sampling_slots.tolist() == sampling
+    assert batch.max_query_len == max(counts)
+    assert batch.max_seq_len == max(seq_lens)
+    for found, slot, length in zip(batch.block_table, slots, seq_lens, strict=True):
+        used = -(-length // BLOCK_SIZE)
+        assert found[:used].tolist() == rows[slot].blocks[:used]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_run_of_steps_builds_the_plain_batches(data: st.DataObject) -> None:
+    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+    rows: dict[int, PlainRow] = {}
+    next_block = 1
+    for _ in range(data.draw(st.integers(1, 12), label="steps")):
+        freed = data.draw(st.lists(st.sampled_from(sorted(rows)), unique=True), label="freed") if rows else []
+        for slot in freed:
+            del rows[slot]
+        step = step_of(freed_slots=freed)
+        for slot in sorted(set(range(NUM_SLOTS)) - rows.keys()):
+            if not data.draw(st.booleans(), label=f"slot {slot} enters"):
+                continue
+            tokens = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30))
+            computed = data.draw(st.integers(0, len(tokens) - 1))
+            blocks = [next_block + i for i in range(-(-len(tokens) // BLOCK_SIZE))]
+            next_block += len(blocks)
+            rows[slot] = PlainRow(list(tokens), len(tokens), computed, list(blocks))
+            step.new_rows.append(new_row(slot, tokens, blocks, computed))
+        slots, counts = [], []
+        for slot in data.draw(st.permutations(sorted(rows)), label="order"):
+            missing = len(rows[slot].tokens) - rows[slot].computed
+            if rows[slot].computed >= MAX_MODEL_LEN or not data.draw(st.booleans(), label=f"slot {slot} runs"):
+                continue
+            count = min(data.draw(st.integers(1, missing)), MAX_MODEL_LEN - rows[slot].computed)
+            needed = -(-(rows[slot].computed + count) // BLOCK_SIZE) - len(rows[slot].blocks)
+            if needed > 0:
+                added = [next_block + i for i in range(needed)]
+                next_block += needed
+                rows[slot].blocks += added
+                step.new_blocks.append((slot, added))
+            slots.append(slot)
+            counts.append(count)
+        batch.apply(step)
+        if not slots:
+            continue
+        slots_np, counts_np = np.array(slots), np.array(counts)
+        built = batch.build(slots_np, counts_np)
+        check(built, rows, slots, counts)
+        batch.advance(slots_np, counts_np)
+        sampled = np.arange(len(built.sampling_slots)) + 500
+        batch.append(built.sampling_slots, sampled)
+        for slot, count in zip(slots, counts, strict=True):
+            rows[slot].computed += count
+        for slot, token in zip(built.sampling_slots.tolist(), sampled.tolist(), strict=True):
+            rows[slot].tokens.append(token)
+        for slot, row in rows.items():
+            assert batch.token_ids[slot, : batch.num_tokens[slot]].tolist() == row.tokens
+            assert batch.num_computed_tokens[slot] == row.computed
+            assert batch.prompt_lens[slot] == row.prompt_len
+
+
+def test_dtypes_are_those_of_the_forward_batch() -> None:
+    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+    batch.apply(step_of(new_rows=[new_row(0, [1, 2, 3], [7]), new_row(2, [4], [9])]))
+    forward = batch.build(np.array([2, 0]), np.array([1, 3])).to_device(torch.device("cpu"))
+    for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+        assert getattr(forward, name).dtype == torch.int64, name
+    for name in ("query_start", "seq_lens", "block_table"):
+        assert getattr(forward, name).dtype == torch.int32, name
+    assert forward.block_table.tolist() == [[9], [7]]
+
+
+def test_a_reused_slot_keeps_nothing_of_its_last_row() -> None:
+    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+    busy = SamplingParams(
+        temperature=0.7, logprobs=3, min_tokens=5, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], presence_penalty=1.0
+    )
+    batch.apply(step_of(new_rows=[NewRow(1, "a", [1] * 20, 20, 0, [4, 5, 6], busy, 9, [2])]))
+    batch.apply(step_of(freed_slots=[1]))
+    assert batch.sampling.features[1] == 0
+    plain = SamplingParams(temperature=0.0)
+    batch.apply(step_of(new_rows=[NewRow(1, "b", [8, 9], 2, 0, [3], plain, 0, [2])]))
+    assert batch.sampling.features[1] == 0
+    built = batch.build(np.array([1]), np.array([2]))
+    assert built.input_ids.tolist() == [8, 9]
+    assert built.slot_mapping.tolist() == [3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1]
+
+
+@pytest.mark.parametrize(("scheduled", "words"), [(4, "3 tokens known"), (3, "1 blocks of 8")])
+def test_a_step_that_does_not_fit_says_which_row(scheduled: int, words: str) -> None:
+    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+    computed = 0 if scheduled == 4 else 6
+    tokens = [1] * (3 + computed)
+    batch.apply(step_of(new_rows=[new_row(1, tokens, [7], computed)]))
+    with pytest.raises(ValueError, match=f"slot 1: .*{words}"):
+        batch.build(np.array([1]), np.array([scheduled]))
+
+
+def test_a_row_longer_than_a_slot_is_refused() -> None:
+    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+    with pytest.raises(ValueError, match="request r0 has 41 tokens"):
+        batch.apply(step_of(new_rows=[new_row(0, [1] * 41, [1])]))
+
+
+def test_a_full_sequence_has_a_place_for_its_last_token() -> None:
+    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+    batch.apply(step_of(new_rows=[new_row(3, [1] * MAX_MODEL_LEN, [1, 2, 3, 4, 5])]))
+    built = batch.build(np.array([3]), np.array([MAX_MODEL_LEN]))
+    batch.append(built.sampling_slots, np.array([77]))
+    assert batch.token_ids[3, MAX_MODEL_LEN] == 77
