@@ -1,0 +1,324 @@
+"""From what a caller asks to what the engine core runs.
+
+A prompt is tokenised, its length and the sampling parameters are checked against the model, and the request becomes
+one `EngineCoreRequest` per sequence. Every mistake is a `RequestError` raised here, before anything is queued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.errors import RequestError
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreRequest
+
+# A row's random stream is keyed by 63 bits.
+_SEED_MASK = (1 << 63) - 1
+
+# generation_config.json → SamplingParams
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids; `prompt`, if given, is only repeated in the output."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+
+
+PromptType = str | TextPrompt | TokensPrompt
+
+
+@dataclasses.dataclass
+class ProcessedRequest:
+    """A checked request.
+
+    Attributes:
+        request_id: the caller's id.
+        prompt: its text; None when only token ids were given.
+        prompt_token_ids: its ids.
+        params: the caller's sampling parameters.
+        arrival_time: seconds of time.monotonic().
+        core_requests: one per sequence, in the order of their index. Their ids are unique in the life of the
+            engine, so that late outputs of an aborted request never meet a new one with the same id.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    core_requests: list[EngineCoreRequest]
+
+
+class InputProcessor:
+    """Makes core requests.
+
+    Args:
+        config: of the engine.
+        tokenizer: None under --skip-tokenizer-init: prompts must be token ids then.
+
+    Attributes:
+        max_model_len: most tokens of a sequence; the engine lowers it if the KV cache holds less.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self.max_model_len = config.scheduler.max_model_len
+        self._tokenizer = tokenizer
+        self._model = config.model
+        self._vocab_size = config.model.vocab_size
+        self._serial = itertools.count()
+        eos_ids = _eos_ids(config.model.generation_config, config.model.hf_config)
+        primary = tokenizer.eos_token_id if tokenizer is not None else None
+        self._eos_id = primary if primary is not None else next(iter(eos_ids), None)
+        self._other_eos_ids = [id_ for id_ in eos_ids if id_ != self._eos_id]
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedRequest:
+        """Checks a request and makes its core requests.
+
+        Args:
+            request_id: the caller's id.
+            prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
+            params: as the caller gave them; not changed.
+            priority: 0, since requests are served in the order of their arrival.
+            arrival_time: seconds of time.monotonic(); None: now.
+
+        Raises:
+            RequestError: the request is wrong; nothing has been queued.
+        """
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self._check_params(params, priority)
+        text, token_ids = _parse_prompt(prompt)
+        if token_ids is None:
+            token_ids = self._need_tokenizer().encode(_need_text(text))
+        return self._build(request_id, text, token_ids, params, arrival_time)
+
+    async def process_async(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedRequest:
+        """`process`, tokenising off the event loop."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self._check_params(params, priority)
+        text, token_ids = _parse_prompt(prompt)
+        if token_ids is None:
+            token_ids = await self._need_tokenizer().encode_async(_need_text(text))
+        return self._build(request_id, text, token_ids, params, arrival_time)
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
+        config = self._model.generation_config
+        return {ours: config[theirs] for theirs, ours in _DEFAULTS.items() if config.get(theirs) is not None}
+
+    def _build(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float,
+    ) -> ProcessedRequest:
+        if params.truncate_prompt_tokens is not None:
+            token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=text is not None)
+        self._check_prompt(token_ids)
+        core_params = self._make_core_params(params, len(token_ids))
+        eos_id = None if params.ignore_eos else self._eos_id
+        core_requests = [
+            EngineCoreRequest(
+                request_id=f"{request_id}.{next(self._serial)}",
+                prompt_token_ids=token_ids,
+                sampling_params=core_params.clone(seed=derive_seed(params.seed, index)),
+                eos_token_id=eos_id,
+                arrival_time=arrival_time,
+            )
+            for index in range(params.n)
+        ]
+        return ProcessedRequest(request_id, text, token_ids, params, arrival_time, core_requests)
+
+    def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """What the core needs to know: stop strings and the shape of the output are the front's business."""
+        room = self.max_model_len - num_prompt_tokens
+        stop_ids = dict.fromkeys(
+            [*(params.stop_token_ids or []), *([] if params.ignore_eos else self._other_eos_ids)]
+        )
+        return params.clone(
+            n=1,
+            best_of=None,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop=[],
+            # Ids without a row in the vocabulary are never sampled, and must not index its logits.
+            stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],
+            truncate_prompt_tokens=None,
+        )
+
+    def _truncate(self, token_ids: list[int], limit: int, *, from_text: bool) -> list[int]:
+        """Keeps the last tokens, and of a text's ids the ones every text begins with."""
+        if len(token_ids) <= limit:
+            return token_ids
+        prefix = self._need_tokenizer().encode("") if from_text else []
+        if not prefix or len(prefix) >= limit or token_ids[: len(prefix)] != prefix:
+            return token_ids[-limit:]
+        return prefix + token_ids[len(prefix) - limit :]
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                "prompt must be given as prompt_token_ids: the engine runs with --skip-tokenizer-init", "prompt"
+            )
+        return self._tokenizer
+
+    def _check_params(self, params: SamplingParams, priority: int) -> None:
+        if priority != 0:
+            raise RequestError(f"Got priority {priority} but Priority scheduling is not enabled.", "priority")
+        self._check_supported(params)
+        self._check_token_fields(params)
+        limit = self._model.max_logprobs
+        if params.logprobs is not None and params.logprobs > limit:
+            raise RequestError(
+                f"Requested sample logprobs of {params.logprobs}, which is greater than max allowed: {limit}",
+                "logprobs",
+            )
+        if params.seed is not None and not -(1 << 63) <= params.seed < 1 << 63:
+            raise RequestError(f"seed must be a signed 64-bit integer, got {params.seed}.", "seed")
+        if self._tokenizer is None and params.detokenize:
+            raise RequestError("detokenize must be false: the engine runs with --skip-tokenizer-init", "detokenize")
+
+    def _check_supported(self, params: SamplingParams) -> None:
+        """Fields of `SamplingParams` whose feature this version does not have."""
+        if params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not supported in this version.", "prompt_logprobs")
+        if params.best_of is not None and params.best_of != params.n:
+            raise RequestError(
+                f"best_of other than n is not supported in this version, got n={params.n} and "
+                f"best_of={params.best_of}.",
+                "best_of",
+            )
+
+    def _check_token_fields(self, params: SamplingParams) -> None:
+        size = self._vocab_size
+        bad = [id_ for id_ in params.logit_bias or () if not 0 <= id_ < size]
+        if bad:
+            raise RequestError(
+                f"token_id(s) {bad} in logit_bias contain out-of-vocab token ids. Vocabulary size: {size}",
+                "logit_bias",
+            )
+        if params.allowed_token_ids is not None:
+            if not params.allowed_token_ids:
+                raise RequestError("allowed_token_ids is not None and empty!", "allowed_token_ids")
+            if not all(0 <= id_ < size for id_ in params.allowed_token_ids):
+                raise RequestError("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids")
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("Prompt cannot be empty", "prompt")
+        for extreme in (max(token_ids), min(token_ids)):
+            if not 0 <= extreme < self._vocab_size:
+                raise RequestError(f"Token id {extreme} is out of vocabulary", "prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
+                f"{len(token_ids)} input tokens, which exceeds this limit even without any output tokens. "
+                "Please reduce the length of the input prompt.",
+                "prompt",
+            )
+
+
+def derive_seed(seed: int | None, index: int) -> int | None:
+    """Seed of a request's sequence: its own for the first, unrelated ones for the others.
+
+    Adding the index would not do: sequence 1 of seed 0 would repeat sequence 0 of seed 1.
+    """
+    if seed is None:
+        return None
+    if index == 0:
+        return seed & _SEED_MASK
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & _SEED_MASK
+
+
+def _parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """The text and the ids of a prompt; at least one of them is there."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, dict):
+        raise RequestError(
+            'prompt must be a string, {"prompt": ...} or {"prompt_token_ids": ...}, '
+            f"but is of type {type(prompt).__name__}",
+            "prompt",
+        )
+    if prompt.get("multi_modal_data") is not None:
+        raise RequestError("multi_modal_data is given, but this is not a multimodal model", "multi_modal_data")
+    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
+    if unknown:
+        raise RequestError(f"unknown key(s) in the prompt: {', '.join(map(str, unknown))}", "prompt")
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt must be a string, but is of type {type(text).__name__}", "prompt")
+    if token_ids is not None:
+        return text, _check_ids(token_ids)
+    if text is None:
+        raise RequestError("the prompt has neither prompt nor prompt_token_ids", "prompt")
+    return text, None
+
+
+def _check_ids(token_ids: Any) -> list[int]:
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+        raise RequestError(
+            f"prompt_token_ids must be a list of integers, but is {type(token_ids).__name__}", "prompt"
+        )
+    wrong = next((id_ for id_ in token_ids if type(id_) is not int), None)
+    if wrong is not None:
+        raise RequestError(f"prompt_token_ids must be integers, but one is {wrong!r}", "prompt")
+    return list(token_ids)
+
+
+def _need_text(text: str | None) -> str:
+    """The text of a prompt that has no ids, in characters that UTF-8 can write."""
+    if not text:
+        raise RequestError("Prompt cannot be empty", "prompt")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompt is not valid Unicode text: {error}", "prompt") from None
+    return text
+
+
+def _eos_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:
+    """End-of-sequence ids a model declares, the first one first."""
+    declared = generation_config.get("eos_token_id")
+    if declared is None:
+        declared = hf_config.get("eos_token_id")
+    if declared is None:
+        return []
+    return [int(id_) for id_ in (declared if isinstance(declared, list | tuple) else [declared])]

@@ -1,0 +1,183 @@
+"""The output side of one sequence: text, stop strings and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ascend_vllm.engine.detokenization import IncrementalDetokenizer, NoDetokenizer
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.outputs import CompletionOutput, Logprob, PositionLogprobs
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.types.messages import EngineCoreOutput, FinishReason, TokenLogprobs
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class SequenceState:
+    """Grows by what the engine core sends; is asked for a `CompletionOutput` whenever one is due.
+
+    Args:
+        index: of the sequence in its request.
+        params: the request's sampling parameters.
+        prompt_token_ids: the prompt.
+        tokenizer: None: no text.
+
+    Attributes:
+        token_ids: all tokens, the stop token included.
+        text: all text, without what stopped it.
+        finish_reason: None while it runs.
+        last_token_time: seconds of time.monotonic(); None before the first token.
+    """
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_held_back",
+        "_include_stop",
+        "_logprobs",
+        "_min_tokens",
+        "_num_logprobs",
+        "_num_sent_chars",
+        "_num_sent_tokens",
+        "_stops",
+        "_tokenizer",
+        "finish_reason",
+        "index",
+        "last_token_time",
+        "stop_reason",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(
+        self, index: int, params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Tokenizer | None
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.last_token_time: float | None = None
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer: IncrementalDetokenizer = NoDetokenizer()
+        if self._tokenizer is not None:
+            self._detokenizer = self._tokenizer.make_detokenizer(
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        # While it runs, text that may turn out to be the beginning of a stop string is kept back; if the stop
+        # string is part of the text, it may be sent at once.
+        self._held_back = 0 if self._include_stop else max(map(len, self._stops), default=1) - 1
+        self._num_logprobs = params.logprobs
+        self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._num_sent_chars = 0
+        self._num_sent_tokens = 0
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the tokens; None unless log-probabilities were asked for."""
+        return None if self._logprobs is None else self._cumulative_logprob
+
+    def update(self, output: EngineCoreOutput) -> bool:
+        """Takes the tokens of a step.
+
+        Returns:
+            Whether a stop string ended the sequence, of which the core does not know.
+        """
+        token_ids, reason = output.new_token_ids, output.finish_reason
+        # STOP means that the last token ended the sequence: its text is not part of the text.
+        num_with_text = len(token_ids) - (reason is FinishReason.STOP and not self._include_stop)
+        if self._stops or self._logprobs is not None:
+            for position, token_id in enumerate(token_ids):
+                piece = self._detokenizer.push((token_id,)) if position < num_with_text else ""
+                self.text += piece
+                self.token_ids.append(token_id)
+                if output.new_logprobs is not None:
+                    self._append_logprobs(output.new_logprobs[position], piece)
+                is_stop_token = reason is FinishReason.STOP and position == len(token_ids) - 1
+                if piece and not is_stop_token and self._find_stop(len(piece)):
+                    return True
+        else:
+            self.token_ids += token_ids
+            if num_with_text:
+                self.text += self._detokenizer.push(token_ids[:num_with_text])
+        if reason is not None:
+            piece = self._detokenizer.finish()
+            self.text += piece
+            if piece and reason is not FinishReason.STOP and self._find_stop(len(piece)):
+                return True
+            self.finish_reason, self.stop_reason = reason, output.stop_reason
+        return False
+
+    def abort(self) -> None:
+        """Ends it from outside; what was held back becomes text."""
+        self.text += self._detokenizer.finish()
+        self.finish_reason = FinishReason.ABORT
+
+    def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """What a caller gets now: the new part for DELTA, otherwise everything."""
+        text, token_ids, logprobs = self.text, self.token_ids, self._logprobs
+        end = len(text)
+        if self.finish_reason is None:
+            end = max(end - self._held_back, self._num_sent_chars)
+        if kind is RequestOutputKind.DELTA:
+            text = text[self._num_sent_chars : end]
+            token_ids = token_ids[self._num_sent_tokens :]
+            logprobs = None if logprobs is None else logprobs[self._num_sent_tokens :]
+            self._num_sent_tokens = len(self.token_ids)
+        else:
+            text = text[:end]
+            token_ids = token_ids.copy()
+            logprobs = None if logprobs is None else logprobs.copy()
+        self._num_sent_chars = end
+        reason = self.finish_reason
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob,
+            logprobs,
+            None if reason is None else str(reason),
+            self.stop_reason,
+        )
+
+    def _find_stop(self, num_new_chars: int) -> bool:
+        """Looks for a stop string that ends in the new text; cuts the text there."""
+        if len(self.token_ids) < self._min_tokens:
+            return False
+        for stop in self._stops:
+            start = self.text.find(stop, max(0, len(self.text) - num_new_chars - len(stop) + 1))
+            if start >= 0:
+                self.text = self.text[: start + len(stop) if self._include_stop else start]
+                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+                return True
+        return False
+
+    def _append_logprobs(self, entry: TokenLogprobs, piece: str) -> None:
+        """Shapes one position: the sampled token, then the most likely ones.
+
+        A token that is part of a character is shown as the text it completed, or "", so that the tokens' texts
+        join to the whole text.
+        """
+        logprobs, num_logprobs = self._logprobs, self._num_logprobs
+        if logprobs is None or num_logprobs is None:
+            return
+        sampled = entry.token_ids[0]
+        self._cumulative_logprob += entry.logprobs[0]
+        text = self._token_text(sampled)
+        if text is not None and _REPLACEMENT in text:
+            text = piece
+        position = {sampled: Logprob(entry.logprobs[0], entry.rank, text)}
+        for rank in range(1, min(num_logprobs + 1, len(entry.token_ids))):
+            token_id = entry.token_ids[rank]
+            if token_id not in position:
+                position[token_id] = Logprob(entry.logprobs[rank], rank, self._token_text(token_id))
+        logprobs.append(position)
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
