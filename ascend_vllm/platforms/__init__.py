@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms.facts import npu_unusable_reason
 
 if TYPE_CHECKING:
     from ascend_vllm.platforms.interface import Platform
@@ -30,9 +31,7 @@ def resolve_device(device: str) -> str:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}.")
     if device != "auto":
         return device
-    from ascend_vllm.platforms.npu import NpuPlatform
-
-    return "cpu" if NpuPlatform.unusable_reason() else "npu"
+    return "cpu" if npu_unusable_reason() else "npu"
 
 
 def get_platform(device: str) -> Platform:

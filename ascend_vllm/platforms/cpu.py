@@ -11,6 +11,7 @@ from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import CPU
 from ascend_vllm.platforms.host import available_memory_bytes, usable_cores
 from ascend_vllm.platforms.interface import Platform
 
@@ -31,9 +32,9 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     device_type = "cpu"
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    block_sizes = (16, 32, 64, 128)
-    default_block_size = 32
+    dtypes = tuple(getattr(torch, name) for name in CPU.dtypes)
+    block_sizes = CPU.block_sizes
+    default_block_size = CPU.default_block_size
 
     def initialize(self, local_rank: int) -> torch.device:
         """Gives torch one thread per core this process may use, or OMP_NUM_THREADS."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms.facts import NPU, npu_unusable_reason
 from ascend_vllm.platforms.interface import Platform
 
 
@@ -16,19 +15,14 @@ class NpuPlatform(Platform):
 
     name = "npu"
     device_type = "npu"
-    dtypes = (torch.bfloat16, torch.float16)
-    block_sizes = (64, 128)
-    default_block_size = 128
+    dtypes = tuple(getattr(torch, name) for name in NPU.dtypes)
+    block_sizes = NPU.block_sizes
+    default_block_size = NPU.default_block_size
 
     @staticmethod
     def unusable_reason() -> str | None:
         """Why no model can run on an NPU here, as a sentence; None if one can."""
-        if importlib.util.find_spec("torch_npu") is None:
-            return (
-                "--device npu needs torch_npu, which is not installed: "
-                "pip install 'ascend-vllm[npu]' on a machine with CANN, or use --device cpu."
-            )
-        return "--device npu: this version has no Ascend kernels yet; use --device cpu."
+        return npu_unusable_reason()
 
     def initialize(self, local_rank: int) -> torch.device:  # noqa: ARG002 - the interface's
         """Binds to an NPU.
