@@ -28,5 +28,5 @@ class BuildContext:
 
     dtype: torch.dtype
     device: torch.device
-    parallel: ParallelContext = ParallelContext()
+    parallel: ParallelContext = dataclasses.field(default_factory=ParallelContext)
     quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)

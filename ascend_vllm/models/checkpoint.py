@@ -194,7 +194,8 @@ def open_checkpoint(model: str, load_config: LoadConfig) -> list[WeightFile]:
     formats = _LOAD_FORMATS.get(load_config.load_format)
     if formats is None:
         raise ModelLoadError(
-            f"load format {load_config.load_format!r} is not supported; supported are dummy, {', '.join(_LOAD_FORMATS)}"
+            f"load format {load_config.load_format!r} is not supported; "
+            f"supported are dummy, {', '.join(_LOAD_FORMATS)}"
         )
     for weight_format in formats:
         paths = _find(directory, weight_format, load_config.ignore_patterns)

@@ -12,7 +12,7 @@ class LlamaForCausalLM(DecoderForCausalLM):
     """The shared decoder with optional biases."""
 
     @classmethod
-    def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:
+    def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:  # noqa: ARG003 - layers are alike
         """`attention_bias` covers all four projections of attention, `mlp_bias` all three of the MLP."""
         attention_bias = bool(hf_config.get("attention_bias", False))
         return LayerOptions(

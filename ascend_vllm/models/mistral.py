@@ -12,6 +12,6 @@ class MistralForCausalLM(DecoderForCausalLM):
     """The shared decoder with one sliding window for all layers."""
 
     @classmethod
-    def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:
+    def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:  # noqa: ARG003 - layers are alike
         """`sliding_window` may be null: later Mistral models see everything."""
         return LayerOptions(sliding_window=hf_config.get("sliding_window"))

@@ -36,7 +36,7 @@ class Unquantized(QuantMethod):
             row += output.shard.size
         return slots
 
-    def after_load(self, layer: Linear) -> None:
+    def after_load(self, layer: Linear) -> None:  # noqa: ARG002 - the weight is kept here
         """Packs the weight and lets go of the loaded one."""
         if self._weight is not None:
             self._packed = PackedLinear(self._weight)
@@ -52,6 +52,6 @@ class Unquantized(QuantMethod):
 class UnquantizedScheme:
     """Every layer is `Unquantized`."""
 
-    def method_for(self, layer_name: str) -> QuantMethod:
+    def method_for(self, layer_name: str) -> QuantMethod:  # noqa: ARG002 - all layers are alike
         """A new `Unquantized`, whatever the layer."""
         return Unquantized()

@@ -1,0 +1,119 @@
+"""Runs a model directly: hand-made batches over a paged cache, and transformers beside it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.attention.cpu import CpuAttention
+from ascend_vllm.config.model import LoadConfig, ModelConfig
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.models.loader import load_model
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 512
+
+
+def make_model_config(
+    directory: str | pathlib.Path, dtype: str = "float32", max_model_len: int = MAX_MODEL_LEN, **overrides: Any
+) -> ModelConfig:
+    """The configuration the engine would make of a directory; overrides replace fields of config.json."""
+    hf_config = transformers.AutoConfig.from_pretrained(directory).to_dict() | overrides
+    return ModelConfig(
+        model=str(directory),
+        served_model_names=("tiny",),
+        tokenizer=str(directory),
+        architecture=hf_config["architectures"][0],
+        hf_config=hf_config,
+        generation_config={},
+        dtype=dtype,
+        max_model_len=max_model_len,
+    )
+
+
+def load(config: ModelConfig, load_format: str = "auto") -> CausalLM:
+    """Loads without a progress bar, on the CPU."""
+    context = BuildContext(getattr(torch, config.dtype), torch.device("cpu"))
+    return load_model(config, LoadConfig(load_format=load_format, use_tqdm=False), context)
+
+
+class PagedDriver:
+    """Keeps rows of one model in a paged cache whose blocks lie in random order.
+
+    Args:
+        config: of the model.
+        max_rows: rows there is room for.
+        model: loaded from the config unless given.
+    """
+
+    def __init__(self, config: ModelConfig, max_rows: int = 8, model: CausalLM | None = None) -> None:
+        self.model = model or load(config)
+        self.backend = CpuAttention(BLOCK_SIZE)
+        blocks_per_row = -(-config.max_model_len // BLOCK_SIZE)
+        order = torch.randperm(max_rows * blocks_per_row, generator=torch.Generator().manual_seed(0))
+        self.block_table = order.view(max_rows, blocks_per_row).int()
+        dtype = getattr(torch, config.dtype)
+        # what a cache holds where nothing was stored must not matter
+        self.kv_caches = [
+            torch.full(self.backend.kv_cache_shape(len(order), spec), 100.0, dtype=dtype)
+            for spec in self.model.attention_specs
+        ]
+        self.lengths = [0] * max_rows
+
+    def step(self, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Appends tokens to rows, all in one batch; returns float32 log-probabilities [tokens, V] per row."""
+        positions, slots = [], []
+        for row, tokens in new_tokens.items():
+            row_positions = torch.arange(self.lengths[row], self.lengths[row] + len(tokens))
+            blocks = self.block_table[row, row_positions // BLOCK_SIZE].long()
+            positions.append(row_positions)
+            slots.append(blocks * BLOCK_SIZE + row_positions % BLOCK_SIZE)
+            self.lengths[row] += len(tokens)
+        counts = [len(tokens) for tokens in new_tokens.values()]
+        rows = list(new_tokens)
+        seq_lens = [self.lengths[row] for row in rows]
+        batch = ForwardBatch(
+            input_ids=torch.tensor([token for tokens in new_tokens.values() for token in tokens]),
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
+            query_start=torch.tensor([0, *counts]).cumsum(0).int(),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_table=self.block_table[rows],
+            logits_indices=torch.arange(sum(counts)),
+            max_query_len=max(counts),
+            max_seq_len=max(seq_lens),
+        )
+        hidden = self.model.forward(batch, self.kv_caches, self.backend, self.backend.prepare(batch))
+        log_probs = self.model.compute_logits(hidden).float().log_softmax(-1)
+        return dict(zip(rows, log_probs.split(counts), strict=True))
+
+
+class TransformersModel:
+    """transformers' own implementation of a checkpoint, one sequence at a time with its KV cache."""
+
+    def __init__(self, directory: str, dtype: str = "float32") -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+
+    @torch.inference_mode()
+    def log_probs(self, prompt: Sequence[int], continuation: Sequence[int] = ()) -> torch.Tensor:
+        """Float32 log-probabilities [prompt + continuation, V]: the prompt at once, then token by token."""
+        # a short sequence resets what dynamic rope remembers of longer ones
+        self.model(torch.tensor([prompt[:1]]))
+        output = self.model(torch.tensor([list(prompt)]), use_cache=True)
+        logits = [output.logits[0]]
+        for token in continuation:
+            output = self.model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            logits.append(output.logits[0])
+        return torch.cat(logits).float().log_softmax(-1)
+
+
+def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
+    """Token ids of a made-up sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()

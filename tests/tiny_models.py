@@ -1,0 +1,200 @@
+"""Tiny checkpoints with random weights, made with transformers' own classes, and a real tokenizer beside them.
+
+Weights are drawn wide enough that greedy continuations vary and the best token leads clearly. Each checkpoint is
+made once per process, in a temporary directory that goes away with it::
+
+    from tests.tiny_models import tiny_model
+
+    directory = tiny_model("qwen2-tied", dtype="bfloat16")
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import pathlib
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 384
+# of the models without learned or scaled positions; prompts of 300 tokens and 64 more fit
+MAX_POSITIONS = 512
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_CORPUS = [
+    "The quick brown fox jumps over the lazy dog while the sun shines on the hills.",
+    "Serving a model means answering many requests at once and keeping every stream moving.",
+    "Hello! How are you today? I am fine, thank you. What does the server say?",
+    "Blocks of the cache hold keys and values; a request gets more of them as it grows.",
+    "1 2 3 4 5 6 7 8 9 10 one two three four five six seven eight nine ten",
+]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GATED: dict[str, Any] = _COMMON | {"intermediate_size": 112, "num_key_value_heads": 2}
+
+
+def _llama(**options: Any) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**(_GATED | options))
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}
+
+
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=64)
+
+# name of a checkpoint → its config
+_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": _llama,
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True, head_dim=24, num_key_value_heads=1),
+    "llama-linear": lambda: _llama(rope_parameters=_rope("linear", factor=4.0)),
+    # trained for 128 tokens: longer sequences grow the base
+    "llama-dynamic": lambda: _llama(rope_parameters=_rope("dynamic", factor=4.0), max_position_embeddings=128),
+    "llama-yarn": lambda: _llama(rope_parameters=_YARN),
+    "llama-llama3": lambda: _llama(rope_parameters=_LLAMA3),
+    "mistral": lambda: transformers.MistralConfig(**_GATED, sliding_window=40, head_dim=16),
+    "qwen2": lambda: transformers.Qwen2Config(**_GATED, tie_word_embeddings=False),
+    "qwen2-tied": lambda: transformers.Qwen2Config(**_GATED, tie_word_embeddings=True),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **_GATED, use_sliding_window=True, sliding_window=24, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
+    "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),
+    "opt-post-norm": lambda: transformers.OPTConfig(
+        **_COMMON, ffn_dim=112, do_layer_norm_before=False, word_embed_proj_dim=32
+    ),
+}
+
+# other arrangements of the same weights: name → (name of the weights, arrangement)
+_ARRANGEMENTS = {
+    "llama-sharded": ("llama", "sharded"),
+    "llama-bin": ("llama", "bin"),
+    "llama-bin-sharded": ("llama", "bin-sharded"),
+}
+
+TINY_MODELS = (*_CONFIGS, *_ARRANGEMENTS)
+# one of each family
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+ROPE_VARIANTS = ("llama", "llama-linear", "llama-dynamic", "llama-yarn", "llama-llama3")
+
+_OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight")
+
+transformers.utils.logging.disable_progress_bar()
+
+
+@functools.cache
+def _root() -> pathlib.Path:
+    root = pathlib.Path(tempfile.mkdtemp(prefix="ascend_vllm_tiny_models_"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def tiny_model(name: str, dtype: str = "float32") -> str:
+    """Directory of one of `TINY_MODELS`, its weights in the given dtype. Do not write to it."""
+    directory = _root() / f"{name}-{dtype}"
+    if name in _ARRANGEMENTS:
+        source, arrangement = _ARRANGEMENTS[name]
+        _rearrange(pathlib.Path(tiny_model(source, dtype)), directory, arrangement)
+    else:
+        config = _CONFIGS[name]()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        draw_weights(model, seed=zlib.crc32(name.encode()))
+        model.to(getattr(torch, dtype)).save_pretrained(directory)
+        save_tokenizer(directory)
+    return str(directory)
+
+
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Fills a model in place: outputs of layers and logits are a few units wide, norms and biases matter."""
+    generator = torch.Generator().manual_seed(seed)
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                center = 0.0 if name.endswith("bias") else 1.0
+                parameter.copy_(center + 0.2 * noise)
+            elif "embed_tokens" in name:
+                # a tied table is also the head, whose input is normalised
+                parameter.copy_(noise * (3.0 * parameter.shape[1] ** -0.5 if tied else 1.0))
+            elif "lm_head" in name:
+                parameter.copy_(noise * 3.0 * parameter.shape[1] ** -0.5)
+            elif "embed_positions" in name:
+                parameter.copy_(noise * 0.5)
+            else:
+                # with a tied head a token would mostly repeat itself, if layers did not add more than the embedding
+                gain = 4.0 if tied and name.endswith(_OUTPUT_PROJECTIONS) else 1.2
+                parameter.copy_(noise * gain * parameter.shape[1] ** -0.5)
+
+
+@functools.cache
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def save_tokenizer(directory: str | pathlib.Path) -> None:
+    """Writes a byte-level BPE tokenizer of VOCAB_SIZE entries with a ChatML template."""
+    _tokenizer().save_pretrained(directory)
+
+
+def _rearrange(source: pathlib.Path, directory: pathlib.Path, arrangement: str) -> None:
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(source / "model.safetensors")
+    if arrangement == "bin":
+        torch.save(weights, directory / "pytorch_model.bin")
+        return
+    stem, suffix = ("model", "safetensors") if arrangement == "sharded" else ("pytorch_model", "bin")
+    names = sorted(weights)
+    num_shards = 3
+    weight_map = {}
+    for shard in range(num_shards):
+        # one layer's tensors lie in several shards
+        part = {name: weights[name] for name in names[shard::num_shards]}
+        file_name = f"{stem}-{shard + 1:05d}-of-{num_shards:05d}.{suffix}"
+        weight_map |= dict.fromkeys(part, file_name)
+        if arrangement == "sharded":
+            save_file(part, directory / file_name, metadata={"format": "pt"})
+        else:
+            torch.save(part, directory / file_name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
