@@ -113,11 +113,11 @@ class _RequestState:
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
 
-    def make_output(self, changed: SequenceState) -> RequestOutput | None:
-        """The output due after a change of one sequence, if one is."""
+    def make_output(self, changed: list[SequenceState]) -> RequestOutput | None:
+        """The output due after a change of some sequences, if one is."""
         finished = self.num_unfinished == 0
         if self.kind is RequestOutputKind.DELTA:
-            outputs = [changed.make_output(self.kind)]
+            outputs = [sequence.make_output(self.kind) for sequence in changed]
         elif self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         else:
@@ -195,6 +195,8 @@ class OutputProcessor:
         now = time.monotonic() if now is None else now
         processed = ProcessedOutputs()
         sequences = self._sequences
+        # requests of several sequences: one output a step, whatever number of them got something
+        changed: dict[str, tuple[_RequestState, list[SequenceState]]] = {}
         for output in outputs.outputs:
             found = sequences.get(output.request_id)
             if found is None:
@@ -202,6 +204,7 @@ class OutputProcessor:
             state, sequence = found
             if output.finish_reason is FinishReason.ERROR and state.queue is not None:
                 self._fail(state, output, stats, now, processed)
+                changed.pop(state.request.request_id, None)
                 continue
             _record_tokens(state, sequence, output, stats, now)
             if sequence.update(output) and output.finish_reason is None:
@@ -211,13 +214,12 @@ class OutputProcessor:
                     logger.warning("Request %s failed: %s", state.request.request_id, output.error)
                 del sequences[output.request_id]
                 self._finish_sequence(state, sequence, stats, now)
-            request_output = state.make_output(sequence)
-            if request_output is None:
-                continue
-            if state.queue is not None:
-                state.queue.put(request_output)
+            if len(state.sequences) == 1:
+                _deliver(state, [sequence], processed)
             else:
-                processed.request_outputs.append(request_output)
+                changed.setdefault(state.request.request_id, (state, []))[1].append(sequence)
+        for state, changed_sequences in changed.values():
+            _deliver(state, changed_sequences, processed)
         return processed
 
     def abort(self, request_id: str, stats: StepStats) -> list[str]:
@@ -230,17 +232,14 @@ class OutputProcessor:
         if state is None:
             return []
         now = time.monotonic()
-        running: list[str] = []
-        for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
-            if self._sequences.pop(core_id, None) is None:
-                continue
-            running.append(core_id)
+        running = {
+            core_id: self._sequences.pop(core_id)[1] for core_id in state.core_ids if core_id in self._sequences
+        }
+        for sequence in running.values():
             sequence.abort()
             self._finish_sequence(state, sequence, stats, now)
-            output = state.make_output(sequence)
-            if state.queue is not None and output is not None:
-                state.queue.put(output)
-        return running
+        _deliver(state, list(running.values()), ProcessedOutputs())
+        return list(running)
 
     def fail_all(self, error: Exception) -> None:
         """Ends all requests with an error: the engine is gone."""
@@ -276,6 +275,17 @@ class OutputProcessor:
             state.metrics.finished_time = now
             del self._requests[state.request.request_id]
             stats.finished_requests.append(_summarize(state, now))
+
+
+def _deliver(state: _RequestState, changed: list[SequenceState], processed: ProcessedOutputs) -> None:
+    """Sends the output that is due, if one is, to the request's queue or to the caller of `process`."""
+    output = state.make_output(changed)
+    if output is None:
+        return
+    if state.queue is not None:
+        state.queue.put(output)
+    else:
+        processed.request_outputs.append(output)
 
 
 def _record_tokens(

@@ -1,0 +1,338 @@
+"""Prometheus metrics under vLLM's names, and the log line of the engine's state.
+
+The numbers live in plain Python objects that the event loop updates once a step; text is made of them when somebody
+asks. Names that vLLM changed over time are all there, so that dashboards of any age find theirs. Metrics of features
+that do not exist here (CPU swap, LoRA, speculation, multimodal caches) are left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.request_stats import StepStats
+from ascend_vllm.logger import init_logger
+from ascend_vllm.types.messages import SchedulerStats
+
+logger = init_logger(__name__)
+
+LOG_INTERVAL_S = 5.0
+
+_TTFT_BUCKETS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
+_TTFT_BUCKETS += [20, 40, 80, 160, 640, 2560]
+_TOKEN_BUCKETS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+_REQUEST_BUCKETS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
+_N_BUCKETS = [1, 2, 5, 10, 20]
+_ITERATION_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class Histogram:
+    """Counts of observations in buckets.
+
+    Args:
+        name: without the prefix.
+        documentation: a phrase for the HELP line.
+        buckets: upper bounds, ascending; one without limit is added.
+    """
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
+        self.name = name
+        self.documentation = documentation
+        self._bounds = list(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds a value, several times at once if it was observed several times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def samples(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative counts by upper bound, and the sum."""
+        total, buckets = 0, []
+        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return buckets, self._sum
+
+
+class EngineMetrics(Collector):
+    """Everything that is counted about one engine.
+
+    Args:
+        config: of the engine.
+
+    Attributes:
+        registry: of this engine alone; holds the process's own metrics too.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.registry = make_process_registry()
+        self._config = config
+        self._model_name = config.model.served_model_names[0]
+        self._num_gpu_blocks: int | None = None
+        self._scheduler = SchedulerStats(0, 0, 0.0, 0)
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_rejections = 0
+        self._successes = dict.fromkeys(_FINISH_REASONS, 0)
+        self._throughput = (0.0, 0.0)
+        self._make_histograms(config.scheduler.max_model_len)
+        self._log = _LogLine()
+        if config.observability.log_stats:
+            self.registry.register(self)
+
+    def set_num_gpu_blocks(self, num_gpu_blocks: int) -> None:
+        """Says how many KV blocks the engine has; known once it has started."""
+        self._num_gpu_blocks = num_gpu_blocks
+
+    def count_rejection(self) -> None:
+        """Counts a request that the full queue refused."""
+        self._num_rejections += 1
+
+    def record(self, scheduler: SchedulerStats | None, step: StepStats) -> None:
+        """Takes a step in.
+
+        Args:
+            scheduler: the core's state after it; None: unchanged.
+            step: what happened to requests.
+        """
+        if scheduler is not None:
+            self._scheduler = scheduler
+            num_tokens = scheduler.num_prompt_tokens + scheduler.num_generation_tokens
+            if num_tokens:
+                self.iteration_tokens.observe(num_tokens)
+        self._num_prompt_tokens += step.num_prompt_tokens
+        self._num_generation_tokens += step.num_generation_tokens
+        self._num_cached_tokens += step.num_cached_tokens
+        for seconds in step.first_token_s:
+            self.time_to_first_token.observe(seconds)
+        for seconds, count in step.inter_token_s:
+            self.inter_token.observe(seconds, count)
+        for sequence in step.finished_sequences:
+            self._successes[sequence.reason] += 1
+            self.request_generation_tokens.observe(sequence.num_generation_tokens)
+        for request in step.finished_requests:
+            self.request_prompt_tokens.observe(request.num_prompt_tokens)
+            self.request_params_n.observe(request.n)
+            self.request_params_max_tokens.observe(request.max_tokens)
+            self.e2e_latency.observe(request.e2e_s)
+            for histogram, seconds_or_none in (
+                (self.queue_time, request.queue_s),
+                (self.prefill_time, request.prefill_s),
+                (self.decode_time, request.decode_s),
+                (self.inference_time, request.inference_s),
+                (self.time_per_output_token, request.mean_token_s),
+            ):
+                if seconds_or_none is not None:
+                    histogram.observe(seconds_or_none)
+
+    def log_if_due(self, now: float | None = None) -> None:
+        """Logs the engine's state if the last time is at least five seconds ago and something happened since.
+
+        Args:
+            now: seconds of time.monotonic(); None: now.
+        """
+        if not self._config.observability.log_stats:
+            return
+        now = time.monotonic() if now is None else now
+        line = self._log.next(now, self._num_prompt_tokens, self._num_generation_tokens, self._scheduler)
+        if line is not None:
+            self._throughput = self._log.throughput
+            logger.info("%s", line)
+
+    def collect(self) -> Iterator[Metric]:
+        """Makes the metric families; called by the registry."""
+        yield from self._collect_gauges()
+        yield from self._collect_counters()
+        labels = [self._model_name, "0"]
+        for histogram in self._histograms:
+            names = [histogram.name]
+            if histogram is self.inter_token:  # its name until 0.10
+                names.append("time_per_output_token_seconds")
+            for name in names:
+                family = HistogramMetricFamily(
+                    f"vllm:{name}", histogram.documentation, labels=["model_name", "engine"]
+                )
+                buckets, total = histogram.samples()
+                family.add_metric(labels, buckets=buckets, sum_value=total)
+                yield family
+
+    def _collect_gauges(self) -> Iterator[Metric]:
+        stats = self._scheduler
+        prompt_throughput, generation_throughput = self._throughput
+        for name, documentation, value in (
+            ("num_requests_running", "Sequences that are being computed.", stats.num_running),
+            ("num_requests_waiting", "Sequences that wait to be computed.", stats.num_waiting),
+            ("num_requests_swapped", "Sequences swapped to CPU memory; there are none.", 0),
+            ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
+            ("gpu_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
+            ("cpu_cache_usage_perc", "Share of swap blocks in use; there are none.", 0),
+            ("avg_prompt_throughput_toks_per_s", "Prompt tokens per second of the last log line.", prompt_throughput),
+            (
+                "avg_generation_throughput_toks_per_s",
+                "Generated tokens per second of the last log line.",
+                generation_throughput,
+            ),
+        ):
+            yield self._family(GaugeMetricFamily, name, documentation, [((), value)])
+        yield self._cache_config_info()
+
+    def _cache_config_info(self) -> Metric:
+        cache = self._config.cache
+        info = {
+            "block_size": cache.block_size,
+            "cache_dtype": cache.cache_dtype,
+            "cpu_offload_gb": 0,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "is_attention_free": False,
+            "num_cpu_blocks": 0,
+            "num_gpu_blocks": self._num_gpu_blocks,
+            "num_gpu_blocks_override": cache.num_gpu_blocks_override,
+            "sliding_window": self._config.model.hf_config.get("sliding_window"),
+            "swap_space_bytes": int(cache.swap_space_gib * 2**30),
+        }
+        values = tuple(str(value) for value in info.values())
+        return self._family(
+            GaugeMetricFamily, "cache_config_info", "The KV cache's configuration.", [(values, 1)], list(info)
+        )
+
+    def _collect_counters(self) -> Iterator[Metric]:
+        for name, documentation, value in (
+            ("num_preemptions", "Preemptions of sequences.", self._scheduler.num_preemptions),
+            ("prompt_tokens", "Prompt tokens.", self._num_prompt_tokens),
+            ("generation_tokens", "Generated tokens.", self._num_generation_tokens),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self._num_cached_tokens),
+        ):
+            yield self._family(CounterMetricFamily, name, documentation, [((), value)])
+        yield self._family(
+            CounterMetricFamily,
+            "request_success",
+            "Sequences that ended, by reason.",
+            [((reason,), count) for reason, count in self._successes.items()],
+            ["finished_reason"],
+        )
+        yield self._family(
+            CounterMetricFamily,
+            "admission_rejections",
+            "Requests refused because the queue was full.",
+            [(("max_num_queued_reqs",), self._num_rejections)],
+            ["reason"],
+        )
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        documentation: str,
+        samples: Iterable[tuple[tuple[str, ...], float]],
+        extra_labels: Sequence[str] = (),
+    ) -> Metric:
+        """A family labelled with the model's name and the engine's number."""
+        family = kind(f"vllm:{name}", documentation, labels=["model_name", "engine", *extra_labels])
+        for values, value in samples:
+            family.add_metric([self._model_name, "0", *values], value)
+        return family
+
+    def _make_histograms(self, max_model_len: int) -> None:
+        lengths = _one_two_five(max_model_len)
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT_BUCKETS
+        )
+        self.inter_token = Histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a sequence.", _TOKEN_BUCKETS
+        )
+        self.time_per_output_token = Histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after a request's first.", _TOKEN_BUCKETS
+        )
+        self.e2e_latency = Histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _REQUEST_BUCKETS)
+        self.queue_time = Histogram("request_queue_time_seconds", "Time spent waiting.", _REQUEST_BUCKETS)
+        self.inference_time = Histogram(
+            "request_inference_time_seconds", "Time from first being scheduled to the last token.", _REQUEST_BUCKETS
+        )
+        self.prefill_time = Histogram(
+            "request_prefill_time_seconds", "Time from first being scheduled to the first token.", _REQUEST_BUCKETS
+        )
+        self.decode_time = Histogram(
+            "request_decode_time_seconds", "Time from the first to the last token.", _REQUEST_BUCKETS
+        )
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self.request_generation_tokens = Histogram(
+            "request_generation_tokens", "Generated tokens of a sequence.", lengths
+        )
+        self.request_params_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request.", lengths)
+        self.request_params_n = Histogram("request_params_n", "n of a request.", _N_BUCKETS)
+        self.iteration_tokens = Histogram("iteration_tokens_total", "Tokens of a step.", _ITERATION_BUCKETS)
+        self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
+
+
+class _LogLine:
+    """Throughput since the last line.
+
+    Attributes:
+        throughput: prompt and generation tokens per second of the last line.
+    """
+
+    def __init__(self) -> None:
+        self.throughput = (0.0, 0.0)
+        self._last_time: float | None = None
+        self._last_counts = (0, 0)
+        self._was_busy = False
+
+    def next(self, now: float, num_prompt: int, num_generation: int, stats: SchedulerStats) -> str | None:
+        """The line, or None if it is not due or nothing happened."""
+        if self._last_time is None:
+            self._last_time = now
+            return None
+        elapsed = now - self._last_time
+        if elapsed < LOG_INTERVAL_S:
+            return None
+        prompt, generation = num_prompt - self._last_counts[0], num_generation - self._last_counts[1]
+        busy = bool(prompt or generation or stats.num_running or stats.num_waiting)
+        self._last_time, self._last_counts = now, (num_prompt, num_generation)
+        self.throughput = (prompt / elapsed, generation / elapsed)
+        # One more line after the last activity, which shows zeros.
+        due, self._was_busy = busy or self._was_busy, busy
+        if not due:
+            return None
+        return (
+            f"Avg prompt throughput: {self.throughput[0]:.1f} tokens/s, "
+            f"Avg generation throughput: {self.throughput[1]:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Swapped: 0 reqs, Pending: {stats.num_waiting} reqs, "
+            f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, CPU KV cache usage: 0.0%."
+        )
+
+
+def make_process_registry() -> CollectorRegistry:
+    """A registry with the process's own metrics (python_gc_*, python_info, process_*)."""
+    registry = CollectorRegistry(auto_describe=False)
+    GCCollector(registry)
+    PlatformCollector(registry)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _one_two_five(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, … up to a limit."""
+    buckets: list[float] = []
+    scale = 1
+    while True:
+        for mantissa in (1, 2, 5):
+            if mantissa * scale > limit:
+                return buckets
+            buckets.append(mantissa * scale)
+        scale *= 10
