@@ -1,0 +1,134 @@
+"""The engine core: schedule, execute, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.request_queue import FCFSQueue
+from ascend_vllm.core.scheduler import Scheduler
+from ascend_vllm.errors import RequestError
+from ascend_vllm.executor.base import Executor, create_executor
+from ascend_vllm.logger import init_logger
+from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
+
+logger = init_logger(__name__)
+
+
+class EngineCore:
+    """Requests in, tokens out; runs where it is called, on one thread.
+
+    Args:
+        config: of the whole engine.
+        executor: not yet initialised; the core owns it from here on.
+
+    Attributes:
+        num_blocks: KV blocks of the cache.
+
+    Example::
+
+        core = build(config)
+        core.add_request(request)
+        while core.has_unfinished():
+            for output in core.step().outputs:
+                print(output.request_id, output.new_token_ids)
+        core.shutdown()
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.config = config
+        self._executor = executor
+        self.num_blocks = executor.initialize()
+        kv_cache = KVCacheManager(self.num_blocks, config.cache.block_size)
+        self._scheduler = Scheduler(config.scheduler, kv_cache, FCFSQueue(), config.model.seed)
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "audit": self.audit,
+            "stats": self.stats,
+            "check_health": executor.check_health,
+        }
+        logger.info(
+            "KV cache: %d blocks of %d tokens. Maximum concurrency for %d tokens per request: %.2fx",
+            self.num_blocks,
+            config.cache.block_size,
+            config.scheduler.max_model_len,
+            kv_cache.num_tokens / config.scheduler.max_model_len,
+        )
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Takes a request in; its outputs come from `step`, also if it can never be served.
+
+        Raises:
+            RequestError: a request of that id lives.
+        """
+        self._scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends requests without an output, before the next step; unknown ids are ignored."""
+        self._scheduler.abort_requests(request_ids)
+        self._check_if_idle()
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return self._scheduler.has_unfinished
+
+    def step(self) -> EngineCoreOutputs:
+        """One step of all requests that can run.
+
+        Raises:
+            Exception: whatever the workers raised; no step can follow, only `fail_requests` and `shutdown`.
+        """
+        scheduled = self._scheduler.schedule()
+        sampled = self._executor.execute_model(scheduled).result() if scheduled else None
+        outputs = self._scheduler.update(sampled)
+        self._check_if_idle()
+        return outputs
+
+    def fail_requests(self, error: str) -> EngineCoreOutputs:
+        """Ends all requests with an ERROR output that carries a sentence for the client."""
+        return self._scheduler.fail_requests(error)
+
+    def audit(self) -> dict[str, Any]:
+        """The accounts of blocks and slots (`Scheduler.audit`); "violations" is empty if they are consistent."""
+        return self._scheduler.audit()
+
+    def stats(self) -> dict[str, Any]:
+        """The fields of SchedulerStats as they are now."""
+        return msgspec.structs.asdict(self._scheduler.stats())
+
+    def call_utility(self, method: str, args: list[Any]) -> Any:
+        """Calls one of the utilities: audit, stats, check_health.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        if method not in self._utilities:
+            raise RequestError(f"unknown utility {method!r}; there are {', '.join(self._utilities)}", "method")
+        return self._utilities[method](*args)
+
+    def shutdown(self) -> None:
+        """Ends the workers; requests that live are dropped."""
+        self._executor.shutdown()
+
+    def _check_if_idle(self) -> None:
+        """With no request alive every block and slot must be free; the moment to notice if not."""
+        if not self._scheduler.has_unfinished and not self._scheduler.is_clean():
+            logger.error("Blocks or slots are lost: %s", self._scheduler.audit())
+
+
+def build(config: EngineConfig) -> EngineCore:
+    """The engine core of a configuration, with the model loaded and the KV cache allocated.
+
+    Raises:
+        ConfigError: the KV cache cannot hold a sequence of max_model_len, or flags do not fit the machine.
+        ModelLoadError: the model's directory cannot be served.
+    """
+    executor = create_executor(config)
+    try:
+        return EngineCore(config, executor)
+    except BaseException:
+        executor.shutdown()
+        raise

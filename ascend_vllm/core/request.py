@@ -1,0 +1,198 @@
+"""A request inside the engine core: one sequence, its tokens and blocks, and its states.
+
+The states and the changes between them::
+
+    WAITING ──▶ RUNNING ──▶ FINISHED_STOPPED | FINISHED_LENGTH
+                 │   ▲
+                 ▼   │
+               PREEMPTED          every state ──▶ FINISHED_ABORTED | FINISHED_ERROR
+
+and WAITING or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that cannot be held.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+
+NO_SLOT = -1
+_SEED_MASK = (1 << 63) - 1
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is; everything after PREEMPTED is an end."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+
+_S = RequestStatus
+
+LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.RUNNING: frozenset(
+        {_S.PREEMPTED, _S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}
+    ),
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.FINISHED_STOPPED: frozenset(),
+    _S.FINISHED_LENGTH: frozenset(),
+    _S.FINISHED_ABORTED: frozenset(),
+    _S.FINISHED_ERROR: frozenset(),
+}
+
+FINISH_REASONS: dict[RequestStatus, FinishReason] = {
+    _S.FINISHED_STOPPED: FinishReason.STOP,
+    _S.FINISHED_LENGTH: FinishReason.LENGTH,
+    _S.FINISHED_ABORTED: FinishReason.ABORT,
+    _S.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A request was to change to a state that its present one does not lead to: a bug of the engine core."""
+
+
+class Request:
+    """One sequence on its way through the scheduler.
+
+    Scheduling knows one pair of numbers: `num_computed_tokens`, whose KV is in the cache (or will be when the
+    steps handed out are done), chases `num_tokens`, the tokens known.
+
+    Args:
+        message: the request as the API server sent it.
+        max_model_len: most tokens whose KV a sequence may hold. A full sequence still samples one more.
+        drawn_seed: key of the random stream for a request that brings no seed.
+
+    Attributes:
+        token_ids: prompt, then output.
+        slot: its row in the workers; NO_SLOT unless it runs.
+        block_ids: KV blocks it owns, in the order of its tokens.
+        seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
+            so that a resumed request goes on with the same stream.
+        stop_reason: the id among its stop_token_ids that ended it.
+        first_scheduled_time: seconds of time.monotonic().
+        num_counted_prompt_tokens: prompt tokens that statistics have counted.
+    """
+
+    __slots__ = (
+        "_end_ids",
+        "_max_num_tokens",
+        "_min_num_tokens",
+        "arrival_time",
+        "block_ids",
+        "eos_token_id",
+        "first_scheduled_time",
+        "num_computed_tokens",
+        "num_counted_prompt_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "seed",
+        "slot",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(self, message: EngineCoreRequest, max_model_len: int, drawn_seed: int) -> None:
+        params = message.sampling_params
+        self.request_id = message.request_id
+        self.sampling_params: SamplingParams = params
+        self.arrival_time = message.arrival_time
+        self.priority = message.priority
+        self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
+        self.status = RequestStatus.WAITING
+        self.token_ids = list(message.prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.slot = NO_SLOT
+        self.block_ids: list[int] = []
+        self.num_preemptions = 0
+        self.num_counted_prompt_tokens = 0
+        self.first_scheduled_time: float | None = None
+        self.stop_reason: int | None = None
+        self.eos_token_id = None if params.ignore_eos else message.eos_token_id
+        self._end_ids = frozenset(params.stop_token_ids or ()) | (
+            frozenset() if self.eos_token_id is None else frozenset({self.eos_token_id})
+        )
+        self._min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        self._max_num_tokens = max_model_len + 1
+        if params.max_tokens is not None:
+            self._max_num_tokens = min(self._max_num_tokens, self.num_prompt_tokens + params.max_tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, slot={self.slot}, "
+            f"computed={self.num_computed_tokens}/{self.num_tokens}, blocks={len(self.block_ids)})"
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far (a copy)."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Ids that end the sequence: end-of-sequence unless ignored, and its stop_token_ids."""
+        return sorted(self._end_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, in any way."""
+        return self.status > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How it ended; None while it lives."""
+        return FINISH_REASONS.get(self.status)
+
+    def transition(self, status: RequestStatus) -> None:
+        """Changes its state.
+
+        Raises:
+            IllegalTransitionError: the table has no such change.
+        """
+        if status not in LEGAL_TRANSITIONS[self.status]:
+            raise IllegalTransitionError(f"request {self.request_id}: {self.status.name} to {status.name}")
+        self.status = status
+
+    def append_output(self, token_ids: list[int]) -> int:
+        """Takes the tokens a step sampled, up to the one that ends the sequence.
+
+        Returns:
+            How many were taken; what follows an end is void. `status` tells whether it has ended.
+        """
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            self.num_tokens += 1
+            if token_id in self._end_ids or self.num_tokens >= self._max_num_tokens:
+                end = self._end(token_id)
+                if end is not None:
+                    self.transition(end)
+                    return count
+        return len(token_ids)
+
+    def _end(self, token_id: int) -> RequestStatus | None:
+        """How the sequence ends with its newest token, if it does; a stop wins over reaching a limit."""
+        if self.num_tokens >= self._min_num_tokens:
+            if token_id == self.eos_token_id:
+                return RequestStatus.FINISHED_STOPPED
+            if token_id in self._end_ids:
+                self.stop_reason = token_id
+                return RequestStatus.FINISHED_STOPPED
+        return RequestStatus.FINISHED_LENGTH if self.num_tokens >= self._max_num_tokens else None

@@ -1,0 +1,141 @@
+"""How the engine core reaches its workers."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, cast
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.errors import ConfigError, EngineDeadError
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
+
+if TYPE_CHECKING:
+    from ascend_vllm.worker.worker import Worker
+
+# --distributed-executor-backend → "module:Class", imported when chosen
+EXECUTORS: dict[str, str] = {"uni": "ascend_vllm.executor.base:UniProcExecutor"}
+
+
+class Executor(abc.ABC):
+    """The workers, as one: what happens on all of them happens through these calls.
+
+    Args:
+        config: of the whole engine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @abc.abstractmethod
+    def initialize(self) -> int:
+        """Loads the model and allocates the KV cache. Called once, first.
+
+        Returns:
+            Number of KV blocks.
+
+        Raises:
+            ConfigError: the KV cache cannot hold a sequence of max_model_len (`check_kv_cache_size`).
+            ModelLoadError: the model's directory cannot be served.
+        """
+
+    @abc.abstractmethod
+    def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
+        """Starts a step; steps are computed in the order of the calls. A failure is the future's exception."""
+
+    @abc.abstractmethod
+    def check_health(self) -> None:
+        """Returns if all workers can take a step.
+
+        Raises:
+            EngineDeadError: one of them is gone.
+        """
+
+    @abc.abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers and frees what they hold; calling it again is fine."""
+
+
+class UniProcExecutor(Executor):
+    """One worker in this very process; a step is computed while `execute_model` is called."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        # imported here, so that executors with workers in other processes do not load torch into this one
+        from ascend_vllm.worker.worker import Worker
+
+        self._worker: Worker | None = Worker(config)
+
+    def initialize(self) -> int:
+        worker = self._require_worker()
+        worker.load_model()
+        num_blocks = worker.determine_num_blocks()
+        check_kv_cache_size(num_blocks, self.config)
+        worker.initialize_cache(num_blocks)
+        return num_blocks
+
+    def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
+        future: Future[StepOutput] = Future()
+        try:
+            future.set_result(self._require_worker().execute_model(step))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def check_health(self) -> None:
+        self._require_worker()
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()
+
+    def _require_worker(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("the worker has been shut down")
+        return self._worker
+
+
+def create_executor(config: EngineConfig) -> Executor:
+    """The executor that --distributed-executor-backend names, not initialised.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    backend = config.parallel.distributed_executor_backend
+    if backend not in EXECUTORS:
+        raise ConfigError(
+            f"Unrecognized distributed executor backend {backend}. Supported values are "
+            + ", ".join(repr(name) for name in EXECUTORS)
+        )
+    module, _, name = EXECUTORS[backend].partition(":")
+    executor_class = cast(type[Executor], getattr(importlib.import_module(module), name))
+    return executor_class(config)
+
+
+def check_kv_cache_size(num_blocks: int, config: EngineConfig) -> None:
+    """Checks that one sequence of full length fits; executors call it before they allocate.
+
+    Raises:
+        ConfigError: with vLLM's texts.
+    """
+    if num_blocks <= 0:
+        raise ConfigError(
+            "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+            "initializing the engine." + _how_to_size(config)
+        )
+    num_tokens = num_blocks * config.cache.block_size
+    if config.scheduler.max_model_len > num_tokens:
+        raise ConfigError(
+            f"The model's max seq len ({config.scheduler.max_model_len}) is larger than the maximum number of "
+            f"tokens that can be stored in KV cache ({num_tokens}). Try increasing `gpu_memory_utilization` or "
+            "decreasing `max_model_len` when initializing the engine." + _how_to_size(config)
+        )
+
+
+def _how_to_size(config: EngineConfig) -> str:
+    """vLLM's texts know accelerators only; on CPU the cache is sized by other means."""
+    if config.device.device != "cpu":
+        return ""
+    return " (On CPU the KV cache is sized by --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE, in GiB.)"
