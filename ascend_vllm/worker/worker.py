@@ -31,6 +31,7 @@ from ascend_vllm.worker.plugins import select_attention_backend
 
 logger = init_logger(__name__)
 
+GIB = 1 << 30
 _WARM_UP_TOKENS = 64
 
 
@@ -129,11 +130,21 @@ class Worker:
         return num_blocks
 
     def initialize_cache(self, num_blocks: int) -> None:
-        """Allocates the KV cache and runs the model once, so that the first request finds everything warm."""
+        """Allocates the KV cache and runs the model once, so that the first request finds everything warm.
+
+        Raises:
+            ConfigError: the memory is not there.
+        """
         config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
         shapes = [backend.kv_cache_shape(num_blocks, spec) for spec in model.attention_specs]
         sizes = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
-        memory = self._platform.allocate(sum(sizes), self._device)
+        try:
+            memory = self._platform.allocate(sum(sizes), self._device)
+        except (OSError, MemoryError) as error:
+            raise ConfigError(
+                f"cannot allocate a KV cache of {num_blocks} blocks ({sum(sizes) / GIB:.2f} GiB): {error}; "
+                "lower --num-gpu-blocks-override or --kv-cache-memory-bytes."
+            ) from error
         parts = torch.split(memory, sizes)
         kv_caches = [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         batch = InputBatch(
@@ -144,7 +155,7 @@ class Worker:
         )
         self._runner = ModelRunner(model, backend, kv_caches, batch, config.model.logprobs_mode, self._device)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, config.cache.block_size, sum(sizes) / (1 << 30)
+            "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, config.cache.block_size, sum(sizes) / GIB
         )
         self._warm_up(self._runner, num_blocks)
 

@@ -1,0 +1,153 @@
+"""Start-up of a worker: memory, backend, logs, refusals."""
+
+from __future__ import annotations
+
+import logging
+
+import psutil
+import pytest
+import torch
+
+from ascend_vllm.attention.backend import AttentionSpec
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms import cpu
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import SchedulerOutput
+from ascend_vllm.worker.plugins import ATTENTION_BACKENDS, select_attention_backend
+from ascend_vllm.worker.worker import Worker
+from tests.tiny_models import tiny_model
+from tests.worker.worker_driver import GREEDY, Driver, generate, make_config, make_prompt
+
+# keys and values of 3 layers of 2 KV heads of 16 float32 each, 16 tokens a block
+BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * 16
+
+
+@pytest.fixture
+def loaded() -> Worker:
+    worker = Worker(make_config(tiny_model("qwen2"), num_gpu_blocks_override=None))
+    worker.load_model()
+    return worker
+
+
+def loaded_with(**options: object) -> Worker:
+    worker = Worker(make_config(tiny_model("qwen2"), **{"num_gpu_blocks_override": None, **options}))
+    worker.load_model()
+    return worker
+
+
+def test_blocks_fill_the_size_asked_for() -> None:
+    assert loaded_with(kv_cache_memory_bytes=100 * BLOCK_BYTES - 1).determine_num_blocks() == 99
+
+
+def test_an_override_decides() -> None:
+    assert loaded_with(num_gpu_blocks_override=7, kv_cache_memory_bytes=BLOCK_BYTES).determine_num_blocks() == 7
+
+
+def test_a_tiny_model_takes_no_more_than_its_slots_can_fill(loaded: Worker) -> None:
+    assert loaded.determine_num_blocks() == 16 * 25
+
+
+def test_kept_prefixes_may_use_all_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 4 * 10_000 * BLOCK_BYTES)
+    assert loaded_with(enable_prefix_caching=True).determine_num_blocks() == 10_000
+
+
+def test_no_room_for_a_block_names_the_flags(monkeypatch: pytest.MonkeyPatch, loaded: Worker) -> None:
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE higher"):
+        loaded.determine_num_blocks()
+
+
+def test_a_dtype_the_device_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--dtype float64 is not available on --device cpu"):
+        Worker(make_config(tiny_model("qwen2"), dtype="float64"))
+
+
+def test_a_cache_dtype_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 differs"):
+        Worker(make_config(tiny_model("qwen2"), cache_dtype="bfloat16"))
+    Worker(make_config(tiny_model("qwen2"), cache_dtype="float32"))
+
+
+def test_an_npu_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="--device npu"):
+        Worker(make_config(tiny_model("qwen2"), device="npu", dtype="bfloat16"))
+
+
+def test_order_of_calls_is_explained(loaded: Worker) -> None:
+    with pytest.raises(RuntimeError, match="initialize_cache first"):
+        loaded.execute_model(SchedulerOutput(0, [], [], [], [], []))
+    with pytest.raises(RuntimeError, match="load_model first"):
+        Worker(make_config(tiny_model("qwen2"))).determine_num_blocks()
+
+
+def test_the_log_says_what_runs_on_references(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("ascend_vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="ascend_vllm"):
+            worker = loaded_with(num_gpu_blocks_override=4)
+            worker.initialize_cache(4)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "ops run on their reference on cpu" in caplog.text
+    assert "attention backend cpu" in caplog.text
+    assert "KV cache: 4 blocks of 16 tokens" in caplog.text
+    assert "Warmed up" in caplog.text
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5])
+def test_warming_up_leaves_no_trace(num_blocks: int) -> None:
+    """Also when the cache is smaller than what one would like to warm up with."""
+    worker = loaded_with(num_gpu_blocks_override=num_blocks)
+    worker.initialize_cache(num_blocks)
+    with Driver(worker) as driver:
+        driver.free_blocks = list(range(num_blocks))
+        driver.add("row", make_prompt(9), SamplingParams(temperature=0.0))
+        for _ in range(5):
+            driver.step()
+        found = driver.output("row")
+    big = loaded_with(num_gpu_blocks_override=256)
+    big.initialize_cache(256)
+    assert found == generate(big, make_prompt(9), GREEDY, 5)
+
+
+def test_after_shutdown_the_worker_holds_nothing(loaded: Worker) -> None:
+    loaded.initialize_cache(4)
+    loaded.shutdown()
+    with pytest.raises(RuntimeError):
+        loaded.execute_model(SchedulerOutput(0, [], [], [], [], []))
+
+
+def test_all_backends_in_the_table_can_be_imported() -> None:
+    spec = AttentionSpec(4, 2, 64, 0.125)
+    for device, paths in ATTENTION_BACKENDS.items():
+        if paths:
+            select_attention_backend(device, [spec], torch.float32, 64)
+
+
+def test_a_refusal_carries_its_reason() -> None:
+    fine, odd = AttentionSpec(4, 2, 64, 0.125), AttentionSpec(4, 2, 63, 0.125)
+    with pytest.raises(ConfigError, match=r"no attention backend of device 'cpu' .*\(cpu: head size 63"):
+        select_attention_backend("cpu", [fine, odd], torch.float32, 64)
+    with pytest.raises(ConfigError, match="it has none"):
+        select_attention_backend("npu", [fine], torch.float16, 128)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is really there."""
+    return psutil.Process().memory_info().rss
+
+
+def test_the_cache_is_memory_the_machine_has_not_given_yet() -> None:
+    """A big cache costs only what is written to it."""
+    before = resident_bytes()
+    buffer = cpu.CpuPlatform().allocate(1 << 30, torch.device("cpu"))
+    buffer[:100] = 1
+    assert buffer[: 1 << 20].sum() == 100
+    assert resident_bytes() - before < 1 << 28
+
+
+def test_more_blocks_than_memory_names_the_flag(loaded: Worker) -> None:
+    with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
+        loaded.initialize_cache((1 << 46) // BLOCK_BYTES)

@@ -1,0 +1,203 @@
+"""Drives a real worker with real step diffs, the way the engine core does, but step by step at a test's will."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
+from ascend_vllm.config.model import LoadConfig, ModelConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.worker.worker import Worker
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 256
+MAX_MODEL_LEN = 400
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_config(directory: str, **options: Any) -> EngineConfig:
+    """The configuration of an engine for a checkpoint; `options` go to the section that has them."""
+    hf_config = transformers.AutoConfig.from_pretrained(directory)
+    model: dict[str, Any] = {
+        "model": directory,
+        "served_model_names": ("tiny",),
+        "tokenizer": directory,
+        "architecture": hf_config.architectures[0],
+        "hf_config": hf_config.to_dict(),
+        "generation_config": {},
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": NUM_BLOCKS}
+    scheduler: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": MAX_MODEL_LEN}
+    device: dict[str, Any] = {"device": "cpu"}
+    sections = (
+        (model, ModelConfig),
+        (cache, CacheConfig),
+        (scheduler, SchedulerConfig),
+        (device, DeviceConfig),
+    )
+    for name, value in options.items():
+        holders = [section for section, struct in sections if name in struct.__struct_fields__]
+        assert holders, name
+        for section in holders:
+            section[name] = value
+    return EngineConfig(
+        model=ModelConfig(**model),
+        load=LoadConfig(use_tqdm=False),
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(**scheduler),
+        parallel=ParallelConfig(),
+        device=DeviceConfig(**device),
+        observability=ObservabilityConfig(),
+    )
+
+
+@functools.cache
+def started_worker(directory: str, **options: Any) -> Worker:
+    """A worker with model and cache, one per set of options: rows of earlier tests have left their slots."""
+    worker = Worker(make_config(directory, **options))
+    worker.load_model()
+    worker.initialize_cache(worker.determine_num_blocks())
+    return worker
+
+
+@functools.cache
+def transformers_model(directory: str) -> Any:
+    """The same checkpoint in transformers, float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def transformers_logits(directory: str, token_ids: Sequence[int]) -> torch.Tensor:
+    """[len(token_ids), V] float32 logits of one full forward."""
+    logits: torch.Tensor = transformers_model(directory)(torch.tensor([token_ids])).logits[0].float()
+    return logits
+
+
+@dataclasses.dataclass
+class Row:
+    """What the engine core knows of a row."""
+
+    slot: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    computed: int
+    blocks: list[int]
+
+
+class Driver:
+    """Keeps rows, gives them blocks, sends the diffs. Leaves the worker's slots free when used as a context."""
+
+    def __init__(self, worker: Worker, num_slots: int = 16) -> None:
+        self.worker = worker
+        self.rows: dict[str, Row] = {}
+        self.free_slots = list(range(num_slots))
+        self.free_blocks = list(range(NUM_BLOCKS))
+        self.pending = SchedulerOutput(0, [], [], [], [], [])
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.rows):
+            self.free(name)
+        self.worker.execute_model(self.pending)
+
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        seed: int = 0,
+        num_prompt_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """A row enters a slot; it has blocks for the tokens it comes with."""
+        row = Row(self.free_slots.pop(), list(tokens), num_prompt_tokens or len(tokens), 0, [])
+        self.rows[name] = row
+        self.pending.new_rows.append(
+            NewRow(
+                row.slot,
+                name,
+                list(tokens),
+                row.num_prompt_tokens,
+                0,
+                self._grow(row, len(tokens)),
+                params,
+                seed,
+                list(stop_token_ids),
+            )
+        )
+
+    def free(self, name: str) -> Row:
+        """A row leaves its slot."""
+        row = self.rows.pop(name)
+        self.free_slots.append(row.slot)
+        self.free_blocks += row.blocks
+        self.pending.freed_slots.append(row.slot)
+        return row
+
+    def step(self, counts: dict[str, int] | None = None, num_steps: int = 1) -> StepOutput:
+        """Runs some rows (all of them, each with all it misses, by default) and appends what they sample."""
+        if counts is None:
+            counts = {name: len(row.tokens) - row.computed for name, row in self.rows.items()}
+        step = self.pending
+        step.num_steps = num_steps
+        entered = {row.slot for row in step.new_rows}
+        for name, count in counts.items():
+            row = self.rows[name]
+            added = self._grow(row, row.computed + count + num_steps - 1)
+            if added and row.slot in entered:
+                next(new for new in step.new_rows if new.slot == row.slot).block_ids.extend(added)
+            elif added:
+                step.new_blocks.append((row.slot, added))
+            step.slots.append(row.slot)
+            step.num_scheduled_tokens.append(count)
+        output = self.worker.execute_model(step)
+        assert output.step_id == step.step_id
+        for name, count in counts.items():
+            self.rows[name].computed += count
+        by_slot = {row.slot: row for row in self.rows.values()}
+        for slot, ids in zip(output.slots.tolist(), output.sampled_token_ids.tolist(), strict=True):
+            by_slot[slot].tokens += ids
+            by_slot[slot].computed += num_steps - 1
+        self.pending = SchedulerOutput(step.step_id + 1, [], [], [], [], [])
+        return output
+
+    def output(self, name: str) -> list[int]:
+        """What a row has generated."""
+        row = self.rows[name]
+        return row.tokens[row.num_prompt_tokens :]
+
+    def _grow(self, row: Row, length: int) -> list[int]:
+        added = [self.free_blocks.pop() for _ in range(-(-length // BLOCK_SIZE) - len(row.blocks))]
+        row.blocks += added
+        return added
+
+
+def generate(worker: Worker, prompt: Sequence[int], params: SamplingParams, num_tokens: int, **row: Any) -> list[int]:
+    """What a row generates alone."""
+    with Driver(worker) as driver:
+        driver.add("alone", prompt, params, **row)
+        for _ in range(num_tokens):
+            driver.step()
+        return driver.output("alone")
+
+
+def make_prompt(length: int, seed: int = 0, vocab_size: int = 384) -> list[int]:
+    """Random tokens."""
+    tokens: list[int] = np.random.default_rng(seed).integers(3, vocab_size, length).tolist()
+    return tokens
