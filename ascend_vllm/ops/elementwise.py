@@ -131,4 +131,101 @@ def layer_norm(
     return result.to(x.dtype).contiguous()
 
 
+def _cos_sin_cache(max_position: int, rot_dim: int) -> torch.Tensor:
+    inverse_frequency = 10000.0 ** (-torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim)
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inverse_frequency)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def _rotary_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # tokens, heads, key-value heads, head size, rotated part of it
+    shapes = ((0, 2, 1, 16, 16), (1, 1, 1, 2, 2), (3, 4, 2, 24, 8), (5, 2, 2, 18, 18), (7, 14, 2, 64, 64))
+    shapes += ((2, 3, 1, 80, 20), (65, 16, 8, 128, 128), (3, 1, 1, 256, 64))
+    for seed, (tokens, heads, kv_heads, size, rot_dim) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        positions = torch.randint(0, 50, (tokens,), generator=generator)
+        for is_neox in (True, False):
+            qkv = _randn(tokens, (heads + 2 * kv_heads) * size, dtype=dtype, seed=seed + 50)
+            query, key, _ = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+            yield positions, query, key, size, _cos_sin_cache(50, rot_dim), is_neox
+
+
+@define_op(inputs=_rotary_inputs, mutates=("query", "key"))
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> None:
+    """Rotates the first rot_dim elements of every head by the angles of its token's position, in place.
+
+    Pair j is turned by angle j: (a, b) becomes (a cos - b sin, b cos + a sin). Su et al., "RoFormer", 2021.
+
+    Args:
+        positions: [T] int64, each in [0, P).
+        query: [T, N*D] float; rows may be strided (views of a fused projection).
+        key: [T, K*D], dtype of query, likewise.
+        head_size: D.
+        cos_sin_cache: [P, rot_dim] float32, cosines of the rot_dim/2 angles and then their sines; rot_dim <= D, even.
+        is_neox: True pairs element j with j + rot_dim/2 (GPT-NeoX, Llama); False pairs 2j with 2j + 1 (GPT-J).
+    """
+    rot_dim = cos_sin_cache.shape[-1]
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    for x in (query, key):
+        rotated = x.unflatten(-1, (-1, head_size))[..., :rot_dim]
+        values = _wide(rotated)
+        if is_neox:
+            first, second = values.chunk(2, dim=-1)
+        else:
+            first, second = values[..., 0::2], values[..., 1::2]
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        rotated.copy_(torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2))
+
+
+def _gate_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (rows, width) in enumerate(_ROW_SHAPES):
+        yield (_randn(rows, 2 * width, dtype=dtype, seed=seed, scale=3.0),)
+    yield (_randn(4, 100, dtype=dtype, seed=60)[:, 10:70],)
+    yield (torch.linspace(-100, 100, 4 * 42).view(4, 42).to(dtype),)
+
+
+@define_op(inputs=_gate_inputs)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Gated SiLU, `silu(x[:, :I]) * x[:, I:]` with `silu(a) = a / (1 + exp(-a))`.
+
+    Args:
+        x: [T, 2*I] float; rows may be strided.
+
+    Returns:
+        [T, I], contiguous, dtype of x.
+    """
+    gate, up = _wide(x).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def _gelu_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for approximate in ("none", "tanh"):
+        for (x,) in _gate_inputs(dtype):
+            yield x, approximate
+
+
+@define_op(inputs=_gelu_inputs)
+def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Gated GELU, `gelu(x[:, :I]) * x[:, I:]`.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+
+    Args:
+        x: [T, 2*I] float; rows may be strided.
+        approximate: ``"none"`` for the error function, ``"tanh"`` for its tanh approximation.
+
+    Returns:
+        [T, I], contiguous, dtype of x.
+    """
+    gate, up = _wide(x).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
 load_native_library()

@@ -1,0 +1,226 @@
+"""From logits to tokens: penalties, filters, and a draw that depends on nothing but its own row.
+
+Randomness is counter-based: the number a row draws is a function of its seed and its position alone (Philox4x32-10,
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), so a request's tokens repeat whatever else is
+in the batch. Letters: S sampling rows, V vocabulary, L longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.registry import define_op
+
+_MASK32 = 0xFFFFFFFF
+
+
+def philox4x32(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Ten rounds of Philox4x32.
+
+    Args:
+        counter: four int64 tensors of 32-bit words.
+        key: two int64 tensors of 32-bit words.
+
+    Returns:
+        Four int64 tensors of random 32-bit words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # the products wrap around as int64, the mask takes the sign off their high words
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        high0, high1 = (product0 >> 32) & _MASK32, (product1 >> 32) & _MASK32
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _MASK32, high0 ^ c3 ^ k1, product0 & _MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def _uniform_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    extremes = torch.tensor([0, 1, -1, 2**31, 2**32, -(2**63), 2**63 - 1])
+    for size in (0, 1, 1000):
+        seeds = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+        yield seeds, torch.randint(0, 2**20, (size,), generator=generator)
+    yield extremes, extremes.flip(0)
+
+
+@define_op(inputs=_uniform_inputs, dtypes=(torch.float64,), tolerance=0.0)
+def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The number in [0, 1) that a row draws: 53 bits of Philox4x32-10 keyed by the seed, at counter `position`.
+
+    Args:
+        seeds: [S] int64.
+        positions: [S] int64.
+
+    Returns:
+        [S] float64; the same bits on every device.
+    """
+    zero = torch.zeros_like(positions)
+    counter = [positions & _MASK32, (positions >> 32) & _MASK32, zero, zero]
+    words = philox4x32(counter, [seeds & _MASK32, (seeds >> 32) & _MASK32])
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).to(torch.float64) * 2.0**-53
+
+
+def _penalty_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, vocab, length in ((0, 16, 4), (1, 7, 12), (5, 33, 40), (9, 5000, 300)):
+        slots = torch.randperm(rows + 3, generator=generator)[:rows]
+        token_ids = torch.randint(0, vocab, (rows + 3, length), generator=generator, dtype=torch.int32)
+        seq_lens = torch.randint(0, length + 1, (rows,), generator=generator, dtype=torch.int32)
+        prompt_lens = (seq_lens * torch.rand(rows, generator=generator)).to(torch.int32)
+        for neutral in (False, True):
+            repetition = torch.full((rows,), 1.0) if neutral else torch.rand(rows, generator=generator) + 0.5
+            frequency = torch.zeros(rows) if neutral else torch.rand(rows, generator=generator) * 4 - 2
+            presence = torch.zeros(rows) if neutral else torch.rand(rows, generator=generator) * 4 - 2
+            if rows > 4:  # rows that only one penalty touches
+                repetition[0], frequency[1], presence[2] = 1.3, 0.5, -0.5
+            logits = torch.randn(rows, vocab, generator=generator).to(dtype)
+            yield logits, token_ids, slots, prompt_lens, seq_lens, repetition, frequency, presence
+
+
+@define_op(inputs=_penalty_inputs, mutates=("logits",), dtypes=(torch.float32,))
+def apply_penalties(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: torch.Tensor,
+    prompt_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> None:
+    """Lowers (or raises) the logits of tokens that a sequence has, in place.
+
+    For a token of the prompt or the output: `logit / repetition` if it is positive, else `logit * repetition`; then
+    `- frequency * count` and `- presence` if it occurs in the output, count times.
+
+    Args:
+        logits: [S, V] float32; rows may be strided.
+        token_ids: [slots, L] int32, the tokens of each slot: prompt, then output. Ids outside [0, V) are ignored.
+        slots: [S] int64, the slot of each row.
+        prompt_lens: [S] int32, number of prompt tokens.
+        seq_lens: [S] int32, number of prompt and output tokens.
+        repetition: [S] float32; 1 is off.
+        frequency: [S] float32; 0 is off.
+        presence: [S] float32; 0 is off.
+    """
+    rows, vocab = logits.shape
+    if rows == 0:
+        return
+    tokens = token_ids[slots].to(torch.int64)
+    column = torch.arange(tokens.shape[1])
+    valid = (tokens >= 0) & (tokens < vocab)
+    tokens = tokens.clamp(0, vocab - 1)
+    in_sequence = valid & (column < seq_lens[:, None])
+    in_output = in_sequence & (column >= prompt_lens[:, None])
+    counts = torch.zeros(rows, vocab, dtype=torch.int64)
+    seen = counts.scatter_add(1, tokens, in_sequence.to(torch.int64)) > 0
+    counts = counts.scatter_add(1, tokens, in_output.to(torch.int64))
+    factor = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    result = torch.where(seen, repeated, logits)
+    result = result - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    logits.copy_(result)
+
+
+def _sample_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, vocab, scale in (
+        (0, 8, 1.0),
+        (1, 1, 1.0),
+        (4, 5, 2.0),
+        (40, 300, 2.0),
+        (24, 4099, 3.0),
+        (2, 70001, 1.0),
+    ):
+        logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
+        # every filter off or on, in all combinations as the rows go
+        row = torch.arange(rows)
+        temperature = torch.tensor([1.0, 0.0, 0.7, 1.5])[row % 4]
+        top_k = torch.tensor([0, -1, 1, 3, 50, vocab, 5000])[row // 2 % 7].to(torch.int32)
+        top_p = torch.tensor([1.0, 0.9, 0.3, 0.999, 1e-6])[row // 3 % 5]
+        min_p = torch.tensor([0.0, 0.05, 0.0, 1.0])[row // 5 % 4]
+        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+        positions = torch.randint(0, 4096, (rows,), generator=generator)
+        yield logits, temperature, top_k, top_p, min_p, seeds, positions
+        if rows > 3:
+            masked = logits.clone()
+            masked[:, ::2] = float("-inf")
+            masked[3] = float("-inf")
+            yield masked, temperature, top_k, top_p, min_p, seeds, positions
+            ties = (logits.float() * 2).round().to(dtype)
+            yield ties[:, : vocab - 1], temperature, top_k, top_p, min_p, seeds, positions
+            flat = torch.zeros_like(logits)
+            yield flat, temperature, top_k, top_p, min_p, seeds, positions
+
+
+@define_op(inputs=_sample_inputs)
+def sample_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Draws a token per row.
+
+    The filters act in this order, each on what the one before it left:
+
+    1. temperature: probabilities are softmax(logits / temperature). 0 means the arg max, lowest index on ties.
+    2. min_p: keep p >= min_p * max p.
+    3. top_k: keep logits not below the k-th largest (all that equal it stay).
+    4. top_p: keep a token if the tokens above it hold less than top_p of what is left (all that equal the last
+       one kept stay, and the largest always does).
+
+    Then the kept tokens, in the order of their indices, divide [0, 1) in proportion to their probabilities, and
+    the token is the one in whose part `philox_uniform(seed, position)` lies.
+
+    Args:
+        logits: [S, V] float; rows may be strided. A row whose largest logit is not finite yields its arg max.
+        temperature: [S] float32, >= 0.
+        top_k: [S] int32; <= 0 is off.
+        top_p: [S] float32 in (0, 1]; 1 is off.
+        min_p: [S] float32 in [0, 1]; 0 is off.
+        seeds: [S] int64.
+        positions: [S] int64, the position of the token to draw in its sequence.
+
+    Returns:
+        [S] int64.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> sample_tokens(torch.tensor([[1.0, 3.0, 2.0]]), 0 * one, torch.zeros(1, dtype=torch.int32), one, 0 * one,
+        ...               torch.tensor([7]), torch.tensor([0]))
+        tensor([1])
+    """
+    rows, vocab = logits.shape
+    greedy = logits.argmax(-1) if rows else torch.zeros(0, dtype=torch.int64)
+    x = logits.to(torch.float64)
+    largest = x.amax(-1, keepdim=True) if rows else x[:, :1]
+    random = (temperature > 0) & largest[:, 0].isfinite()
+    divisor = torch.where(temperature > 0, temperature, 1.0).to(torch.float64)[:, None]
+    z = torch.where(random[:, None], (x - largest) / divisor, 0.0)
+    keep = z >= min_p.to(torch.float64).log()[:, None]
+    descending = z.masked_fill(~keep, float("-inf")).sort(-1, descending=True).values
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).to(torch.int64)
+    kth = descending.gather(-1, k[:, None] - 1)
+    keep &= z >= kth
+    weights = descending.masked_fill(descending < kth, float("-inf")).exp()
+    before = weights.cumsum(-1) - weights
+    inside = before < top_p.to(torch.float64)[:, None] * weights.sum(-1, keepdim=True)
+    last = descending.gather(-1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
+    keep &= (z >= last) | (top_p >= 1)[:, None]
+    kept = torch.where(keep, z.exp(), 0.0)
+    cumulative = kept.cumsum(-1)
+    target = philox_uniform(seeds, positions)[:, None] * cumulative[:, -1:]
+    drawn = (cumulative <= target).sum(-1)
+    return torch.where(random, drawn.clamp(max=vocab - 1), greedy)
+
+
+load_native_library()
