@@ -139,14 +139,14 @@ def _cos_sin_cache(max_position: int, rot_dim: int) -> torch.Tensor:
 
 def _rotary_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # tokens, heads, key-value heads, head size, rotated part of it
-    shapes = ((0, 2, 1, 16, 16), (1, 1, 1, 2, 2), (3, 4, 2, 24, 8), (5, 2, 2, 18, 18), (7, 14, 2, 64, 64))
-    shapes += ((2, 3, 1, 80, 20), (65, 16, 8, 128, 128), (3, 1, 1, 256, 64))
+    shapes = [(0, 2, 1, 16, 16), (1, 1, 1, 2, 2), (3, 4, 2, 24, 8), (5, 2, 2, 18, 18), (7, 14, 2, 64, 64)]
+    shapes += [(2, 3, 1, 80, 20), (65, 16, 8, 128, 128), (3, 1, 1, 256, 64)]
     for seed, (tokens, heads, kv_heads, size, rot_dim) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
         positions = torch.randint(0, 50, (tokens,), generator=generator)
         for is_neox in (True, False):
             qkv = _randn(tokens, (heads + 2 * kv_heads) * size, dtype=dtype, seed=seed + 50)
-            query, key, _ = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+            query, key = qkv[:, : heads * size], qkv[:, heads * size : (heads + kv_heads) * size]
             yield positions, query, key, size, _cos_sin_cache(50, rot_dim), is_neox
 
 
@@ -174,7 +174,7 @@ def rotary_embedding(
     rot_dim = cos_sin_cache.shape[-1]
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     for x in (query, key):
-        rotated = x.unflatten(-1, (-1, head_size))[..., :rot_dim]
+        rotated = x.view(x.shape[0], -1, head_size)[..., :rot_dim]
         values = _wide(rotated)
         if is_neox:
             first, second = values.chunk(2, dim=-1)

@@ -39,7 +39,7 @@ def philox4x32(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[tor
     return [c0, c1, c2, c3]
 
 
-def _uniform_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+def _uniform_inputs(_dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     extremes = torch.tensor([0, 1, -1, 2**31, 2**32, -(2**63), 2**63 - 1])
     for size in (0, 1, 1000):
