@@ -253,15 +253,18 @@ def fields_from_namespace(owner: type, namespace: argparse.Namespace) -> dict[st
     return {item.field: getattr(namespace, item.field) for item in flags_of(owner) if hasattr(namespace, item.field)}
 
 
-def _flag_words(key: str, value: Any) -> list[str]:
-    name = "--" + str(key).replace("_", "-")
+def _flag_words(item: Flag, value: Any) -> list[str]:
+    """The words of a command line that give a flag a value from YAML."""
     if value is None:
         return []
     if isinstance(value, bool):
-        return [name if value else "--no-" + name.removeprefix("--")]
-    if isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
-        return [name, json.dumps(value)]
-    return [name, *map(str, value)] if isinstance(value, list) else [f"{name}={value}"]
+        return [item.name if value else "--no-" + item.name.removeprefix("--")]
+    if isinstance(value, dict) or item.spec.kind in ("json_object", "json_list"):
+        return [f"{item.name}={value if isinstance(value, str) else json.dumps(value)}"]
+    if not isinstance(value, list):
+        return [f"{item.name}={value}"]
+    texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in value]
+    return [item.name, *texts] if item.spec.many else [f"{item.name}={text}" for text in texts]
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -294,31 +297,49 @@ def read_config_file(path: str) -> dict[str, Any]:
     return loaded
 
 
-def expand_config_file(args: Sequence[str]) -> list[str]:
+def expand_config_file(args: Sequence[str], flags: Sequence[Flag]) -> list[str]:
     """Replaces `--config FILE` by the file's flags, put in front so that the command line wins.
 
     Args:
         args: the words after the subcommand.
+        flags: those that the file may hold.
 
     Raises:
-        ConfigError: see `read_config_file`; or --config has no value or is given twice.
+        ConfigError: see `read_config_file`; or --config has no value or is given twice; or the file holds another
+            name than those of flags.
     """
-    words, path = list(args), None
-    for index, word in enumerate(words):
-        if word == "--config" or word.startswith("--config="):
-            inline = word.removeprefix("--config=") if "=" in word else None
-            if inline is None and index + 1 == len(words):
-                raise ConfigError("--config needs the path of a YAML file.")
-            path = inline if inline is not None else words[index + 1]
-            del words[index : index + (1 if inline is not None else 2)]
-            break
+    words, path = _take_config_path(args)
     if path is None:
         return words
-    if any(word == "--config" or word.startswith("--config=") for word in words):
-        raise ConfigError("No more than one --config can be given.")
-    values = read_config_file(path)
-    flags = [word for key, value in values.items() for word in _flag_words(key, value)]
-    # the positional model comes first on the command line and must not be taken for a value of a list
+    by_name = {item.name: item for item in flags}
+    expanded: list[str] = []
+    for key, value in read_config_file(path).items():
+        name = "--" + str(key).replace("_", "-")
+        if name not in by_name:
+            raise ConfigError(f"--config {path}: there is no flag {name}.")
+        expanded += _flag_words(by_name[name], value)
+    # a positional model comes first and must not be taken for one more value of a list at the end of the file
     if words and not words[0].startswith("-"):
-        return [words[0], *flags, *words[1:]]
-    return [*flags, *words]
+        return [words[0], *expanded, *words[1:]]
+    return [*expanded, *words]
+
+
+def _take_config_path(args: Sequence[str]) -> tuple[list[str], str | None]:
+    """The words without --config, and its value."""
+    words, paths = list(args), []
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word.startswith("--config="):
+            paths.append(word.removeprefix("--config="))
+            del words[index]
+        elif word == "--config":
+            if index + 1 == len(words):
+                raise ConfigError("--config needs the path of a YAML file.")
+            paths.append(words[index + 1])
+            del words[index : index + 2]
+        else:
+            index += 1
+    if len(paths) > 1:
+        raise ConfigError("No more than one --config can be given.")
+    return words, paths[0] if paths else None

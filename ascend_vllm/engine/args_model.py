@@ -49,7 +49,7 @@ class ModelArgs:
         kind="str",
         example="--model /models/Qwen2.5-0.5B-Instruct",
     )
-    served_model_name: list[str] | None = flag(
+    served_model_name: str | list[str] | None = flag(
         None,
         "The names that requests may put in their model field; answers carry the first one. "
         "Without it the name is the value of --model as you typed it.",
@@ -270,7 +270,7 @@ class LoadArgs:
         kind="nullable_str",
         example="--download-dir /data/models",
     )
-    ignore_patterns: list[str] = flag(
+    ignore_patterns: str | list[str] = flag(
         [],
         "Weight files to leave out, as file patterns; it may be given several times. "
         "Without it files under original/ are left out.",

@@ -32,7 +32,7 @@ class CacheArgs:
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
-        "The size of the KV cache in bytes; 4G means four billion bytes scaled by 1024. Without it the CPU takes "
+        "The size of the KV cache in bytes; 2G means 2 GiB. Without it the CPU takes "
         "what VLLM_CPU_KVCACHE_SPACE says, or else a quarter of the free memory, at most 4 GiB.",
         kind="length",
         example="--kv-cache-memory-bytes 2G",

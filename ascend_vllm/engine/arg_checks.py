@@ -1,0 +1,152 @@
+"""Checks of values and of their combinations; messages name the flags, in vLLM's words where it has some."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.arg_fields import Flag, Kind, flags_of
+from ascend_vllm.engine.arg_parser import AUTO_LENGTH
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import DeviceFacts
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args import EngineArgs
+
+logger = init_logger(__name__)
+
+_GIB = 1 << 30
+
+# Python callers skip the command line's parser; these are the types that it would have produced
+_TYPES: dict[Kind, tuple[type, ...]] = {
+    "flag": (bool,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "length": (int, str),
+    "json_object": (dict,),
+    "kvs": (dict,),
+}
+
+# flags for which vLLM has its own words when a value is none of its choices
+_CHOICE_MESSAGES = {
+    "kv_cache_dtype": "Unknown kv cache dtype: {value}",
+    "quantization": "Unknown quantization method: {value}. Must be one of {choices}.",
+    "distributed_executor_backend": "Unrecognized distributed executor backend {value}. Supported values are 'ray', "
+    "'mp' or custom ExecutorBase subclass.",
+    "guided_decoding_backend": "Invalid guided_decoding_backend '{value},must be one of {choices}",
+}
+
+
+def _check_value(item: Flag, value: Any) -> None:
+    if value is None or value == item.default:
+        return
+    types = _TYPES.get(item.spec.kind)
+    is_stray_bool = isinstance(value, bool) and types is not None and bool not in types
+    if types is not None and (is_stray_bool or not isinstance(value, types)):
+        raise ConfigError(f"{item.name} ({item.field}) cannot be {value!r} of type {type(value).__name__}.")
+    choices = item.spec.choices
+    # LLM(dtype=torch.float32) is let through: dtype has its own check
+    if choices is not None and value not in choices and item.field != "dtype":
+        template = _CHOICE_MESSAGES.get(item.field, "{name} must be one of {choices}, got {value!r}.")
+        raise ConfigError(template.format(name=item.name, value=value, choices=list(choices)))
+
+
+def _at_least(args: EngineArgs, minimum: float, *fields: str) -> None:
+    for field in fields:
+        value = getattr(args, field)
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{field.replace('_', '-')} must be at least {minimum}, got {value}.")
+
+
+def _check_swap_space(swap_space: float) -> None:
+    total = psutil.virtual_memory().total
+    wanted = swap_space * _GIB
+    text = f"{swap_space:.2f} GiB out of the {total / _GIB:.2f} GiB total CPU memory is allocated for the swap space."
+    if wanted > 0.7 * total:
+        raise ConfigError(f"Too large swap space. {text}")
+    if wanted > 0.4 * total:
+        logger.warning("Possibly too large swap space. %s", text)
+
+
+def check_flags(args: EngineArgs) -> None:
+    """Checks what can be known before any file is read.
+
+    Raises:
+        ConfigError: a value has the wrong type, is no choice or is out of range.
+    """
+    for item in flags_of(type(args)):
+        _check_value(item, getattr(args, item.field))
+    if args.num_scheduler_steps < 1:
+        raise ConfigError(f"num_scheduler_steps ({args.num_scheduler_steps}) must be greater than or equal to 1.")
+    if args.num_lookahead_slots < 0:
+        raise ConfigError(f"num_lookahead_slots ({args.num_lookahead_slots}) must be greater than or equal to 0.")
+    if args.gpu_memory_utilization > 1.0:
+        raise ConfigError(f"GPU memory utilization must be less than 1.0. Got {args.gpu_memory_utilization}.")
+    if args.gpu_memory_utilization <= 0.0:
+        raise ConfigError(f"--gpu-memory-utilization must be above 0, got {args.gpu_memory_utilization}.")
+    if args.rope_theta is not None and args.rope_theta <= 0:
+        raise ConfigError(f"--rope-theta must be above 0, got {args.rope_theta}.")
+    _at_least(
+        args, 0, "swap_space", "cpu_offload_gb", "scheduler_delay_factor", "max_logprobs", "tokenizer_pool_size"
+    )
+    _at_least(args, 1, "max_num_seqs", "num_gpu_blocks_override", "max_num_queued_reqs")
+    _at_least(args, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "stream_interval")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"--seed must fit in 64 bits, got {args.seed}.")
+    # the default is not reserved by anything, and must not keep a small machine from starting
+    if args.swap_space != type(args).swap_space:
+        _check_swap_space(args.swap_space)
+
+
+def check_length(name: str, value: int | None, *, auto_allowed: bool = False) -> None:
+    """A count given by a flag of kind "length" must be positive, or "auto" where that is possible.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is not None and value < 1 and not (auto_allowed and value == AUTO_LENGTH):
+        raise ConfigError(f"{name} must be at least 1, got {value}.")
+
+
+def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
+    """The block size, if the device has it.
+
+    Raises:
+        ConfigError: the device's attention kernels do not take blocks of this size.
+    """
+    if requested is None:
+        return facts.default_block_size
+    if requested not in facts.block_sizes:
+        sizes = ", ".join(map(str, facts.block_sizes))
+        raise ConfigError(f"--block-size must be one of {sizes} on {facts.name}, got {requested}.")
+    return requested
+
+
+def check_config(config: EngineConfig) -> None:
+    """Checks across the sections of a finished configuration.
+
+    Raises:
+        ConfigError: the budget of a step fits neither the longest sequence nor the number of sequences.
+    """
+    scheduler = config.scheduler
+    budget, longest = scheduler.max_num_batched_tokens, scheduler.max_model_len
+    if budget < longest and not scheduler.enable_chunked_prefill:
+        raise ConfigError(
+            f"max_num_batched_tokens ({budget}) is smaller than max_model_len ({longest}). This effectively limits "
+            "the maximum sequence length to max_num_batched_tokens and makes vLLM reject longer sequences. Please "
+            "increase max_num_batched_tokens or decrease max_model_len."
+        )
+    if budget < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({budget}) must be greater than or equal to max_num_seqs "
+            f"({scheduler.max_num_seqs})."
+        )
+    if config.model.hidden_size % config.model.num_heads and not config.model.hf_config.get("head_dim"):
+        raise ConfigError(
+            f"config.json: hidden_size ({config.model.hidden_size}) must be divisible by num_attention_heads "
+            f"({config.model.num_heads}) unless head_dim is given."
+        )

@@ -1,0 +1,159 @@
+"""Values that follow from others: dtype, longest sequence, tokens per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ascend_vllm import envs
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import DeviceFacts
+
+logger = init_logger(__name__)
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+
+# names under which configs state their longest sequence; the smallest value found counts
+_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+_FALLBACK_LENGTH = 2048
+# rope types whose max_position_embeddings counts the stretching already
+_STRETCHED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope"})
+
+# beyond this a prompt in one piece needs so much memory for activations that it is cut unless told otherwise
+LONG_CONTEXT = 32768
+_CHUNK_BUDGET = 512
+_MIN_BUDGET = 2048
+
+
+def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFacts) -> str:
+    """The dtype of weights and activations.
+
+    Under "auto" a checkpoint in float16 or bfloat16 keeps its dtype, and one in float32 (or of unknown dtype)
+    gets the device's preferred half type.
+
+    Returns:
+        "float32", "float16" or "bfloat16".
+
+    Raises:
+        ConfigError: unknown, or not a dtype of the device.
+    """
+    if requested == "auto":
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if stored not in DTYPE_BYTES:
+            raise ConfigError(f"config.json: dtype {stored!r} is not supported; choose one with --dtype.")
+        dtype = facts.dtypes[0] if stored == "float32" else stored
+        if stored == "float32":
+            logger.info("The checkpoint is float32; running it in %s. --dtype float32 keeps full precision.", dtype)
+    else:
+        # LLM(dtype=torch.float32) is as good as its name
+        name = str(requested).removeprefix("torch.")
+        dtype = _DTYPE_NAMES.get(name, name)
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"Unknown dtype: {requested}")
+    if dtype not in facts.dtypes:
+        raise ConfigError(f"--dtype {dtype} does not run on {facts.name}; possible are {', '.join(facts.dtypes)}.")
+    return dtype
+
+
+def sliding_window(hf_config: Mapping[str, Any]) -> int | None:
+    """The width of the model's attention window in tokens; None: it sees everything."""
+    if not hf_config.get("use_sliding_window", True):
+        return None
+    window = hf_config.get("sliding_window")
+    return None if window is None else int(window)
+
+
+def without_sliding_window(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model with full attention everywhere."""
+    changed = dict(hf_config) | {"sliding_window": None}
+    if "use_sliding_window" in changed:
+        changed["use_sliding_window"] = False
+    if isinstance(changed.get("layer_types"), list):
+        changed["layer_types"] = ["full_attention"] * len(changed["layer_types"])
+    return changed
+
+
+def _stretched(length: float, hf_config: Mapping[str, Any]) -> float:
+    rope = hf_config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default")
+    if kind in _STRETCHED_ROPE_TYPES:
+        return length
+    if kind == "yarn":
+        length = rope.get("original_max_position_embeddings") or length
+    return length * float(rope.get("factor") or 1.0)
+
+
+def resolve_max_model_len(
+    requested: int | None, hf_config: Mapping[str, Any], *, disable_sliding_window: bool = False
+) -> int:
+    """The longest sequence in tokens.
+
+    Args:
+        requested: of --max-model-len; None: what the model allows.
+        hf_config: the model's, with overrides applied.
+        disable_sliding_window: the window is off, so that longer sequences would change the model.
+
+    Raises:
+        ConfigError: more is requested than the model allows, and VLLM_ALLOW_LONG_MAX_MODEL_LEN is not set.
+    """
+    stated = {key: hf_config[key] for key in _LENGTH_KEYS if isinstance(hf_config.get(key), int)}
+    if stated:
+        key = min(stated, key=lambda name: stated[name])
+        derived = int(_stretched(stated[key], hf_config))
+    elif requested is not None:
+        return requested
+    else:
+        logger.warning("config.json states no longest sequence; assuming %d tokens.", _FALLBACK_LENGTH)
+        key, derived = "max_position_embeddings", _FALLBACK_LENGTH
+    window = sliding_window(hf_config)
+    if disable_sliding_window and window is not None and window < derived:
+        key, derived = "sliding_window", window
+    if requested is None:
+        return derived
+    if requested > derived:
+        text = (
+            f"User-specified max_model_len ({requested}) is greater than the derived max_model_len "
+            f"({key}={derived} or model_max_length={hf_config.get('model_max_length')} in model's config.json). "
+            "This may lead to incorrect model outputs or CUDA errors."
+        )
+        if not envs.allow_long_max_model_len():
+            raise ConfigError(
+                f"{text} To allow overriding this maximum, set the env var VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+            )
+        logger.warning("%s Make sure the value is correct and within the model context size.", text)
+    return requested
+
+
+def resolve_chunked_prefill(requested: bool | None, max_model_len: int, hf_config: Mapping[str, Any]) -> bool:
+    """Whether prompts are cut: as requested, else only for very long contexts without a sliding window."""
+    if requested is not None:
+        return requested
+    chunked = max_model_len > LONG_CONTEXT and sliding_window(hf_config) is None
+    if chunked:
+        logger.warning(
+            "Chunked prefill is on, since max_model_len %d is above %d; --enable-chunked-prefill=false turns it off.",
+            max_model_len,
+            LONG_CONTEXT,
+        )
+    return chunked
+
+
+def resolve_max_num_batched_tokens(
+    requested: int | None, *, chunked_prefill: bool, max_model_len: int, max_num_seqs: int
+) -> int:
+    """The tokens of a step: as requested, else enough for the longest prompt and for every sequence."""
+    if requested is not None:
+        return requested
+    budget = _CHUNK_BUDGET if chunked_prefill else max(max_model_len, _MIN_BUDGET)
+    return max(budget, max_num_seqs)

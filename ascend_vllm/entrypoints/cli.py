@@ -1,0 +1,124 @@
+"""The console command `ascend-vllm`.
+
+Subcommands stand in a table; each imports what it needs when it runs, so that help and version come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+
+import ascend_vllm
+from ascend_vllm.engine.arg_fields import flags_of
+from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, expand_config_file
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.errors import AscendVllmError, ConfigError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        help: one line for the list of subcommands.
+        add_arguments: adds its arguments to a parser.
+        run: does the work and returns the process's exit code.
+        expand: changes its words before they are parsed.
+    """
+
+    help: str
+    add_arguments: Callable[[FlexibleArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    expand: Callable[[Sequence[str]], list[str]] = list
+
+
+def _add_serve_arguments(parser: FlexibleArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the model to serve; the same as --model")
+    parser.usage = "%(prog)s MODEL [flags]"
+    # for --help only: the file's flags have replaced it before anything is parsed
+    parser.add_argument("--config", metavar="FILE", help="a YAML file with flags; the command line wins over it")
+    add_flags(parser, FrontendArgs)
+    EngineArgs.add_cli_args(parser)
+
+
+def _expand_serve(words: Sequence[str]) -> list[str]:
+    return expand_config_file(words, [*flags_of(FrontendArgs), *flags_of(EngineArgs)])
+
+
+def _serve(namespace: argparse.Namespace) -> int:
+    from ascend_vllm.entrypoints.openai.api_server import run_server
+
+    if namespace.model_tag is not None:
+        namespace.model = namespace.model_tag
+    del namespace.model_tag, namespace.config
+    return run_server(namespace)
+
+
+def _add_demo_arguments(parser: FlexibleArgumentParser) -> None:
+    parser.description = (
+        "Makes the small chat model behind --model demo, unless it is there already, and prints its directory."
+    )
+
+
+def _demo(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command gets its namespace
+    from ascend_vllm.entrypoints.demo import ensure_demo_model
+
+    print(ensure_demo_model())
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("start the OpenAI-compatible server", _add_serve_arguments, _serve, _expand_serve),
+    "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
+}
+
+
+def make_parser() -> FlexibleArgumentParser:
+    """The parser of the whole command."""
+    parser = FlexibleArgumentParser(
+        prog="ascend-vllm",
+        description="LLM inference server with vLLM's interfaces for Huawei Ascend NPUs and any CPU",
+    )
+    parser.add_argument("-v", "--version", action="version", version=ascend_vllm.__version__)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(subparsers.add_parser(name, help=command.help))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        argv: the words after the program's name; None: those of this process.
+
+    Returns:
+        The exit code: 0, 1 after a failure, 2 after a wrong command line.
+
+    Example::
+
+        main(["serve", "demo", "--port", "8080"])
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser()
+    try:
+        if words and words[0] in COMMANDS:
+            words = [words[0], *COMMANDS[words[0]].expand(words[1:])]
+        namespace = parser.parse_args(words)
+        return COMMANDS[namespace.command].run(namespace)
+    except ConfigError as err:
+        print(f"ascend-vllm: error: {err}", file=sys.stderr)
+        return EXIT_USAGE
+    except AscendVllmError as err:
+        print(f"ascend-vllm: error: {err}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
