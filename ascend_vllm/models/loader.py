@@ -111,7 +111,7 @@ def _fill_randomly(unfilled: _Unfilled, seed: int) -> None:
         slot = unfilled.slots[name]
         if len(slot.shape) > 1:
             # a stream per tensor, so that it does not depend on the order of layers
-            generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             values = torch.empty(slot.shape, dtype=slot.target.dtype)
             values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
         else:
