@@ -78,7 +78,7 @@ def test_order_of_calls_is_explained(loaded: Worker) -> None:
     with pytest.raises(RuntimeError, match="initialize_cache first"):
         loaded.execute_model(SchedulerOutput(0, [], [], [], [], []))
     with pytest.raises(RuntimeError, match="load_model first"):
-        Worker(make_config(tiny_model("qwen2"))).determine_num_blocks()
+        Worker(make_config(tiny_model("qwen2"), num_gpu_blocks_override=None)).determine_num_blocks()
 
 
 def test_the_log_says_what_runs_on_references(caplog: pytest.LogCaptureFixture) -> None:
