@@ -53,3 +53,13 @@ def omp_num_threads() -> int | None:
     """`OMP_NUM_THREADS`: number of compute threads; None: one for each core this process may use."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdecimal() and int(value) > 0 else None
+
+
+def max_n_sequences() -> int:
+    """`VLLM_MAX_N_SEQUENCES`: the largest `n` that a request may ask for; default 16384."""
+    return int(os.environ.get("VLLM_MAX_N_SEQUENCES", "16384"))
+
+
+def keep_alive_on_engine_death() -> bool:
+    """`VLLM_KEEP_ALIVE_ON_ENGINE_DEATH`: 1 lets the HTTP server stay, answering errors, when the engine has died."""
+    return os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") == "1"

@@ -1,0 +1,66 @@
+"""The plain server: ``python -m ascend_vllm.entrypoints.api_server`` with POST /generate and GET /health.
+
+The body of /generate is `prompt`, `stream` and the fields of `SamplingParams`. The answer is
+``{"text": [prompt + output, …]}``; a stream sends such objects, each with all the text so far and ended by a zero
+byte::
+
+    curl -X POST http://localhost:8000/generate -d '{"prompt": "hello", "max_tokens": 16, "temperature": 0}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.args_server import GenerateServerArgs
+from ascend_vllm.entrypoints import launcher
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command line: the server's flags and the engine's."""
+    parser = FlexibleArgumentParser(prog=prog, description="Plain /generate server of ascend-vllm.")
+    add_flags(parser, GenerateServerArgs)
+    add_flags(parser, EngineArgs)
+    return parser
+
+
+def run_server(args: argparse.Namespace) -> int:
+    """Serve until the process is told to stop or the engine dies; returns the exit code."""
+    return launcher.exit_code_of(lambda: _run_server(args))
+
+
+def _run_server(args: argparse.Namespace) -> int:
+    server_args = GenerateServerArgs(**fields_from_namespace(GenerateServerArgs, args))
+    engine_args = EngineArgs(**fields_from_namespace(EngineArgs, args))
+
+    def make_app(engine: AsyncLLM) -> FastAPI:
+        from ascend_vllm.entrypoints.generate_app import build_app
+
+        return build_app(engine, server_args)
+
+    return launcher.serve(
+        "ascend-vllm /generate server",
+        args,
+        server_args,
+        engine_args,
+        make_app,
+        log_level=server_args.log_level,
+        access_log=True,
+    )
+
+
+def main() -> None:
+    """Parse the command line and serve."""
+    sys.exit(run_server(make_parser().parse_args()))
+
+
+if __name__ == "__main__":
+    main()

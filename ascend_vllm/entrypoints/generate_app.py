@@ -1,0 +1,150 @@
+"""The HTTP application of the plain /generate server."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+import ascend_vllm
+from ascend_vllm.engine.args_server import GenerateServerArgs
+from ascend_vllm.entrypoints.openai.errors import (
+    BodyError,
+    decode_json,
+    install_error_handlers,
+    json_response,
+    to_http_error,
+)
+from ascend_vllm.entrypoints.openai.protocol_common import check_num_sequences
+from ascend_vllm.entrypoints.openai.streaming import (
+    ClientDisconnectedError,
+    StreamResponse,
+    run_unless_disconnected,
+)
+from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+# fields of vLLM 0.6.0's SamplingParams whose feature is missing → the values that ask for nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False, None),
+    "length_penalty": (1.0, None),
+    "early_stopping": (False, None),
+}
+
+
+def parse_request(body: bytes) -> tuple[str, bool, SamplingParams]:
+    """Prompt, whether to stream, and sampling parameters of a body; its content-type does not matter.
+
+    Raises:
+        RequestError: not JSON, no prompt, an unknown field, or a value out of range.
+    """
+    fields = decode_json(body)
+    if not isinstance(fields, dict):
+        raise BodyError("The request body must be a JSON object.", "body")
+    prompt = fields.pop("prompt", None)
+    if not isinstance(prompt, str):
+        raise RequestError("`prompt` must be given as a string.", param="prompt")
+    stream = fields.pop("stream", False)
+    if not isinstance(stream, bool):
+        raise RequestError("`stream` must be true or false.", param="stream")
+    return prompt, stream, _sampling_params(fields, stream)
+
+
+def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
+    for name, neutral in _NEUTRAL.items():
+        if fields.pop(name, neutral[0]) not in neutral:
+            raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
+    known = {field.name for field in msgspec.structs.fields(SamplingParams)} - {"output_kind"}
+    for name in fields:
+        if name not in known:
+            raise RequestError(
+                f"Unknown field `{name}`: /generate takes `prompt`, `stream` and sampling parameters.", name
+            )
+    try:
+        # checks the types; the constructor then checks the ranges
+        params = msgspec.convert(fields, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from error
+    check_num_sequences(params.n)
+    params.output_kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _texts(prompt: str, output: RequestOutput) -> dict[str, list[str]]:
+    return {"text": [prompt + generated.text for generated in output.outputs]}
+
+
+async def _frames(prompt: str, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[bytes, None]:
+    """Every output as a frame; an error is a last frame of its own."""
+    try:
+        async for output in outputs:
+            yield json.dumps(_texts(prompt, output)).encode() + b"\0"
+    except Exception as error:
+        yield json.dumps(to_http_error(error).body).encode() + b"\0"
+
+
+async def _first(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    return await anext(outputs)
+
+
+async def _chain(
+    first: RequestOutput, rest: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[RequestOutput, None]:
+    yield first
+    async for output in rest:
+        yield output
+
+
+async def generate(engine: AsyncLLM, http: Request) -> Response:
+    """The answer to one request.
+
+    Raises:
+        RequestError: the request is wrong.
+        EngineDeadError: the engine is gone.
+        ClientDisconnectedError: the client went away; the generation was aborted.
+    """
+    prompt, stream, params = parse_request(await http.body())
+    outputs = engine.generate(prompt, params, f"generate-{secrets.token_hex(8)}")
+    try:
+        first = await run_unless_disconnected(http.receive, _first(outputs))
+    except BaseException:
+        await outputs.aclose()
+        raise
+    if stream:
+        return StreamResponse(_frames(prompt, _chain(first, outputs)), None, outputs.aclose)
+    # without streaming the first output is the only one
+    await outputs.aclose()
+    return json_response(_texts(prompt, first))
+
+
+def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
+    """The application: /generate, /health and the documentation pages."""
+    app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__, root_path=args.root_path or "")
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            await engine.check_health()
+        except EngineDeadError:
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    @app.post("/generate")
+    async def generate_route(http: Request) -> Response:
+        return await generate(engine, http)
+
+    @app.exception_handler(ClientDisconnectedError)
+    async def client_gone(_http: Request, _error: Exception) -> Response:
+        return Response(status_code=499)
+
+    install_error_handlers(app)
+    return app

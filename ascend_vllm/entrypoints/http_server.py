@@ -1,0 +1,123 @@
+"""uvicorn, tied to an engine: it ends when the engine dies, and listens on a socket that was bound before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from ascend_vllm import envs
+from ascend_vllm.engine.args_server import HttpArgs
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
+
+# seconds that open answers get to end after SIGTERM or Ctrl-C; container platforms kill after 30 by default
+_GRACEFUL_SHUTDOWN_S = 20
+_KEEP_ALIVE_S = 5
+# connections that may wait to be accepted: bursts of clients queue there instead of being refused
+_BACKLOG = 2048
+# how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
+_ENGINE_POLL_S = 0.2
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server for one application.
+
+    Args:
+        app: the application.
+        args: encryption and the name of the host for the log.
+        sock: a bound socket.
+        log_level: of uvicorn.
+        access_log: one line per request.
+
+    Raises:
+        ConfigError: a TLS file is missing or wrong.
+    """
+
+    def __init__(
+        self, app: FastAPI, args: HttpArgs, sock: socket.socket, *, log_level: str, access_log: bool
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            host=args.host or "0.0.0.0",
+            port=sock.getsockname()[1],
+            http="httptools",
+            ws="none",
+            log_level=log_level,
+            access_log=access_log,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            server_header=False,
+        )
+        super().__init__(config)
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            files = f"{args.ssl_keyfile}, {args.ssl_certfile}, {args.ssl_ca_certs}"
+            raise ConfigError(f"The TLS files ({files}) cannot be used: {error}") from error
+        self._sock = sock
+
+    async def serve_engine(self, engine: AsyncLLM) -> bool:
+        """Serve until a signal or the engine's death.
+
+        Returns:
+            Whether it ended in order, that is, the engine lives.
+        """
+        watch = asyncio.create_task(self._watch(engine))
+        try:
+            await self.serve([self._sock])
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        return not engine.errored
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where: uvicorn is silent about sockets it was handed."""
+        await super().startup(sockets)
+        if self.started:
+            self._log_started_message(sockets or ())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """SIGINT and SIGTERM end the server in order.
+
+        uvicorn would raise the signal again at the end, which would kill the process before the engine is shut
+        down and hide the exit code.
+        """
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    async def _watch(self, engine: AsyncLLM) -> None:
+        """End the server soon after the engine's death, unless it is told to stay."""
+        while not engine.errored:
+            await asyncio.sleep(_ENGINE_POLL_S)
+        if envs.keep_alive_on_engine_death():
+            logger.error("The engine is dead; the server stays, as VLLM_KEEP_ALIVE_ON_ENGINE_DEATH says")
+            return
+        logger.error("The engine is dead; the server ends")
+        self.should_exit = True

@@ -1,0 +1,72 @@
+"""The OpenAI-compatible server: ``python -m ascend_vllm.entrypoints.openai.api_server`` or ``ascend-vllm serve``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.entrypoints import launcher
+from ascend_vllm.entrypoints.openai.chat_template import load_chat_template
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The command line: the server's flags and the engine's."""
+    parser = FlexibleArgumentParser(prog=prog, description="OpenAI-compatible server of ascend-vllm.")
+    add_flags(parser, FrontendArgs)
+    add_flags(parser, EngineArgs)
+    return parser
+
+
+def run_server(args: argparse.Namespace) -> int:
+    """Serve until the process is told to stop or the engine dies.
+
+    Args:
+        args: what `make_parser` parses.
+
+    Returns:
+        The process's exit code: 0 after SIGINT or SIGTERM, 2 for a wrong flag, 1 for anything else.
+    """
+    return launcher.exit_code_of(lambda: _run_server(args))
+
+
+def _run_server(args: argparse.Namespace) -> int:
+    frontend_args = FrontendArgs(**fields_from_namespace(FrontendArgs, args))
+    frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
+    engine_args = EngineArgs(**fields_from_namespace(EngineArgs, args))
+    log_requests = not engine_args.disable_log_requests and engine_args.enable_log_requests is not False
+
+    def make_app(engine: AsyncLLM) -> FastAPI:
+        # late: while the engine loads the model in its own process, this one imports the web framework
+        from ascend_vllm.entrypoints.openai.app import build_app, describe_routes
+
+        app = build_app(engine, frontend_args, log_requests=log_requests)
+        describe_routes(app, launcher.logger.info)
+        return app
+
+    return launcher.serve(
+        "ascend-vllm API server",
+        args,
+        frontend_args,
+        engine_args,
+        make_app,
+        log_level=frontend_args.uvicorn_log_level,
+        access_log=not frontend_args.disable_uvicorn_access_log,
+    )
+
+
+def main() -> None:
+    """Parse the command line and serve."""
+    sys.exit(run_server(make_parser().parse_args()))
+
+
+if __name__ == "__main__":
+    main()

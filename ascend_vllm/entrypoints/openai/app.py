@@ -1,0 +1,209 @@
+"""The HTTP application of the OpenAI-compatible server: its routes and how bodies become requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import prometheus_client
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+import ascend_vllm
+from ascend_vllm import envs
+from ascend_vllm.entrypoints.openai.errors import (
+    BodyError,
+    decode_json,
+    install_error_handlers,
+    json_response,
+)
+from ascend_vllm.entrypoints.openai.middleware import (
+    ApiKeyMiddleware,
+    RequestIdMiddleware,
+    add_named_middleware,
+)
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
+from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
+from ascend_vllm.entrypoints.openai.protocol_misc import (
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+)
+from ascend_vllm.entrypoints.openai.serving_base import ServingSettings
+from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
+from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
+from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
+from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
+from ascend_vllm.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+B = TypeVar("B", bound=BaseModel)
+
+
+async def read_body(http: Request, model: type[B]) -> B:
+    """The request's body as `model`.
+
+    Raises:
+        BodyError: it is not a JSON object.
+        pydantic.ValidationError: it does not fit the model.
+    """
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise BodyError("Unsupported Media Type: Only 'application/json' is allowed")
+    value = decode_json(await http.body())
+    if not isinstance(value, dict):
+        raise BodyError(
+            "1 validation error:\n  {'type': 'model_attributes_type', 'loc': 'body', 'msg': 'Input should be a "
+            "valid dictionary or object to extract fields from'}",
+            "body",
+        )
+    return model.model_validate(value)
+
+
+def _documented_body(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a route that reads its body itself."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _install_openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
+    """Describe the bodies of routes that read them themselves."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            components = document.setdefault("components", {}).setdefault("schemas", {})
+            for model in models:
+                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                components.update(schema.pop("$defs", {}))
+                components[model.__name__] = schema
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _system_routes(engine: AsyncLLM, settings: ServingSettings) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        try:
+            await engine.check_health()
+        except EngineDeadError:
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    @router.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return await health()
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": ascend_vllm.__version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus_client.generate_latest(engine.metrics)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        cards = [ModelCard(name, settings.model_root, settings.max_model_len) for name in settings.model_names]
+        return json_response(ModelList(cards))
+
+    return router
+
+
+def _generation_routes(engine: AsyncLLM, settings: ServingSettings) -> APIRouter:
+    router = APIRouter()
+    completion = ServingCompletion(engine, settings)
+    chat = ServingChat(engine, settings)
+    tokens = ServingTokens(engine, settings)
+
+    @router.post("/v1/completions", openapi_extra=_documented_body(CompletionRequest))
+    async def create_completion(http: Request) -> Response:
+        return await completion.create(await read_body(http, CompletionRequest), http)
+
+    @router.post("/v1/chat/completions", openapi_extra=_documented_body(ChatCompletionRequest))
+    async def create_chat_completion(http: Request) -> Response:
+        return await chat.create(await read_body(http, ChatCompletionRequest), http)
+
+    @router.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
+    async def tokenize(http: Request) -> Response:
+        return json_response(await tokens.tokenize(await read_body(http, TokenizeRequest)))
+
+    @router.post("/detokenize", openapi_extra=_documented_body(DetokenizeRequest))
+    async def detokenize(http: Request) -> Response:
+        return json_response(await tokens.detokenize(await read_body(http, DetokenizeRequest)))
+
+    return router
+
+
+def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
+    """The last one added sees a request first."""
+    for name in args.middleware:
+        add_named_middleware(app, name)
+    key = envs.api_key()
+    keys = [key] if key else list(args.api_key or [])
+    if keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys, root_path=args.root_path or "")
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
+
+
+async def _client_gone(_http: Request, _error: Exception) -> Response:
+    """What nobody reads: 499 is nginx's code for a client that closed its request."""
+    return Response(status_code=499)
+
+
+def build_app(engine: AsyncLLM, args: FrontendArgs, *, log_requests: bool = False) -> FastAPI:
+    """The application.
+
+    Args:
+        engine: the engine's front, ready to generate.
+        args: the server's flags.
+        log_requests: log a line with the parameters of every request.
+
+    Raises:
+        ConfigError: a flag of the HTTP layer is wrong.
+    """
+    settings = ServingSettings.from_args(args, engine, log_requests)
+    docs: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
+    app = FastAPI(
+        title="ascend-vllm",
+        version=ascend_vllm.__version__,
+        root_path=args.root_path or "",
+        **(docs if args.disable_fastapi_docs else {}),
+    )
+    app.include_router(_system_routes(engine, settings))
+    app.include_router(_generation_routes(engine, settings))
+    _install_openapi(app, (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest))
+    install_error_handlers(app)
+    app.add_exception_handler(ClientDisconnectedError, _client_gone)
+    _add_middleware(app, args)
+    return app
+
+
+def describe_routes(app: FastAPI, log: Callable[[str], None]) -> None:
+    """Log the routes, one a line."""
+    log("Available routes are:")
+    for route in app.routes:
+        methods = getattr(route, "methods", None)
+        path = getattr(route, "path", None)
+        if methods and path:
+            log(f"Route: {path}, Methods: {', '.join(sorted(methods))}")

@@ -1,0 +1,134 @@
+"""The one error path of the HTTP servers: exception → status and JSON body.
+
+Every error carries both shapes that clients know: ``{"error": {message, type, param, code}}`` of today and the
+flat ``{"object": "error", message, type, param, code}`` of vLLM 0.6.3.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from ascend_vllm.entrypoints.openai.protocol_common import error_body
+from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+# what an answer repeats of a wrong request: enough to find the place, not a whole prompt
+_MAX_SHOWN_ERRORS = 10
+_MAX_INPUT_CHARACTERS = 200
+
+
+class BodyError(RequestError):
+    """A request body that is not a JSON object or does not fit its model."""
+
+    error_type = "Bad Request"
+
+
+class HttpError(NamedTuple):
+    """Status and body of an error answer."""
+
+    status: int
+    body: dict[str, Any]
+
+
+def to_http_error(error: BaseException) -> HttpError:
+    """Status and body for any exception; an unexpected one is logged and told without details."""
+    if isinstance(error, ValidationError):
+        error = validation_error(error)
+    if isinstance(error, RequestError):
+        return HttpError(error.status_code, error_body(str(error), error.error_type, error.status_code, error.param))
+    if isinstance(error, EngineDeadError):
+        return HttpError(
+            error.status_code,
+            error_body(str(error) or "The engine is dead.", error.error_type, error.status_code),
+        )
+    logger.error("Unexpected error while answering a request", exc_info=error)
+    return HttpError(500, error_body("Internal server error", "InternalServerError", 500))
+
+
+def validation_error(error: ValidationError) -> BodyError:
+    """pydantic's findings as one sentence per finding, in today's vLLM's layout."""
+    findings = error.errors(include_url=False, include_context=False)
+    lines = [
+        {
+            "type": finding["type"],
+            "loc": _location(finding["loc"]),
+            "msg": finding["msg"],
+            "input": _shortened(finding["input"]),
+        }
+        for finding in findings[:_MAX_SHOWN_ERRORS]
+    ]
+    more = [f"… and {len(findings) - len(lines)} more"] if len(findings) > len(lines) else []
+    message = "\n".join(
+        [
+            f"{len(findings)} validation error{'s' if len(findings) > 1 else ''}:",
+            *(f"  {line}" for line in lines),
+            *more,
+        ]
+    )
+    return BodyError(message, param=_location(findings[0]["loc"]))
+
+
+def _location(loc: tuple[int | str, ...]) -> str:
+    return ".".join(["body", *map(str, loc)])
+
+
+def _shortened(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= _MAX_INPUT_CHARACTERS else text[:_MAX_INPUT_CHARACTERS] + "…"
+
+
+def decode_json(body: bytes) -> Any:
+    """A request body's JSON.
+
+    Raises:
+        BodyError: it is empty, not JSON, or not text.
+    """
+    if not body.strip():
+        raise BodyError("1 validation error:\n  {'type': 'missing', 'loc': 'body', 'msg': 'Field required'}", "body")
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_json_leniently(body)
+
+
+def _decode_json_leniently(body: bytes) -> Any:
+    """What Python's json accepts beyond the standard (NaN), and its findings where it does not."""
+    try:
+        value = json.loads(body)
+        # a lone surrogate ("\\ud800") is no character and would fail later, in the tokenizer
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        finding = {"type": "json_invalid", "loc": f"body.{error.pos}", "msg": "JSON decode error", "ctx": error.msg}
+        raise BodyError(f"1 validation error:\n  {finding}", f"body.{error.pos}") from error
+    except (UnicodeError, RecursionError, ValueError) as error:
+        raise BodyError(f"The request body cannot be decoded: {error}", "body") from error
+    return value
+
+
+def json_response(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Any msgspec-encodable content as an application/json response."""
+    return Response(msgspec.json.encode(content), status_code, headers, media_type="application/json")
+
+
+def error_response(error: BaseException) -> Response:
+    """The answer to a request that failed before its response began."""
+    status, body = to_http_error(error)
+    return json_response(body, status)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Let every exception that leaves a route become an error answer."""
+
+    async def answer(_request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    for kind in (RequestError, ValidationError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,71 @@
+"""The engine's log-probabilities in the shapes of the two endpoints."""
+
+from __future__ import annotations
+
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
+from ascend_vllm.entrypoints.openai.protocol_completion import CompletionLogprobs
+from ascend_vllm.outputs import Logprob, PositionLogprobs
+
+# JSON has no infinity; vLLM's value for "impossible"
+_IMPOSSIBLE = -9999.0
+
+
+def _token_text(token_id: int, entry: Logprob, as_token_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_token_ids or entry.decoded_token is None else entry.decoded_token
+
+
+def completion_logprobs(
+    token_ids: list[int],
+    positions: list[PositionLogprobs],
+    text_offset: int,
+    as_token_ids: bool,
+) -> CompletionLogprobs:
+    """Log-probabilities of /v1/completions.
+
+    Args:
+        token_ids: the generated tokens.
+        positions: one entry per token: the token itself and the most likely ones.
+        text_offset: characters of the tokens before these.
+        as_token_ids: show tokens as ``token_id:123``.
+    """
+    result = CompletionLogprobs([], [], [], [])
+    for token_id, entries in zip(token_ids, positions, strict=True):
+        sampled = entries[token_id]
+        token = _token_text(token_id, sampled, as_token_ids)
+        top: dict[str, float] = {token: max(sampled.logprob, _IMPOSSIBLE)}
+        # the engine computed the token itself and as many best ones as were asked for
+        for other_id, entry in entries.items():
+            top.setdefault(_token_text(other_id, entry, as_token_ids), max(entry.logprob, _IMPOSSIBLE))
+        result.text_offset.append(text_offset)
+        result.token_logprobs.append(max(sampled.logprob, _IMPOSSIBLE))
+        result.tokens.append(token)
+        result.top_logprobs.append(top)
+        text_offset += len(token)
+    return result
+
+
+def chat_logprobs(
+    token_ids: list[int], positions: list[PositionLogprobs], num_top: int, as_token_ids: bool
+) -> ChatLogprobs:
+    """Log-probabilities of /v1/chat/completions; arguments as for `completion_logprobs`, but
+
+    Args:
+        num_top: most likely tokens to show at each position.
+    """
+    content: list[ChatTokenLogprob] = []
+    for token_id, entries in zip(token_ids, positions, strict=True):
+        token = _token_text(token_id, entries[token_id], as_token_ids)
+        best = sorted(entries.items(), key=lambda item: -item[1].logprob)[:num_top]
+        content.append(
+            ChatTokenLogprob(
+                token,
+                max(entries[token_id].logprob, _IMPOSSIBLE),
+                list(token.encode(errors="replace")),
+                [_top_logprob(_token_text(i, entry, as_token_ids), entry.logprob) for i, entry in best],
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def _top_logprob(token: str, logprob: float) -> ChatTopLogprob:
+    return ChatTopLogprob(token, max(logprob, _IMPOSSIBLE), list(token.encode(errors="replace")))

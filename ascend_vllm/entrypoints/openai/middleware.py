@@ -1,0 +1,88 @@
+"""ASGI middleware: API keys, request ids, and what --middleware names.
+
+Plain ASGI, not Starlette's BaseHTTPMiddleware, which would copy every event of a stream through a queue.
+"""
+
+from __future__ import annotations
+
+import hmac
+import importlib
+import inspect
+import secrets
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ascend_vllm.entrypoints.openai.errors import json_response
+from ascend_vllm.errors import ConfigError
+
+
+class ApiKeyMiddleware:
+    """Refuses requests under /v1 without one of the keys: 401 ``{"error": "Unauthorized"}``.
+
+    Args:
+        app: what is guarded.
+        keys: keys that are accepted as ``Authorization: Bearer KEY``.
+        root_path: prefix under which a proxy shows the server.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
+        self._app = app
+        self._expected = [f"Bearer {key}".encode() for key in keys]
+        self._root_path = root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it with 401."""
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and self._is_guarded(scope["path"]):
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            # every key is compared, each in constant time, so that timing tells nothing
+            if not sum(hmac.compare_digest(given, key) for key in self._expected):
+                await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_guarded(self, path: str) -> bool:
+        return path.removeprefix(self._root_path).startswith("/v1")
+
+
+class RequestIdMiddleware:
+    """Adds `X-Request-Id` to every answer: the request's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with the header added to its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id") or secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(raw=message["headers"])["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def add_named_middleware(app: FastAPI, name: str) -> None:
+    """Install the middleware of an import path such as ``package.module.Name``.
+
+    Raises:
+        ConfigError: there is no such thing, or it is neither a function nor a class.
+    """
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        middleware: Any = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--middleware {name} cannot be imported: {error}") from error
+    if isinstance(middleware, type):
+        app.add_middleware(cast("Any", middleware))
+    elif inspect.iscoroutinefunction(middleware):
+        app.middleware("http")(middleware)
+    else:
+        raise ConfigError(f"Invalid middleware {name}. Must be a function or a class.")

@@ -1,0 +1,126 @@
+"""Request and answer of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, Usage
+
+
+class ChatMessage(BaseModel):
+    """One message of the conversation; any role is allowed, and what else it holds reaches the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any] | str] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            # the generation prompt is on by default; only asking for both is a contradiction
+            if "add_generation_prompt" in self.model_fields_set:
+                raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+            self.add_generation_prompt = False
+        if self.top_logprobs is not None:
+            if self.top_logprobs < 0:
+                raise ValueError("`top_logprobs` must be a positive value.")
+            if self.top_logprobs > 0 and not self.logprobs:
+                raise ValueError("when using `top_logprobs`, `logprobs` must be set to true.")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("When using `tool_choice`, `tools` must be set.")
+        return self
+
+    def requested_logprobs(self) -> int | None:
+        """`top_logprobs` when `logprobs` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def effective_max_tokens(self) -> int | None:
+        """`max_completion_tokens`, else its older name; None: up to the model's limit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template beside the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
+
+
+class ChatTopLogprob(msgspec.Struct):
+    """One candidate at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    """One generated token and the most likely candidates at its position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of a choice."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatResponseMessage(msgspec.Struct):
+    """The generated message."""
+
+    role: str
+    content: str | None
+    tool_calls: list[dict[str, Any]]
+
+
+class ChatChoice(msgspec.Struct):
+    """One generated message."""
+
+    index: int
+    message: ChatResponseMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletionResponse(msgspec.Struct):
+    """Answer of POST /v1/chat/completions without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    object: str = "chat.completion"
+    prompt_logprobs: None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

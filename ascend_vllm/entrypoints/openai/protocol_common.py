@@ -1,0 +1,306 @@
+"""What the generating endpoints' requests and answers have in common.
+
+Requests are pydantic models: unknown fields are kept apart (`model_extra`) and only logged. Answers are msgspec
+records, which encode an order of magnitude faster.
+
+A field whose feature this version does not have is part of the models all the same, so that it is refused by
+name instead of being ignored: see `UNSUPPORTED_FIELDS`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ascend_vllm import envs
+from ascend_vllm.errors import RequestError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+# field → the values that ask for nothing; any other value is refused
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "bad_words": (None, []),
+    "cache_salt": (None,),
+    "documents": (None, []),
+    "early_stopping": (None, False),
+    "guided_choice": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_whitespace_pattern": (None,),
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1.0),
+    "logprob_token_ids": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
+    "stream_interval": (None, 1),
+    "structural_tag": (None,),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "thinking_token_budget": (None,),
+    "tools": (None, []),
+    "truncation_side": (None, "left"),
+    "use_beam_search": (None, False),
+}
+
+_logged_fields: set[str] = set()
+
+
+def random_id(prefix: str) -> str:
+    """`prefix` and 16 hexadecimal digits, e.g. ``cmpl-0123456789abcdef``."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+def unix_time() -> int:
+    """Now, in whole seconds since 1970."""
+    return int(time.time())
+
+
+class ApiRequest(BaseModel):
+    """Root of all request bodies: unknown fields are accepted and logged once each."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _log_unknown_fields(self) -> ApiRequest:
+        unknown = set(self.model_extra or ()) - _logged_fields
+        # the set only ever grows by what was logged; the limit keeps a hostile client from filling it
+        if unknown and len(_logged_fields) < 1000:
+            _logged_fields.update(unknown)
+            logger.warning("Ignored fields of a request that this server does not know: %s", sorted(unknown))
+        return self
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`: which chunks carry `usage`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class ResponseFormat(BaseModel):
+    """`response_format`; only plain text can be asked for."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class GenerationRequest(ApiRequest):
+    """Fields that /v1/completions and /v1/chat/completions share.
+
+    A sampling field that is null or absent takes the server's default (generation_config.json), then the
+    usual one.
+    """
+
+    model: str | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+    # vLLM's extensions
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    early_stopping: bool | str | None = None
+    length_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = False
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: dict[str, Any] | None = None
+    stream_interval: int | None = None
+    structural_tag: Any = None
+    thinking_token_budget: int | None = None
+    truncation_side: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("Stream options can only be defined when `stream=True`.")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream's last chunk carries the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def requested_logprobs(self) -> int | None:
+        """Number of most likely tokens to return per position; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def check_supported(self) -> None:
+        """Refuse fields whose feature is not available.
+
+        Raises:
+            RequestError: names the field.
+        """
+        if self.priority:
+            raise RequestError(
+                f"Got priority {self.priority} but Priority scheduling is not enabled.", param="priority"
+            )
+        for name in self.model_fields_set & UNSUPPORTED_FIELDS.keys() & type(self).model_fields.keys():
+            if getattr(self, name) not in UNSUPPORTED_FIELDS[name]:
+                raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
+        if self.response_format is not None and self.response_format.type != "text":
+            raise RequestError(
+                f"`response_format` of type '{self.response_format.type}' is not supported by this version of "
+                "the server; only 'text' is.",
+                param="response_format",
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                "`best_of` different from `n` is not supported by this version of the server.", param="best_of"
+            )
+
+    def sampling_params(self, defaults: dict[str, Any], max_tokens: int, force_logprobs: bool) -> SamplingParams:
+        """The engine's view of the request.
+
+        Args:
+            defaults: the server's sampling defaults (generation_config.json).
+            max_tokens: tokens to generate at most, limits applied.
+            force_logprobs: compute log-probabilities even if the request does not return any.
+
+        Raises:
+            RequestError: a value is out of range; the text names the field.
+        """
+        check_num_sequences(self.n or 1)
+        logprobs = self.requested_logprobs()
+        if logprobs is None and force_logprobs:
+            logprobs = 0
+        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        sampling = {
+            name: value if (value := getattr(self, name)) is not None else defaults.get(name, default)
+            for name, default in usual.items()
+        }
+        try:
+            return SamplingParams(
+                n=1 if self.n is None else self.n,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                seed=self.seed,
+                stop=self.stop,
+                stop_token_ids=self.stop_token_ids,
+                ignore_eos=self.ignore_eos,
+                max_tokens=max_tokens,
+                min_tokens=self.min_tokens,
+                logprobs=logprobs,
+                skip_special_tokens=self.skip_special_tokens,
+                spaces_between_special_tokens=self.spaces_between_special_tokens,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                truncate_prompt_tokens=self.truncate_prompt_tokens,
+                output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+                logit_bias=parse_logit_bias(self.logit_bias),
+                allowed_token_ids=self.allowed_token_ids,
+                **sampling,
+            )
+        except (TypeError, ValueError) as error:
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(str(error)) from error
+
+
+def check_num_sequences(n: int) -> None:
+    """Refuse an `n` that would exhaust the server.
+
+    Raises:
+        RequestError: it is above `VLLM_MAX_N_SEQUENCES`.
+    """
+    limit = envs.max_n_sequences()
+    if n > limit:
+        raise RequestError(f"n must be at most {limit}, got {n}.", param="n")
+
+
+def parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's string keys as token ids, values clamped to −100 … 100.
+
+    Raises:
+        RequestError: a key is not an integer.
+    """
+    if logit_bias is None:
+        return None
+    wrong = [key for key in logit_bias if not key.strip().lstrip("+-").isdecimal()]
+    if wrong:
+        raise RequestError(
+            f"logit_bias contains key(s) that cannot be converted to integer token IDs: {wrong}", param="logit_bias"
+        )
+    return {int(key): min(100.0, max(-100.0, value)) for key, value in logit_bias.items()}
+
+
+# ---- answers -------------------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Part of `usage` under --enable-prompt-tokens-details."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """`usage`: tokens of all prompts, each once, and of all choices."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: None = None
+
+
+def error_body(message: str, error_type: str, code: int, param: str | None = None) -> dict[str, Any]:
+    """An error in both shapes at once: today's nested one, and the flat one of vLLM 0.6.3."""
+    error = {"message": message, "type": error_type, "param": param, "code": code}
+    return {"error": error, "object": "error", **error}

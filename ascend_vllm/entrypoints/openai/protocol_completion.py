@@ -1,0 +1,90 @@
+"""Request and answer of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import model_validator
+
+from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, TokenId, Usage
+from ascend_vllm.errors import RequestError
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: list[TokenId] | list[list[TokenId]] | str | list[str] | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+    prompt_embeds: Any = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> CompletionRequest:
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError("`logprobs` must be a positive value.")
+        return self
+
+    def requested_logprobs(self) -> int | None:
+        """`logprobs` as it is: 0 returns the sampled tokens' only."""
+        return self.logprobs
+
+    def check_supported(self) -> None:
+        """Refuse what is not available, here also the prompt's log-probabilities that echo would need."""
+        super().check_supported()
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "`echo` together with `logprobs` is not supported by this version of the server.", param="echo"
+            )
+
+    @property
+    def effective_max_tokens(self) -> int:
+        """`max_tokens`, 16 when absent or null."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def echo_only(self) -> bool:
+        """Whether only the prompt is returned: one token is generated and dropped."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of a choice; all lists have one entry per token."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class CompletionChoice(msgspec.Struct):
+    """One generated text.
+
+    Attributes:
+        sentence_length: characters of `text`.
+        cum_log_probs: sum of the generated tokens' log-probabilities, if they were computed.
+    """
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    sentence_length: int
+    cum_log_probs: float | None
+    prompt_logprobs: None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(msgspec.Struct):
+    """Answer of POST /v1/completions without streaming."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str
+    object: str = "text_completion"

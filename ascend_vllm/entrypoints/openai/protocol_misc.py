@@ -1,0 +1,86 @@
+"""Requests and answers of /tokenize, /detokenize and /v1/models."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, TokenId, unix_time
+
+
+class TokenizeRequest(ApiRequest):
+    """Body of POST /tokenize: a prompt, or messages for the chat template.
+
+    `add_special_tokens` is true for a prompt and false for messages unless it is given.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """Answer of POST /tokenize; `token_strs` only when asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(ApiRequest):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class ModelPermission(msgspec.Struct):
+    """What a model may be used for: everything but fine-tuning."""
+
+    id: str = msgspec.field(default_factory=lambda: f"modelperm-{secrets.token_hex(16)}")
+    object: str = "model_permission"
+    created: int = msgspec.field(default_factory=unix_time)
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
+class ModelCard(msgspec.Struct):
+    """One name under which a model is served."""
+
+    id: str
+    root: str
+    max_model_len: int
+    parent: str | None = None
+    object: str = "model"
+    created: int = msgspec.field(default_factory=unix_time)
+    owned_by: str = "vllm"
+    permission: list[ModelPermission] = msgspec.field(default_factory=lambda: [ModelPermission()])
+
+
+class ModelList(msgspec.Struct):
+    """Answer of GET /v1/models."""
+
+    data: list[ModelCard]
+    object: str = "list"

@@ -1,0 +1,336 @@
+"""What the serving classes share: settings, model names, tokens of prompts, limits, usage."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from starlette.requests import Request
+
+import ascend_vllm
+from ascend_vllm.entrypoints.openai.chat_messages import conversation
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_common import (
+    GenerationRequest,
+    PromptTokensDetails,
+    Usage,
+)
+from ascend_vllm.entrypoints.openai.streaming import StreamResponse, merge, run_unless_disconnected
+from ascend_vllm.errors import ModelNotFoundError, RequestError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.engine.async_llm import AsyncLLM
+    from ascend_vllm.engine.tokenization import Tokenizer
+
+logger = init_logger(__name__)
+
+# outputs with their prompt's index, as they come
+Outputs: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
+# makes events of outputs
+StreamShape: TypeAlias = Callable[[Outputs], AsyncGenerator[bytes, None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingSettings:
+    """The flags that shape answers.
+
+    Attributes:
+        model_names: names requests may use; answers carry the first.
+        model_root: the model's directory as told by /v1/models.
+        max_model_len: most tokens of prompt and output together.
+        response_role: role of generated messages.
+        chat_template: template that replaces the tokenizer's own.
+        content_format: "string" or "openai", see `chat_messages.conversation`.
+        trust_request_chat_template: requests may bring their own template.
+        default_chat_template_kwargs: variables every template gets.
+        return_tokens_as_token_ids: log-probabilities name tokens ``token_id:123``.
+        enable_prompt_tokens_details: usage tells cached tokens.
+        enable_cum_log_probs: compute log-probabilities for every completion.
+        force_include_usage: every stream ends with its usage.
+        log_requests: log each request's parameters.
+        max_log_len: characters or ids of a prompt that are logged; None: all.
+        fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
+    """
+
+    model_names: tuple[str, ...]
+    model_root: str
+    max_model_len: int
+    response_role: str = "assistant"
+    chat_template: str | None = None
+    content_format: str = "string"
+    trust_request_chat_template: bool = False
+    default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    return_tokens_as_token_ids: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_cum_log_probs: bool = False
+    force_include_usage: bool = False
+    log_requests: bool = False
+    max_log_len: int | None = None
+    fingerprint: str = ""
+
+    @classmethod
+    def from_args(cls, args: FrontendArgs, engine: AsyncLLM, log_requests: bool) -> ServingSettings:
+        """From the server's flags and the engine's configuration."""
+        config = engine.config
+        identity = f"{config.model.model} {config.model.dtype} {config.parallel.tensor_parallel_size}"
+        digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
+        return cls(
+            model_names=config.model.served_model_names,
+            model_root=config.model.model,
+            max_model_len=engine.max_model_len,
+            response_role=args.response_role,
+            chat_template=args.chat_template,
+            content_format="openai" if args.chat_template_content_format == "openai" else "string",
+            trust_request_chat_template=args.trust_request_chat_template,
+            default_chat_template_kwargs=args.default_chat_template_kwargs or {},
+            return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+            enable_prompt_tokens_details=args.enable_prompt_tokens_details,
+            enable_cum_log_probs=args.enable_cum_log_probs,
+            force_include_usage=args.enable_force_include_usage,
+            log_requests=log_requests,
+            max_log_len=args.max_log_len,
+            fingerprint=f"ascend-vllm-{ascend_vllm.__version__}-{digest}",
+        )
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A prompt ready for the engine.
+
+    Attributes:
+        text: what `echo` returns; None when it was given as token ids.
+    """
+
+    token_ids: list[int]
+    text: str | None
+
+
+async def _chain(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
+    yield first
+    async for item in rest:
+        yield item
+
+
+class UsageCounter:
+    """Counts the tokens of a request while its outputs arrive.
+
+    Prompts count once each, however many choices they have; choices count every generated token.
+    """
+
+    def __init__(self, num_choices: int, tell_cached: bool) -> None:
+        self.completion_tokens = [0] * num_choices
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._tell_cached = tell_cached
+
+    @property
+    def started(self) -> bool:
+        """Whether any prompt was counted."""
+        return bool(self._prompts)
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take note of a prompt's size; `completion_tokens` is counted by the caller."""
+        self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+
+    def choice_usage(self, prompt_index: int, choice_index: int) -> Usage:
+        """Usage so far as a chunk of one choice tells it."""
+        return self._usage([self._prompts[prompt_index]], self.completion_tokens[choice_index])
+
+    def total(self) -> Usage:
+        """Usage of the whole request."""
+        return self._usage(list(self._prompts.values()), sum(self.completion_tokens))
+
+    def _usage(self, prompts: list[tuple[int, int]], completion_tokens: int) -> Usage:
+        prompt_tokens = sum(size for size, _ in prompts)
+        details = PromptTokensDetails(sum(cached for _, cached in prompts)) if self._tell_cached else None
+        return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
+
+
+class ServingBase:
+    """Shared steps of the serving classes.
+
+    Args:
+        engine: the engine's front.
+        settings: flags that shape answers.
+    """
+
+    def __init__(self, engine: AsyncLLM, settings: ServingSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.sampling_defaults = engine.default_sampling_params()
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers carry."""
+        return self.settings.model_names[0]
+
+    def check_model(self, model: str | None) -> None:
+        """Raise `ModelNotFoundError` unless the name is served; no name means the served model."""
+        if model and model not in self.settings.model_names:
+            raise ModelNotFoundError(
+                f"The model `{model}` does not exist. Valid aliases: {', '.join(self.settings.model_names)}.",
+                param="model",
+            )
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            RequestError: the server runs with --skip-tokenizer-init.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("This server runs with --skip-tokenizer-init: prompts must be token ids.")
+        return tokenizer
+
+    def conversation(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        """Messages as the chat template wants them.
+
+        Raises:
+            RequestError: there are none, or one has content that the model cannot read.
+        """
+        return conversation(messages, self.settings.content_format, self.model_name)
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        request_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """The prompt's text for a conversation.
+
+        Raises:
+            RequestError: the request may not bring a template, or the template refuses the messages.
+        """
+        if request_template is not None and not self.settings.trust_request_chat_template:
+            raise RequestError(
+                "Chat template is passed with request, but --trust-request-chat-template is not set. Refused "
+                "request with untrusted chat template.",
+                param="chat_template",
+            )
+        options = {**self.settings.default_chat_template_kwargs, **template_kwargs}
+        template = request_template or self.settings.chat_template
+        if template is not None:
+            options["chat_template"] = template
+        options["add_generation_prompt"] = add_generation_prompt
+        options["continue_final_message"] = continue_final_message
+        try:
+            return await self.tokenizer().apply_chat_template_async(messages, **options)
+        except Exception as error:
+            # templates are programs of the model's or the request's author: whatever they raise is about the input
+            raise RequestError(str(error) or type(error).__name__, param="messages") from error
+
+    async def encode(self, text: str, add_special_tokens: bool, keep_last: int | None = None) -> list[int]:
+        """Token ids of a text, off the event loop; `keep_last` keeps that many of the end."""
+        token_ids = await self.tokenizer().encode_async(text, add_special_tokens=add_special_tokens)
+        if keep_last is None or len(token_ids) <= keep_last:
+            return token_ids
+        # what every text begins with is not cut off, as with a tokenizer's own truncation on the left
+        prefix = self.tokenizer().encode("") if add_special_tokens else []
+        if not prefix or len(prefix) >= keep_last or token_ids[: len(prefix)] != prefix:
+            return token_ids[-keep_last:]
+        return prefix + token_ids[len(prefix) - keep_last :]
+
+    def limit_tokens(self, num_prompt_tokens: int, requested: int | None, clamp: bool = False) -> int:
+        """`max_tokens` of a prompt.
+
+        Args:
+            num_prompt_tokens: tokens of the prompt.
+            requested: what the request says; None: all that fits.
+            clamp: lower `requested` to what fits instead of refusing it.
+
+        Raises:
+            RequestError: prompt and output do not fit in the model's length.
+        """
+        limit = self.settings.max_model_len
+        head = f"This model's maximum context length is {limit} tokens. However, you requested"
+        room = limit - num_prompt_tokens
+        if room < 1 or num_prompt_tokens == 0:
+            if num_prompt_tokens == 0:
+                raise RequestError("The decoder prompt cannot be empty", param="prompt")
+            raise RequestError(
+                f"{head} {num_prompt_tokens} tokens in the messages, Please reduce the length of the messages."
+            )
+        if requested is None or (clamp and requested > room):
+            return room
+        if requested > room:
+            raise RequestError(
+                f"{head} {num_prompt_tokens + requested} tokens ({num_prompt_tokens} in the messages, {requested} in "
+                "the completion). Please reduce the length of the messages or completion.",
+                param="max_tokens",
+            )
+        return requested
+
+    def start_request(
+        self,
+        request: GenerationRequest,
+        prefix: str,
+        http: Request,
+        prompts: Sequence[Prompt],
+        max_tokens: Sequence[int],
+    ) -> tuple[list[AsyncGenerator[RequestOutput, None]], str]:
+        """One engine request per prompt, and the answer's id.
+
+        The engine's ids get a random end, for clients repeat the ids they choose.
+
+        Raises:
+            RequestError: a sampling parameter is wrong.
+        """
+        chosen = request.request_id or http.headers.get("x-request-id")
+        response_id = f"{prefix}-{chosen or secrets.token_hex(8)}"
+        engine_id = f"{response_id}-{secrets.token_hex(4)}" if chosen else response_id
+        force_logprobs = prefix == "cmpl" and self.settings.enable_cum_log_probs
+        generators = []
+        for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
+            params = request.sampling_params(self.sampling_defaults, limit, force_logprobs)
+            if self.settings.log_requests:
+                self._log_request(f"{engine_id}-{index}", prompt, params)
+            generators.append(
+                self.engine.generate({"prompt_token_ids": prompt.token_ids}, params, f"{engine_id}-{index}")
+            )
+        return generators, response_id
+
+    async def collect(self, generators: Sequence[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
+        """The final outputs, in the order of the prompts."""
+        async with contextlib.aclosing(merge(generators)) as outputs:
+            finals = {index: output async for index, output in outputs}
+        return [finals[index] for index in range(len(generators))]
+
+    async def open_stream(
+        self, http: Request, generators: Sequence[AsyncGenerator[RequestOutput, None]], shape: StreamShape
+    ) -> StreamResponse:
+        """A stream of events, begun only once the engine has answered.
+
+        Waiting for the first output lets what the engine refuses (a full queue) become a plain error status.
+
+        Raises:
+            RequestError: the engine refused the request.
+            EngineDeadError: the engine is gone.
+        """
+        outputs = merge(generators)
+        try:
+            first = await run_unless_disconnected(http.receive, anext(outputs))
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return StreamResponse(shape(_chain(first, outputs)), "text/event-stream", outputs.aclose)
+
+    def _log_request(self, engine_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+        size = self.settings.max_log_len
+        logger.info(
+            "Received request %s: prompt: %r, params: %s, prompt_token_ids: %s.",
+            engine_id,
+            None if prompt.text is None else prompt.text[:size],
+            sampling,
+            prompt.token_ids[:size],
+        )

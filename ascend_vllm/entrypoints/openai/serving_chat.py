@@ -1,0 +1,181 @@
+"""POST /v1/chat/completions: a conversation in, its next message out, whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ascend_vllm.entrypoints.openai import sse
+from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
+from ascend_vllm.entrypoints.openai.protocol_chat import (
+    ChatChoice,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    ChatResponseMessage,
+)
+from ascend_vllm.entrypoints.openai.protocol_common import unix_time
+from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingBase, UsageCounter
+from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import CompletionOutput, RequestOutput
+
+
+class ServingChat(ServingBase):
+    """Answers chat requests."""
+
+    async def create(self, request: ChatCompletionRequest, http: Request) -> Response:
+        """The answer to one request.
+
+        Raises:
+            RequestError: the request is wrong.
+            EngineDeadError: the engine is gone.
+            ClientDisconnectedError: the client went away; the generation was aborted.
+        """
+        self.check_model(request.model)
+        request.check_supported()
+        messages = self.conversation(request.messages)
+        text = await self.render(
+            messages,
+            request_template=request.chat_template,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            template_kwargs=request.template_kwargs(),
+        )
+        token_ids = await self.encode(text, request.add_special_tokens, request.truncate_prompt_tokens)
+        max_tokens = self._max_tokens(request, len(token_ids))
+        prompt = Prompt(token_ids, text)
+        generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
+        answer = _Answer(self, request, response_id, prompt, messages[-1])
+        if request.stream:
+            return await self.open_stream(http, generators, answer.stream)
+        outputs = await run_unless_disconnected(http.receive, self.collect(generators))
+        return json_response(answer.complete(outputs[0]))
+
+    def _max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
+        requested = request.effective_max_tokens
+        limit = self.settings.max_model_len
+        if requested is not None and requested > limit:
+            raise RequestError(
+                f"max_tokens={requested} cannot be greater than max_model_len={limit}. Please request fewer output "
+                "tokens.",
+                param="max_tokens",
+            )
+        return self.limit_tokens(num_prompt_tokens, requested)
+
+
+class _Answer:
+    """Shapes one request's outputs."""
+
+    def __init__(
+        self,
+        serving: ServingChat,
+        request: ChatCompletionRequest,
+        response_id: str,
+        prompt: Prompt,
+        last_message: dict[str, Any],
+    ) -> None:
+        self._request = request
+        self._settings = serving.settings
+        self._id = response_id
+        self._model = serving.model_name
+        self._created = unix_time()
+        self._prompt = prompt
+        self._n = request.n or 1
+        self._role = serving.settings.response_role if request.add_generation_prompt else str(last_message["role"])
+        self._echo = self._echoed(last_message)
+        self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
+        self._usage = UsageCounter(self._n, self._settings.enable_prompt_tokens_details)
+
+    def _echoed(self, last_message: dict[str, Any]) -> str:
+        """The last message's text, if the answer repeats it: it must be of the same role."""
+        wanted = self._request.echo or self._request.continue_final_message
+        if not wanted or last_message["role"] != self._role:
+            return ""
+        content = last_message["content"]
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    def complete(self, output: RequestOutput) -> ChatCompletionResponse:
+        """The whole answer; `output` is final."""
+        self._usage.add(0, output)
+        choices = [self._choice(generated) for generated in output.outputs]
+        response = ChatCompletionResponse(
+            self._id, self._created, self._model, choices, self._usage.total(), self._settings.fingerprint
+        )
+        if self._request.return_token_ids:
+            response.prompt_token_ids = self._prompt.token_ids
+        return response
+
+    def _choice(self, generated: CompletionOutput) -> ChatChoice:
+        self._usage.completion_tokens[generated.index] += len(generated.token_ids)
+        choice = ChatChoice(
+            generated.index,
+            ChatResponseMessage(self._role, self._echo + generated.text, []),
+            self._logprobs(generated),
+            generated.finish_reason,
+            generated.stop_reason,
+        )
+        if self._request.return_token_ids:
+            choice.token_ids = generated.token_ids
+        return choice
+
+    def _logprobs(self, generated: CompletionOutput) -> ChatLogprobs | None:
+        if not self._request.logprobs or generated.logprobs is None:
+            return None
+        num_top = self._request.top_logprobs or 0
+        return chat_logprobs(generated.token_ids, generated.logprobs, num_top, self._as_token_ids)
+
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer's events; errors are told in the stream."""
+        settings, request = self._settings, self._request
+        include_usage = request.include_usage or settings.force_include_usage
+        writer = sse.ChatChunkWriter(
+            self._id, self._created, self._model, settings.fingerprint, self._n, usage_key=include_usage
+        )
+        plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
+        usage = self._usage
+        try:
+            async for _, output in outputs:
+                events = []
+                if not usage.started:
+                    usage.add(0, output)
+                    events.extend(self._opening(writer))
+                for generated in output.outputs:
+                    usage.completion_tokens[generated.index] += len(generated.token_ids)
+                    if plain and generated.finish_reason is None:
+                        events.append(writer.text_event(generated.index, generated.text))
+                    else:
+                        events.append(self._event(writer, generated))
+                yield b"".join(events)
+            if include_usage:
+                yield writer.usage_event(usage.total())
+        except Exception as error:
+            yield sse.error_event(to_http_error(error).body)
+        yield sse.DONE
+
+    def _opening(self, writer: sse.ChatChunkWriter) -> list[bytes]:
+        """What comes before the first token: each choice's role, then the echoed text."""
+        deltas = [{"role": self._role, "content": ""}]
+        if self._echo:
+            deltas.append({"content": self._echo})
+        return [
+            writer.event(index, delta, self._usage_now(index), {}) for delta in deltas for index in range(self._n)
+        ]
+
+    def _usage_now(self, index: int) -> Any:
+        return self._usage.choice_usage(0, index) if self._request.continuous_usage else None
+
+    def _event(self, writer: sse.ChatChunkWriter, generated: CompletionOutput) -> bytes:
+        """An event with more than text."""
+        extra: dict[str, Any] = {"logprobs": self._logprobs(generated)}
+        if generated.finish_reason is not None:
+            extra["finish_reason"] = generated.finish_reason
+            extra["stop_reason"] = generated.stop_reason
+        if self._request.return_token_ids:
+            extra["token_ids"] = generated.token_ids
+        delta = {"content": generated.text}
+        return writer.event(generated.index, delta, self._usage_now(generated.index), extra)

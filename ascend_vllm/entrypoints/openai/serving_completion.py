@@ -1,0 +1,195 @@
+"""POST /v1/completions: prompts in, texts out, whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ascend_vllm.entrypoints.openai import sse
+from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs
+from ascend_vllm.entrypoints.openai.protocol_common import unix_time
+from ascend_vllm.entrypoints.openai.protocol_completion import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingBase, UsageCounter
+from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import CompletionOutput, RequestOutput
+
+
+class ServingCompletion(ServingBase):
+    """Answers completion requests."""
+
+    async def create(self, request: CompletionRequest, http: Request) -> Response:
+        """The answer to one request.
+
+        Raises:
+            RequestError: the request is wrong.
+            EngineDeadError: the engine is gone.
+            ClientDisconnectedError: the client went away; the generation was aborted.
+        """
+        self.check_model(request.model)
+        request.check_supported()
+        prompts = await self._prompts(request)
+        generators, response_id = self.start_request(
+            request, "cmpl", http, prompts, [self._max_tokens(request, prompt) for prompt in prompts]
+        )
+        answer = _Answer(self, request, response_id, prompts)
+        if request.stream:
+            return await self.open_stream(http, generators, answer.stream)
+        outputs = await run_unless_disconnected(http.receive, self.collect(generators))
+        return json_response(answer.complete(outputs))
+
+    def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
+        if request.echo_only:
+            return self.limit_tokens(len(prompt.token_ids), 1)
+        return self.limit_tokens(
+            len(prompt.token_ids), request.effective_max_tokens, clamp=request.max_tokens is None
+        )
+
+    async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
+        given = request.prompt
+        if given is None or given == "":
+            raise RequestError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        if not given:
+            raise RequestError("You must pass at least one prompt", param="prompt")
+        several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        return [await self._prompt(request, prompt) for prompt in several]
+
+    async def _prompt(self, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
+        last = request.truncate_prompt_tokens
+        if isinstance(prompt, str):
+            token_ids = await self.encode(prompt, request.add_special_tokens, last)
+            text: str | None = prompt
+        else:
+            token_ids = prompt if last is None else prompt[-last:]
+            text = None
+        if request.echo and (text is None or last is not None):
+            text = await self.tokenizer().decode_async(token_ids)
+        return Prompt(token_ids, text)
+
+
+class _Answer:
+    """Shapes one request's outputs."""
+
+    def __init__(
+        self, serving: ServingCompletion, request: CompletionRequest, response_id: str, prompts: Sequence[Prompt]
+    ) -> None:
+        self._request = request
+        self._settings = serving.settings
+        self._id = response_id
+        self._model = serving.model_name
+        self._created = unix_time()
+        self._prompts = prompts
+        self._n = request.n or 1
+        self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
+        self._usage = UsageCounter(self._n * len(prompts), self._settings.enable_prompt_tokens_details)
+        # characters of the tokens shown so far by each choice's logprobs, and of each choice's text
+        self._logprob_offsets = [0] * (self._n * len(prompts))
+        self._text_lengths = [0] * (self._n * len(prompts))
+
+    def complete(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
+        """The whole answer; `outputs` are final, one per prompt."""
+        choices = []
+        for prompt_index, output in enumerate(outputs):
+            self._usage.add(prompt_index, output)
+            # sorted by the engine (best first); numbered anew
+            for order, generated in enumerate(output.outputs):
+                choices.append(self._choice(prompt_index, prompt_index * self._n + order, generated))
+        return CompletionResponse(
+            self._id, self._created, self._model, choices, self._usage.total(), self._settings.fingerprint
+        )
+
+    def _choice(self, prompt_index: int, index: int, generated: CompletionOutput) -> CompletionChoice:
+        request = self._request
+        self._usage.completion_tokens[index] += len(generated.token_ids)
+        text = self._with_echo(prompt_index, index, generated.text)
+        choice = CompletionChoice(
+            index,
+            text,
+            self._logprobs(index, generated),
+            "length" if request.echo_only else generated.finish_reason,
+            None if request.echo_only else generated.stop_reason,
+            len(text),
+            generated.cumulative_logprob,
+        )
+        if request.return_token_ids:
+            choice.token_ids = generated.token_ids
+            choice.prompt_token_ids = self._prompts[prompt_index].token_ids
+        return choice
+
+    def _with_echo(self, prompt_index: int, index: int, text: str) -> str:
+        """`text`, behind the prompt's if it is asked for and this is the choice's first piece."""
+        if self._request.echo_only:
+            text = ""
+        if self._request.echo and not self._text_lengths[index]:
+            text = (self._prompts[prompt_index].text or "") + text
+        self._text_lengths[index] += len(text)
+        return text
+
+    def _logprobs(self, index: int, generated: CompletionOutput) -> CompletionLogprobs | None:
+        if self._request.logprobs is None or generated.logprobs is None:
+            return None
+        result = completion_logprobs(
+            generated.token_ids, generated.logprobs, self._logprob_offsets[index], self._as_token_ids
+        )
+        self._logprob_offsets[index] += sum(map(len, result.tokens))
+        return result
+
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer's events; errors are told in the stream."""
+        settings, request = self._settings, self._request
+        writer = sse.CompletionChunkWriter(
+            self._id, self._created, self._model, settings.fingerprint, self._n * len(self._prompts)
+        )
+        plain = request.logprobs is None and not (
+            request.continuous_usage or request.echo or request.return_token_ids
+        )
+        usage, n = self._usage, self._n
+        try:
+            async for prompt_index, output in outputs:
+                usage.add(prompt_index, output)
+                events = []
+                for generated in output.outputs:
+                    index = prompt_index * n + generated.index
+                    usage.completion_tokens[index] += len(generated.token_ids)
+                    if plain and generated.finish_reason is None:
+                        self._text_lengths[index] += len(generated.text)
+                        events.append(writer.text_event(index, generated.text))
+                    else:
+                        events.append(self._event(writer, prompt_index, index, generated))
+                yield b"".join(events)
+            if request.include_usage or settings.force_include_usage:
+                yield writer.usage_event(usage.total())
+        except Exception as error:
+            yield sse.error_event(to_http_error(error).body)
+        yield sse.DONE
+
+    def _event(
+        self, writer: sse.CompletionChunkWriter, prompt_index: int, index: int, generated: CompletionOutput
+    ) -> bytes:
+        """An event with more than text."""
+        request = self._request
+        extra: dict[str, Any] = {}
+        text = self._with_echo(prompt_index, index, generated.text)
+        if request.return_token_ids:
+            extra["token_ids"] = generated.token_ids
+        if generated.finish_reason is not None:
+            extra["sentence_length"] = self._text_lengths[index]
+            extra["cum_log_probs"] = generated.cumulative_logprob
+        return writer.event(
+            index,
+            text,
+            self._logprobs(index, generated),
+            "length" if request.echo_only else generated.finish_reason,
+            None if request.echo_only else generated.stop_reason,
+            self._usage.choice_usage(prompt_index, index) if request.continuous_usage else None,
+            extra,
+        )

@@ -1,0 +1,49 @@
+"""POST /tokenize and /detokenize: the tokenizer over HTTP."""
+
+from __future__ import annotations
+
+from ascend_vllm.entrypoints.openai.protocol_misc import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from ascend_vllm.entrypoints.openai.serving_base import ServingBase
+from ascend_vllm.errors import RequestError
+
+
+class ServingTokens(ServingBase):
+    """Answers requests about tokens."""
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        """Token ids of a prompt, or of a conversation under the chat template.
+
+        Raises:
+            RequestError: neither or both of prompt and messages, or an unknown model.
+        """
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
+        if request.messages is None:
+            text = request.prompt or ""
+        else:
+            text = await self.render(
+                self.conversation(request.messages),
+                request_template=request.chat_template,
+                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+                continue_final_message=request.continue_final_message,
+                template_kwargs=request.chat_template_kwargs or {},
+            )
+        special = request.add_special_tokens
+        token_ids = await self.encode(text, request.messages is None if special is None else special)
+        tokens = self.tokenizer().convert_ids_to_tokens(token_ids) if request.return_token_strs else None
+        return TokenizeResponse(len(token_ids), self.settings.max_model_len, token_ids, tokens)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        """Text of token ids.
+
+        Raises:
+            RequestError: an unknown model.
+        """
+        self.check_model(request.model)
+        return DetokenizeResponse(await self.tokenizer().decode_async(request.tokens))

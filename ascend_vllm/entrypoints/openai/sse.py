@@ -1,0 +1,107 @@
+"""Server-sent events, byte by byte: the hot path of a streaming server.
+
+A token's event is a handful of bytes around the token's text. All but the text is the same for every event of a
+choice, so it is encoded once and joined; nothing is validated or serialised per token but the text itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ascend_vllm.entrypoints.openai.protocol_common import Usage
+
+DONE = b"data: [DONE]\n\n"
+
+encode_json = msgspec.json.Encoder().encode
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """The event of an error after the stream began; `DONE` follows it."""
+    return b"data: " + encode_json(body) + b"\n\n"
+
+
+class _ChunkWriter:
+    """What the events of one stream share.
+
+    Args:
+        object_type: the chunks' `object`.
+        num_choices: choices of the whole request.
+        usage_key: chunks carry ``"usage": null`` when they carry no usage.
+    """
+
+    def __init__(
+        self,
+        object_type: str,
+        response_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        num_choices: int,
+        usage_key: bool,
+    ) -> None:
+        head = {"id": response_id, "object": object_type, "created": created, "model": model}
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._choice_heads = [b'%b{"index":%d,' % (self._head, index) for index in range(num_choices)]
+        self._fingerprint = b',"system_fingerprint":' + encode_json(fingerprint)
+        self._no_usage = b',"usage":null' if usage_key else b""
+
+    def _tail(self, usage: Usage | None) -> bytes:
+        """What follows the last choice's closing brace."""
+        return b"]" + (self._no_usage if usage is None else b',"usage":' + encode_json(usage)) + b"}\n\n"
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last chunk: no choices, the usage of the whole request."""
+        return self._head + b"]" + self._fingerprint + b',"usage":' + encode_json(usage) + b"}\n\n"
+
+
+class CompletionChunkWriter(_ChunkWriter):
+    """Events of a /v1/completions stream."""
+
+    def __init__(self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int) -> None:
+        super().__init__("text_completion", response_id, created, model, fingerprint, num_choices, usage_key=True)
+        self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail(None)
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """A chunk of text of a choice that goes on, with nothing else to tell."""
+        return self._choice_heads[index] + b'"text":' + encode_json(text) + self._plain_tail
+
+    def event(
+        self,
+        index: int,
+        text: str,
+        logprobs: Any,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        usage: Usage | None,
+        extra: dict[str, Any],
+    ) -> bytes:
+        """A chunk with everything; `extra` are further keys of the choice."""
+        fields = {
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            **extra,
+        }
+        return self._choice_heads[index] + encode_json(fields)[1:] + self._tail(usage)
+
+
+class ChatChunkWriter(_ChunkWriter):
+    """Events of a /v1/chat/completions stream."""
+
+    def __init__(
+        self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int, usage_key: bool
+    ) -> None:
+        super().__init__("chat.completion.chunk", response_id, created, model, fingerprint, num_choices, usage_key)
+        self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail(None)
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """A chunk of text of a choice that goes on, with nothing else to tell."""
+        return self._choice_heads[index] + b'"delta":{"content":' + encode_json(text) + self._plain_tail
+
+    def event(self, index: int, delta: dict[str, Any], usage: Usage | None, extra: dict[str, Any]) -> bytes:
+        """A chunk with everything; `extra` are further keys of the choice beside its delta."""
+        fields = {"delta": delta, "logprobs": None, "finish_reason": None, **extra}
+        return self._choice_heads[index] + encode_json(fields)[1:] + self._tail(usage)

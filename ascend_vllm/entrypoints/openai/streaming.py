@@ -1,0 +1,133 @@
+"""Responses that notice when their client goes away.
+
+Starlette's own streaming response costs two tasks and a cancel scope per response and notices a disconnect of a
+waiting request only with the next write, depending on the server; here it is one listener per request, and the
+work of a client that is gone is cancelled at once, which aborts it in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+
+class ClientDisconnectedError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        ClientDisconnectedError: it has gone.
+    """
+    task = asyncio.ensure_future(work)
+    listener = asyncio.ensure_future(_until_disconnect(receive))
+    try:
+        await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnectedError
+        return task.result()
+    finally:
+        task.cancel()
+        listener.cancel()
+        await asyncio.gather(task, listener, return_exceptions=True)
+
+
+class StreamResponse(Response):
+    """A response whose body comes from an async generator of byte strings.
+
+    Args:
+        body: the pieces; it tells its client about errors itself.
+        media_type: content-type, or None for none.
+        on_close: called at the end in any case, also if the body never began.
+    """
+
+    def __init__(
+        self,
+        body: AsyncGenerator[bytes, None],
+        media_type: str | None,
+        on_close: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._body = body
+        self._on_close = on_close
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.init_headers({"cache-control": "no-cache"} if media_type else None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        """Send head and body, or stop when the client goes away."""
+        try:
+            with contextlib.suppress(ClientDisconnectedError):
+                await run_unless_disconnected(receive, self._send(send))
+        finally:
+            await self._body.aclose()
+            await self._on_close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._body:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def merge(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of several generators as they come, each with its generator's index; all are closed at the end.
+
+    A generator runs at most one item ahead of the consumer, so that a slow consumer holds all of them back.
+    """
+    if len(generators) == 1:
+        async with contextlib.aclosing(generators[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=1)
+    pumps = [asyncio.ensure_future(_pump(index, generator, queue)) for index, generator in enumerate(generators)]
+    try:
+        async for pair in _drain(queue, len(pumps)):
+            yield pair
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    generator: AsyncGenerator[T, None],
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None],
+) -> None:
+    """Move items into the queue; the end is None, a failure the exception."""
+    try:
+        async with contextlib.aclosing(generator) as items:
+            async for item in items:
+                await queue.put((index, item))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+async def _drain(
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None], num_running: int
+) -> AsyncIterator[tuple[int, T]]:
+    while num_running:
+        item = await queue.get()
+        if item is None:
+            num_running -= 1
+        elif isinstance(item, BaseException):
+            raise item
+        else:
+            yield item

@@ -1,0 +1,113 @@
+"""A small HTTP/1.1 client for load generation: little work per event, so that it measures the server.
+
+It speaks what inference servers answer with: a body of known length, or chunks, of which a stream makes events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+import urllib.parse
+from collections.abc import AsyncIterator
+from typing import Any
+
+
+class HttpError(Exception):
+    """An answer other than 200."""
+
+
+class Connection:
+    """One connection, used for one request after another."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def open(cls, url: urllib.parse.SplitResult) -> Connection:
+        """Connect to the host of a URL."""
+        secure = url.scheme == "https"
+        context = ssl._create_unverified_context() if secure else None
+        port = url.port or (443 if secure else 80)
+        return cls(*await asyncio.open_connection(url.hostname, port, ssl=context, limit=2**24))
+
+    def close(self) -> None:
+        """Give the connection up."""
+        self.writer.close()
+
+
+class HttpClient:
+    """Requests to one server over connections that are kept and reused.
+
+    Args:
+        base_url: for example ``http://127.0.0.1:8000``.
+        headers: sent with every request.
+    """
+
+    def __init__(self, base_url: str, headers: dict[str, str] | None = None) -> None:
+        self._url = urllib.parse.urlsplit(base_url.rstrip("/"))
+        extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self._head = f"Host: {self._url.netloc}\r\nContent-Type: application/json\r\n{extra}"
+        self._idle: list[Connection] = []
+
+    async def get_json(self, path: str) -> Any:
+        """The JSON that a GET answers."""
+        return json.loads(b"".join([data async for _, data in self._request("GET", path, b"")]))
+
+    async def post_stream(self, path: str, body: Any, separator: bytes) -> AsyncIterator[tuple[float, bytes]]:
+        """Pieces of the answer to a POST, cut at `separator`, each with its time of arrival (perf_counter).
+
+        Raises:
+            HttpError: the status is not 200; the text is the server's.
+        """
+        pending = b""
+        async for moment, data in self._request("POST", path, json.dumps(body).encode()):
+            *whole, pending = (pending + data).split(separator)
+            for piece in whole:
+                yield moment, piece
+        if pending.strip():
+            yield time.perf_counter(), pending
+
+    def close(self) -> None:
+        """Close idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _request(self, method: str, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+        connection = self._idle.pop() if self._idle else await Connection.open(self._url)
+        finished = False
+        try:
+            head = f"{method} {self._url.path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+            connection.writer.write(head.encode() + body)
+            status, headers = await _read_head(connection.reader)
+            pieces = _read_body(connection.reader, headers)
+            if status != 200:
+                text = b"".join([data async for _, data in pieces]).decode(errors="replace")
+                raise HttpError(f"HTTP {status}: {text[:500]}")
+            async for piece in pieces:
+                yield piece
+            finished = headers.get("connection", "").lower() != "close"
+        finally:
+            if finished:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = dict(line.split(":", 1) for line in lines[1:] if line)
+    return int(lines[0].split()[1]), {name.lower(): value.strip() for name, value in headers.items()}
+
+
+async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[tuple[float, bytes]]:
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        while size := int((await reader.readline()).split(b";")[0], 16):
+            data = await reader.readexactly(size + 2)
+            yield time.perf_counter(), data[:-2]
+        await reader.readline()
+    elif length := int(headers.get("content-length", "0")):
+        data = await reader.readexactly(length)
+        yield time.perf_counter(), data

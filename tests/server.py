@@ -1,0 +1,157 @@
+"""Real servers for tests: a process of its own on a free port, its log kept, no process left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+import psutil
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OPENAI_SERVER = "ascend_vllm.entrypoints.openai.api_server"
+GENERATE_SERVER = "ascend_vllm.entrypoints.api_server"
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A running server program.
+
+    Args:
+        module: what ``python -m`` runs.
+        arguments: its command line; --host and --port are added.
+        env: further environment variables.
+        scheme: "http", or "https" for a server with TLS flags.
+
+    Attributes:
+        port: where it listens once it is ready.
+        process: the server's process.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        env: dict[str, str] | None = None,
+        port: int | None = None,
+        scheme: str = "http",
+    ) -> None:
+        self.port = free_port() if port is None else port
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed by close()
+        command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        # two threads at most: tests share their machine
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"} | (env or {})
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._family: dict[int, psutil.Process] = {}
+
+    @property
+    def log(self) -> str:
+        """Everything the server printed so far."""
+        return pathlib.Path(self._log.name).read_text(errors="replace")
+
+    def children(self) -> list[psutil.Process]:
+        """The processes that the server started, such as the engine core."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self.process.pid).children(recursive=True)
+            self._family |= {child.pid: child for child in found}
+        return [child for child in self._family.values() if is_alive(child)]
+
+    def engine_core(self) -> psutil.Process:
+        """The engine core's process."""
+        cores = [child for child in self.children() if "ascend_vllm.core.proc" in " ".join(child.cmdline())]
+        if len(cores) != 1:
+            raise RuntimeError(f"expected one engine core, found {cores}; log:\n{self.log}")
+        return cores[0]
+
+    def wait_ready(self, timeout_s: float = 90.0, verify: str | bool = True) -> None:
+        """Wait until /health answers 200.
+
+        Raises:
+            RuntimeError: the server ended or took too long; the message holds its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}; log:\n{self.log}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5, verify=verify).status_code == 200:
+                    self.children()
+                    return
+            time.sleep(0.05)
+        raise RuntimeError(f"the server was not ready after {timeout_s} s; log:\n{self.log}")
+
+    def wait_exit(self, timeout_s: float = 60.0) -> int:
+        """Wait for the process's end and return its exit code."""
+        return self.process.wait(timeout_s)
+
+    def terminate(self, timeout_s: float = 30.0) -> int:
+        """End the server with SIGTERM and return its exit code."""
+        self.children()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def orphans(self, timeout_s: float = 5.0) -> list[psutil.Process]:
+        """Processes of the ended server that are still there after a grace period."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.children():
+            time.sleep(0.05)
+        return self.children()
+
+    def close(self) -> None:
+        """End whatever is left, by force."""
+        left = self.children()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._log.close()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended but was not waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def running(
+    module: str, arguments: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = 90.0
+) -> Iterator[Server]:
+    """A server that is ready, ended in order afterwards.
+
+    Raises:
+        RuntimeError: it did not start, did not end with code 0, or left processes behind.
+    """
+    server = Server(module, arguments, env)
+    try:
+        server.wait_ready(timeout_s)
+        yield server
+        ended_early = server.process.poll() is not None
+        code = server.terminate()
+        orphans = server.orphans()
+        if ended_early or code != 0 or orphans:
+            raise RuntimeError(f"exit code {code}, ended early: {ended_early}, orphans {orphans}; log:\n{server.log}")
+    finally:
+        server.close()
