@@ -140,6 +140,10 @@ class EngineMetrics(Collector):
                 if seconds_or_none is not None:
                     histogram.observe(seconds_or_none)
 
+    def set_idle(self) -> None:
+        """Says that nothing runs or waits any more, and so no KV block is in use."""
+        self._scheduler = SchedulerStats(0, 0, 0.0, self._scheduler.num_preemptions)
+
     def log_if_due(self, now: float | None = None) -> None:
         """Logs the engine's state if the last time is at least five seconds ago and something happened since.
 
@@ -174,6 +178,9 @@ class EngineMetrics(Collector):
     def _collect_gauges(self) -> Iterator[Metric]:
         stats = self._scheduler
         prompt_throughput, generation_throughput = self._throughput
+        hit_rate = -1.0
+        if self._config.cache.enable_prefix_caching:
+            hit_rate = self._num_cached_tokens / max(self._num_prompt_tokens, 1)
         for name, documentation, value in (
             ("num_requests_running", "Sequences that are being computed.", stats.num_running),
             ("num_requests_waiting", "Sequences that wait to be computed.", stats.num_waiting),
@@ -181,6 +188,12 @@ class EngineMetrics(Collector):
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
             ("gpu_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
             ("cpu_cache_usage_perc", "Share of swap blocks in use; there are none.", 0),
+            (
+                "gpu_prefix_cache_hit_rate",
+                "Share of prompt tokens found in the prefix cache; -1: it is off.",
+                hit_rate,
+            ),
+            ("cpu_prefix_cache_hit_rate", "There is no prefix cache in swap blocks: -1.", -1),
             ("avg_prompt_throughput_toks_per_s", "Prompt tokens per second of the last log line.", prompt_throughput),
             (
                 "avg_generation_throughput_toks_per_s",

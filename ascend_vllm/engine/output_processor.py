@@ -167,6 +167,11 @@ class OutputProcessor:
         """Ids of all requests that have not ended."""
         return list(self._requests)
 
+    def queue_of(self, request_id: str) -> OutputQueue | None:
+        """Where a request's outputs go; None if it has ended or has no queue."""
+        state = self._requests.get(request_id)
+        return None if state is None else state.queue
+
     def add(self, request: ProcessedRequest, queue: OutputQueue | None = None) -> None:
         """Opens the state of a request.
 

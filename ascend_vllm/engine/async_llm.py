@@ -1,0 +1,276 @@
+"""The asynchronous engine: what HTTP servers call.
+
+Everything here runs on one event loop. Tokenising goes to a thread, the model runs in the engine-core process; the
+loop only moves messages and turns tokens into text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.core_client import AsyncCoreClient
+from ascend_vllm.engine.input_processor import InputProcessor, PromptType
+from ascend_vllm.engine.metrics import LOG_INTERVAL_S, EngineMetrics
+from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
+from ascend_vllm.engine.request_stats import StepStats
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreOutputs
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args import EngineArgs
+
+logger = init_logger(__name__)
+
+_BUSY = (
+    "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+)
+
+
+class AsyncLLM:
+    """An engine whose core runs in a process of its own.
+
+    The constructor starts that process and returns before the model is loaded; `ready` waits for it.
+
+    Args:
+        config: of the engine.
+
+    Attributes:
+        config: of the engine.
+        tokenizer: None under --skip-tokenizer-init.
+
+    Raises:
+        ModelLoadError: the tokenizer cannot be loaded.
+
+    Example::
+
+        engine = AsyncLLM.from_engine_args(EngineArgs(model="/models/Qwen2.5-0.5B-Instruct"))
+        await engine.ready()
+        async for output in engine.generate("Hello", SamplingParams(max_tokens=8), "request-0"):
+            print(output.outputs[0].text)
+        engine.shutdown()
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._metrics = EngineMetrics(config)
+        self._client = AsyncCoreClient(config, self._on_outputs, self._on_death)
+        self._client.start()
+        try:
+            # While the core imports torch and reads the weights.
+            self.tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.from_config(config.model)
+            self._input = InputProcessor(config, self.tokenizer)
+        except BaseException:
+            self._client.shutdown()
+            raise
+        self._output = OutputProcessor(self.tokenizer)
+        # request id → sequences of requests between admission and the output processor (being tokenised)
+        self._admitted: dict[str, int] = {}
+        self._num_waiting = 0
+        self._is_ready = False
+        self._log_task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
+        """Makes an engine of its arguments.
+
+        Raises:
+            ConfigError: an argument, or a combination of arguments, is wrong.
+            ModelLoadError: the model's directory lacks what is needed.
+        """
+        return cls(args.create_engine_config())
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self._input.max_model_len
+
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """The registry of the engine's Prometheus metrics."""
+        return self._metrics.registry
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine core is gone."""
+        return self._client.error is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be served."""
+        return self._is_ready and not self.errored
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the engine core."""
+        return self._client.pid
+
+    async def ready(self) -> None:
+        """Waits until the model is loaded.
+
+        Raises:
+            ConfigError: flags that do not fit the model or the machine.
+            ModelLoadError: the model's directory cannot be served.
+            EngineDeadError: the engine core died.
+        """
+        ready = await self._client.ready()
+        if self._is_ready:
+            return
+        self._is_ready = True
+        self._input.max_model_len = ready.max_model_len
+        self._metrics.set_num_gpu_blocks(ready.num_gpu_blocks)
+        if self.config.observability.log_stats:
+            self._log_task = asyncio.get_running_loop().create_task(self._log_stats(), name="engine-log")
+
+    async def generate(
+        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generates; yields outputs as `sampling_params.output_kind` says, the last one with `finished` set.
+
+        Closing the generator, or cancelling the task in it, ends the request.
+
+        Args:
+            prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: how to sample.
+            request_id: must not be in use.
+            priority: 0, since requests are served in the order of their arrival.
+
+        Raises:
+            RequestError: the request is wrong; nothing was queued.
+            EngineBusyError: too many requests wait.
+            EngineDeadError: the engine is gone.
+        """
+        queue = await self._add_request(prompt, sampling_params, request_id, priority)
+        finished = False
+        try:
+            while not finished:
+                output = await queue.get()
+                finished = output.finished
+                yield output
+        except (RequestError, EngineDeadError):
+            finished = True
+            raise
+        finally:
+            if not finished:
+                self._abort(request_id, queue)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request early; its generator ends with finish_reason "abort". Unknown ids are ignored."""
+        self._abort(request_id)
+
+    async def check_health(self) -> None:
+        """Returns if the engine serves.
+
+        Raises:
+            EngineDeadError: it is gone.
+        """
+        if self._client.error is not None:
+            raise EngineDeadError(str(self._client.error))
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
+        return self._input.default_sampling_params()
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls a method of the engine core, for example "audit".
+
+        Raises:
+            AscendVllmError: the method failed.
+            EngineDeadError: the engine is gone.
+        """
+        return await self._client.call_utility(method, *args)
+
+    def shutdown(self) -> None:
+        """Ends the engine core; requests that run get an EngineDeadError. May be called again."""
+        self._client.shutdown()
+        self._output.fail_all(EngineDeadError("the engine was shut down"))
+        if self._log_task is not None:
+            self._log_task.cancel()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
+
+    async def _add_request(
+        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int
+    ) -> OutputQueue:
+        """Checks, tokenises and sends a request."""
+        await self.check_health()
+        if not self._is_ready:
+            await self.ready()
+        if request_id in self._output or request_id in self._admitted:
+            raise RequestError(f"Request {request_id} already exists.", "request_id")
+        self._check_queue()
+        self._admitted[request_id] = params.n
+        try:
+            request = await self._input.process_async(request_id, prompt, params, priority)
+        finally:
+            del self._admitted[request_id]
+        queue = OutputQueue(params.output_kind)
+        self._output.add(request, queue)
+        try:
+            for core_request in request.core_requests:
+                self._client.add_request(core_request)
+        except EngineDeadError:
+            self._abort(request_id)
+            raise
+        return queue
+
+    def _check_queue(self) -> None:
+        """Refuses a request if too many wait: beyond those that can run, or by the core's own count.
+
+        Raises:
+            EngineBusyError: too many requests wait.
+        """
+        limit = self.config.scheduler.max_num_queued_reqs
+        if limit is None:
+            return
+        in_flight = self._output.num_sequences + sum(self._admitted.values())
+        beyond_running = in_flight - self.config.scheduler.max_num_seqs
+        if beyond_running >= limit or (self._num_waiting > 0 and self._num_waiting >= limit):
+            self._metrics.count_rejection()
+            raise EngineBusyError(_BUSY)
+
+    def _abort(self, request_id: str, queue: OutputQueue | None = None) -> None:
+        """Ends a request; with a queue, only if it is still the one with this queue."""
+        if queue is not None and self._output.queue_of(request_id) is not queue:
+            return
+        stats = StepStats()
+        core_ids = self._output.abort(request_id, stats)
+        if core_ids:
+            self._client.abort_requests(core_ids)
+            logger.info("Aborted request %s.", request_id)
+            self._metrics.record(None, stats)
+            self._note_idle()
+
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Takes what a step gave back."""
+        stats = StepStats()
+        processed = self._output.process(outputs, stats)
+        self._client.abort_requests(processed.stopped_ids)
+        if outputs.stats is not None:
+            self._num_waiting = outputs.stats.num_waiting
+        self._metrics.record(outputs.stats, stats)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        """With nothing left to run the core takes no more steps, and so tells nothing: its last state is stale."""
+        if self._output.num_sequences == 0:
+            self._num_waiting = 0
+            self._metrics.set_idle()
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        self._output.fail_all(error)
+
+    async def _log_stats(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while not self.errored:
+                self._metrics.log_if_due()
+                await asyncio.sleep(LOG_INTERVAL_S)

@@ -1,0 +1,237 @@
+"""The API-server process's end of the wire to the engine core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.core_process import CoreProcess
+from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.types.messages import (
+    AbortRequests,
+    CoreInbound,
+    CoreOutbound,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineFailed,
+    EngineReady,
+    Shutdown,
+    UtilityCall,
+    UtilityResult,
+)
+
+logger = init_logger(__name__)
+
+# What a core that was told to end gets to finish its step and close its workers.
+_SHUTDOWN_GRACE_S = 5.0
+# After the process's end, its last words may still be on the way.
+_LAST_WORDS_S = 0.3
+
+_START_ERRORS: dict[str, type[AscendVllmError]] = {
+    "ConfigError": ConfigError,
+    "UnsupportedFlagError": ConfigError,
+    "ModelLoadError": ModelLoadError,
+}
+
+
+class AsyncCoreClient:
+    """Starts an engine core in a process of its own and talks to it.
+
+    `start` needs no event loop and returns at once, so that a program can go on importing while the model loads;
+    `ready` waits for the core. All other methods belong to the event loop of `ready`.
+
+    Args:
+        config: of the engine.
+        on_outputs: called with what each step gives back.
+        on_death: called once if the core ends without having been told to, after `ready`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: Callable[[EngineCoreOutputs], None],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._process = CoreProcess(config)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sender = self._bind(zmq.PUSH, self._process.inbound)
+        self._receiver = self._bind(zmq.PULL, self._process.outbound)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(CoreOutbound)
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: asyncio.Future[EngineReady] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._error: AscendVllmError | None = None
+        self._is_closed = False
+
+    @property
+    def error(self) -> AscendVllmError | None:
+        """Why the core is gone; None while it lives."""
+        return self._error
+
+    @property
+    def pid(self) -> int | None:
+        """The core's process id; None before `start`."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts the process."""
+        self._process.start(self._notice_exit)
+
+    async def ready(self) -> EngineReady:
+        """Waits until the core has loaded its model.
+
+        Raises:
+            ConfigError: flags that do not fit the model or the machine.
+            ModelLoadError: the model's directory cannot be served.
+            EngineDeadError: the core died.
+        """
+        if self._ready is None:
+            self._loop = asyncio.get_running_loop()
+            self._ready = self._loop.create_future()
+            self._task = self._loop.create_task(self._receive(), name="engine-core-receive")
+            if self._process.exit_code is not None:
+                self._expect_last_words(self._process.exit_code)
+        return await asyncio.shield(self._ready)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Sends a request.
+
+        Raises:
+            EngineDeadError: the core is gone.
+        """
+        self._send(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Ends requests early; nothing happens if the core is gone."""
+        if request_ids:
+            with contextlib.suppress(EngineDeadError):
+                self._send(AbortRequests(request_ids))
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls a method of the core.
+
+        Raises:
+            AscendVllmError: the method failed, with the core's words.
+            EngineDeadError: the core is gone.
+        """
+        call_id = next(self._call_ids)
+        future = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(UtilityCall(call_id, method, list(args)))
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    def shutdown(self) -> None:
+        """Ends the core and removes everything that was made for it; takes seconds at most; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        was_ready = self._ready is not None and self._ready.done() and not self._ready.cancelled()
+        can_listen = was_ready and self._error is None
+        self._fail(EngineDeadError("the engine was shut down"), expected=True)
+        if can_listen:
+            with contextlib.suppress(zmq.ZMQError):
+                self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
+        if self._task is not None:
+            self._task.cancel()
+        # A core that is still loading does not read messages: it is terminated.
+        self._process.stop(_SHUTDOWN_GRACE_S if can_listen else 0.0)
+        self._sender.close(linger=0)
+        self._receiver.close(linger=0)
+        self._context.term()
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.bind(address)
+        return socket
+
+    def _send(self, message: CoreInbound) -> None:
+        if self._error is not None:
+            raise EngineDeadError(str(self._error))
+        try:
+            # Never waits: the queue has no limit.
+            self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError("the engine core does not take messages") from None
+
+    async def _receive(self) -> None:
+        """Reads what the core sends, until it is gone."""
+        receiver = zmq.asyncio.Socket.shadow(self._receiver)
+        while self._error is None:
+            frame = await receiver.recv()
+            try:
+                self._handle(self._decoder.decode(frame))
+            except Exception as error:  # without this task nobody would get an answer any more
+                logger.exception("The engine core's outputs cannot be processed")
+                self._fail(EngineDeadError(f"the engine core's outputs cannot be processed: {error!r}"))
+
+    def _handle(self, message: CoreOutbound) -> None:
+        match message:
+            case EngineCoreOutputs():
+                self._on_outputs(message)
+            case UtilityResult():
+                self._resolve_call(message)
+            case EngineReady():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(message)
+            case EngineFailed():
+                kind = _START_ERRORS.get(message.error_class, EngineDeadError)
+                self._fail(kind(message.message))
+
+    def _resolve_call(self, result: UtilityResult) -> None:
+        future = self._calls.get(result.call_id)
+        if future is None or future.done():
+            return
+        if result.error is not None:
+            future.set_exception(AscendVllmError(result.error))
+        else:
+            future.set_result(result.result)
+
+    def _notice_exit(self, exit_code: int) -> None:
+        """Called in the watching thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._expect_last_words, exit_code)
+
+    def _expect_last_words(self, exit_code: int) -> None:
+        if self._loop is not None:
+            self._loop.call_later(_LAST_WORDS_S, self._fail, EngineDeadError(_describe_exit(exit_code)))
+
+    def _fail(self, error: AscendVllmError, expected: bool = False) -> None:
+        """The core is gone: everything that waits for it gets the error. Only the first call counts."""
+        if self._error is not None:
+            return
+        self._error = error
+        was_ready = self._ready is not None and self._ready.done()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # retrieved: whether anyone waits or not is not an error of its own
+        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(dead)
+        if was_ready and not expected:
+            logger.error("The engine core is gone: %s", error)
+            self._on_death(dead)
+
+
+def _describe_exit(exit_code: int) -> str:
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    return f"the engine core {how}; its log may say why"

@@ -1,0 +1,130 @@
+"""The engine-core process as its parent sees it: started, watched, and ended without leaving anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+
+import msgspec
+
+from ascend_vllm.config.engine import EngineConfig
+
+# Socket addresses are limited to 107 bytes by the kernel.
+_MAX_DIRECTORY_LENGTH = 90
+_TERMINATE_S = 3.0
+
+
+class CoreProcess:
+    """One engine core in a process of its own.
+
+    The configuration goes to its stdin, four bytes of length first; stdin then stays open, so that the core notices
+    the death of this process, however it dies. The process leads a session of its own: Ctrl-C in a terminal reaches
+    this process only, which ends the core in order.
+
+    Args:
+        config: of the engine.
+
+    Attributes:
+        inbound: address on which the core listens to us; bind a PUSH socket there before `start`.
+        outbound: address on which we listen to the core; bind a PULL socket there before `start`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory = tempfile.mkdtemp(prefix="ascend_vllm-", dir=_short_directory())
+        self.inbound = f"ipc://{self._directory}/inbound"
+        self.outbound = f"ipc://{self._directory}/outbound"
+        self._cleanup = weakref.finalize(self, _kill_and_clean, None, self._directory)
+
+    def start(self, on_exit: Callable[[int], None]) -> None:
+        """Starts the process.
+
+        Args:
+            on_exit: called once with the exit code, in a thread of its own.
+        """
+        command = [sys.executable, "-m", "ascend_vllm.core.proc", "--input", self.inbound, "--output", self.outbound]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = process
+        # also at the interpreter's end, if nobody called stop()
+        self._cleanup.detach()
+        self._cleanup = weakref.finalize(self, _kill_and_clean, process, self._directory)
+        payload = msgspec.msgpack.encode(self._config)
+        threading.Thread(
+            target=_feed_and_wait,
+            args=(process, len(payload).to_bytes(4) + payload, on_exit),
+            name="engine-core-watch",
+            daemon=True,
+        ).start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    def stop(self, grace_s: float) -> None:
+        """Waits for the process to end, then makes it end, and removes the sockets; may be called again.
+
+        Args:
+            grace_s: seconds it gets to end by itself, if it was told to; 0: none.
+        """
+        process = self._process
+        if process is not None:
+            if not (grace_s and _wait(process, grace_s)):
+                _signal_session(process, signal.SIGTERM)
+                _wait(process, _TERMINATE_S)
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        # kills it if it still lives, and removes the directory
+        self._cleanup()
+
+
+def _feed_and_wait(process: subprocess.Popen[bytes], payload: bytes, on_exit: Callable[[int], None]) -> None:
+    """Writes the configuration (the pipe may be smaller than it) and waits for the end; a thread's whole life."""
+    if process.stdin is None:
+        raise RuntimeError("the engine core has no stdin")
+    with contextlib.suppress(OSError):  # a process that died early is reported by its exit code
+        process.stdin.write(payload)
+        process.stdin.flush()
+    on_exit(process.wait())
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _signal_session(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signals the process and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _kill_and_clean(process: subprocess.Popen[bytes] | None, directory: str) -> None:
+    if process is not None and process.poll() is None:
+        _signal_session(process, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _short_directory() -> str | None:
+    """Where the sockets' directory goes; None: the system's choice."""
+    return None if len(tempfile.gettempdir()) <= _MAX_DIRECTORY_LENGTH else str(pathlib.Path("/tmp"))
