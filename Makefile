@@ -1,0 +1,80 @@
+# Two commands: `make serve` and `make test`. Both are complete on a fresh clone with Python 3.11 or newer and g++.
+# The second time nothing is installed or built again unless its inputs changed.
+
+PYTHON ?=
+VENV ?= .venv
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?= demo
+# more flags of the server, or of pytest:  make serve ARGS="--max-num-seqs 64"   make test ARGS="-k scheduler"
+ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+NATIVE_SOURCES := $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) 2>/dev/null)
+CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format build docs clean distclean
+
+help:
+	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff, mypy and clang-format"
+	@echo "make format  let ruff and clang-format rewrite the sources"
+	@echo "make build   install everything and build the kernels, run nothing"
+	@echo "make docs    write docs/flags.md again"
+	@echo "make clean   remove what was built;  make distclean  remove the virtual environment too"
+
+serve: build
+	@echo
+	@echo "When the server says \"Application startup complete\", try in another terminal:"
+	@echo
+	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"What does --block-size do?\"}], \"temperature\": 0}'"
+	@echo
+	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+lint: build $(STAMPS)/dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CLANG_FILES)
+
+format: $(STAMPS)/dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CLANG_FILES)
+
+build: $(STAMPS)/native $(STAMPS)/package
+
+docs: $(STAMPS)/package
+	$(PY) scripts/make_flags_doc.py
+
+# torch comes before anything that depends on it, so that nothing pulls another version or build of it
+$(STAMPS)/torch: scripts/create_venv.sh
+	PYTHON="$(PYTHON)" scripts/create_venv.sh $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# the kernels before the package: pip would build them too, but without the progress bar
+$(STAMPS)/native: $(STAMPS)/torch $(NATIVE_SOURCES)
+	$(PY) csrc_ascend/build.py
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/native pyproject.toml setup.py
+	$(PY) -m pip install --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/package
+	$(PY) -m pip install --no-build-isolation -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info ascend_vllm/*.so $(STAMPS)/native $(STAMPS)/package $(STAMPS)/dev
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean
+	rm -rf $(VENV)
