@@ -1,0 +1,226 @@
+// Causal attention over a paged KV cache: decoding rows, prompt chunks and mixtures, as a queue of work items.
+//
+// paged_plan.h cuts a step into items, each one KV head of one sequence, a range of its query rows
+// (token, head) and of its keys. Threads take items until none is left. Few rows over many keys are attended to
+// in splits of kSplitKeys that are then merged in order; the cuts depend on the sequence alone, so its result
+// is the same, bit for bit, whether one thread does the splits one after another or many do them at once.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/dispatch.h"
+
+namespace ascend_vllm {
+
+struct PagedItem {
+  int32_t sequence;
+  int32_t kv_head;
+  int32_t row_begin, row_end;  // row i: token i / group, head i % group of the KV head's group
+  int32_t key_begin, key_end;
+  int32_t merge;  // index of the merge that this item is a split of, or -1
+  int32_t split;  // which of its splits
+};
+
+// Splits of one item that several threads may do: whoever finishes last merges.
+struct PagedMerge {
+  int64_t offset;  // of the first split's part in `parts`; the others follow
+  int32_t splits;
+  int32_t pending;
+};
+
+struct PagedAttentionArgs {
+  DType dtype;
+  const void* query;  // token t, head n starts at t * query_token_stride + n * query_head_stride elements
+  int64_t query_token_stride, query_head_stride;
+  const void* key_cache;  // [P, K, S, D]
+  const void* value_cache;
+  void* out;  // [T, N, D]
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  int64_t heads, kv_heads, head_size;
+  int block_shift;
+  int64_t window;  // 0: none
+  float scale;
+  int64_t split_keys;  // 0: never split
+  const PagedItem* items;
+  int64_t num_items;
+  PagedMerge* merges;
+  float* parts;
+  // one region of scratch_stride floats per thread, paged_scratch_floats() of them used
+  float* scratch;
+  int64_t scratch_stride;
+  int threads;
+};
+
+// Most query rows of one item; a sequence with more rows in a step is never split over its keys.
+constexpr int64_t kPagedTileRows = 128;
+
+// Enough for every instruction set; checked where the scratch is used.
+constexpr int64_t paged_scratch_floats(int64_t head_size) { return 768 * head_size + 8192; }
+
+ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
+
+}  // namespace ascend_vllm
+
+#ifdef ASCEND_VLLM_ISA
+
+#include <omp.h>
+
+#include "cpu/kernels/paged_depth_lanes.h"
+#include "cpu/kernels/paged_query_lanes.h"
+
+namespace ascend_vllm {
+namespace {
+
+// total += part, both over the same rows.
+inline void merge_part(Part total, Part part, int64_t rows, int64_t size) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float greatest = total.max[i] > part.max[i] ? total.max[i] : part.max[i];
+    const float old_factor = exp2_negative(total.max[i] - greatest);
+    const float new_factor = exp2_negative(part.max[i] - greatest);
+    total.max[i] = greatest;
+    total.sum[i] = total.sum[i] * old_factor + part.sum[i] * new_factor;
+    float* to = total.out + i * size;
+    const float* from = part.out + i * size;
+    for (int64_t d = 0; d < size; ++d) to[d] = to[d] * old_factor + from[d] * new_factor;
+  }
+}
+
+constexpr bool fits_scratch(int64_t size) {
+  const int64_t form = QueryLanes<float>::scratch_floats(size);
+  return 2 * Part::floats(kPagedTileRows, size) + form <= paged_scratch_floats(size);
+}
+static_assert(fits_scratch(16) && fits_scratch(256));
+
+template <class T>
+class PagedAttention {
+ public:
+  PagedAttention(const PagedAttentionArgs& args, const PagedItem& item, float* scratch)
+      : args_(args),
+        item_(item),
+        group_(args.heads / args.kv_heads),
+        first_token_(args.query_start[item.sequence]),
+        part_memory_(scratch),
+        scratch_(scratch + 2 * Part::floats(kPagedTileRows, args.head_size)) {
+    const int64_t tokens = args.query_start[item.sequence + 1] - first_token_;
+    sequence_rows_ = tokens * group_;
+    rows_ = {item.row_begin, item.row_end, group_, args.seq_lens[item.sequence] - tokens, args.window};
+    const int64_t head_offset = item.kv_head * (args.head_size << args.block_shift);
+    blocks_ = {static_cast<const T*>(args.key_cache) + head_offset,
+               static_cast<const T*>(args.value_cache) + head_offset,
+               args.kv_heads * (args.head_size << args.block_shift),
+               args.block_table + item.sequence * args.block_table_stride,
+               args.block_shift,
+               args.head_size};
+  }
+
+  void run() {
+    // Chosen by the sequence, not the item: how a step is cut into items must not show in the result.
+    if (sequence_rows_ <= kMaxDepthRows) {
+      run_with(DepthLanes<T>(blocks_, rows_, scale(), scratch_));
+    } else {
+      run_with(QueryLanes<T>(blocks_, rows_, scale(), scratch_));
+    }
+  }
+
+ private:
+  // Weights are powers of two, so scores are taken in units of log2 e.
+  float scale() const { return args_.scale * 1.44269504088896341f; }
+
+  template <class Form>
+  void run_with(Form form) {
+    const int64_t rows = rows_.count(), size = args_.head_size;
+    form.load_queries([this](int64_t row) { return query(row); });
+    if (item_.merge < 0) {
+      const Part total = Part::at(part_memory_, rows, size);
+      const Part part = Part::at(part_memory_ + Part::floats(rows, size), rows, size);
+      int64_t begin = item_.key_begin, end = split_end(begin);
+      form.attend(begin, end, total);
+      while (end < item_.key_end) {
+        begin = end;
+        end = split_end(begin);
+        form.attend(begin, end, part);
+        merge_part(total, part, rows, size);
+      }
+      write(total);
+      return;
+    }
+    PagedMerge& merge = args_.merges[item_.merge];
+    const auto part_of = [&](int64_t split) {
+      return Part::at(args_.parts + merge.offset + split * Part::floats(rows, size), rows, size);
+    };
+    form.attend(item_.key_begin, item_.key_end, part_of(item_.split));
+    if (__atomic_sub_fetch(&merge.pending, 1, __ATOMIC_ACQ_REL) > 0) return;
+    for (int64_t split = 1; split < merge.splits; ++split) merge_part(part_of(0), part_of(split), rows, size);
+    write(part_of(0));
+  }
+
+  int64_t split_end(int64_t begin) const {
+    if (args_.split_keys == 0 || sequence_rows_ > kPagedTileRows) return item_.key_end;
+    return min_of(round_down(begin, args_.split_keys) + args_.split_keys, item_.key_end);
+  }
+
+  int64_t token_of(int64_t row) const { return first_token_ + row / group_; }
+  int64_t head_of(int64_t row) const { return item_.kv_head * group_ + row % group_; }
+
+  const T* query(int64_t row) const {
+    return static_cast<const T*>(args_.query) + token_of(row) * args_.query_token_stride +
+           head_of(row) * args_.query_head_stride;
+  }
+
+  void write(Part total) const {
+    const int64_t size = args_.head_size;
+    for (int64_t i = 0; i < rows_.count(); ++i) {
+      const int64_t row = rows_.begin + i;
+      T* to = static_cast<T*>(args_.out) + (token_of(row) * args_.heads + head_of(row)) * size;
+      const float* from = total.out + i * size;
+      const VecF factor = set1(1.0f / total.sum[i]);
+      for_lanes(
+          size, [&](int64_t d) { store(to + d, load(from + d) * factor); },
+          [&](int64_t d, int rest) { store_n(to + d, load_n(from + d, rest) * factor, rest); });
+    }
+  }
+
+  const PagedAttentionArgs& args_;
+  const PagedItem& item_;
+  const int64_t group_;
+  const int64_t first_token_;
+  int64_t sequence_rows_;
+  float* const part_memory_;
+  float* const scratch_;
+  QueryRows rows_;
+  HeadBlocks<T> blocks_;
+};
+
+}  // namespace
+
+ASCEND_VLLM_DEFINE_KERNEL(paged_attention, PagedAttentionArgs) {
+  with_dtype(args.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto run_item = [&](int64_t i, int64_t thread) {
+      PagedAttention<T>(args, args.items[i], args.scratch + thread * args.scratch_stride).run();
+    };
+    if (args.threads == 1) {
+      for (int64_t i = 0; i < args.num_items; ++i) run_item(i, 0);
+      return;
+    }
+    // Small items are taken several at a time.
+    const int64_t grain = max_of(1, args.num_items / (16 * args.threads));
+    int64_t next = 0;
+#pragma omp parallel num_threads(args.threads)
+    {
+      const int64_t thread = omp_get_thread_num();
+      while (true) {
+        const int64_t begin = __atomic_fetch_add(&next, grain, __ATOMIC_RELAXED);
+        if (begin >= args.num_items) break;
+        for (int64_t i = begin; i < min_of(begin + grain, args.num_items); ++i) run_item(i, thread);
+      }
+    }
+  });
+}
+
+}  // namespace ascend_vllm
+
+#endif

@@ -1,0 +1,228 @@
+// Attention of few query rows, lanes along the head: a key is read once and multiplied with every query, each
+// dot product ends in a sum over lanes. For decoding with small groups; paged_query_lanes.h serves more rows.
+#pragma once
+
+#include "cpu/kernels/paged_softmax.h"
+
+namespace ascend_vllm {
+namespace {
+
+// Beyond half the lanes, lanes along the queries waste less than the sums over lanes cost.
+constexpr int kMaxDepthRows = kLanes / 2;
+
+template <class T>
+class DepthLanes {
+  using Kind = KindOf<T>;
+  using Element = typename Kind::Element;
+  // Query rows whose accumulators fit the registers beside four keys or four vectors of values.
+  static constexpr int kRows = kLanes == 16 ? 4 : 2;
+  static constexpr int kKeys = 4;
+
+ public:
+  static int64_t scratch_floats(int64_t head_size) { return kMaxDepthRows * (head_size + kTileKeys); }
+
+  DepthLanes(const HeadBlocks<T>& blocks, const QueryRows& rows, float scale, float* scratch)
+      : blocks_(blocks),
+        rows_(rows),
+        scale_(scale),
+        scores_(scratch),
+        queries_(reinterpret_cast<Element*>(scratch + kMaxDepthRows * kTileKeys)) {}
+
+  // query(row) is the first element of a row.
+  template <class Query>
+  void load_queries(const Query& query) {
+    const int64_t size = blocks_.head_size;
+    for (int64_t i = 0; i < rows_.count(); ++i) {
+      const T* from = query(rows_.begin + i);
+      Element* to = queries_ + i * size;
+      for (int64_t d = 0; d < size; ++d) to[d] = convert(from[d]);
+    }
+  }
+
+  // Attends to positions key_begin … key_end-1, as far as each row sees them.
+  void attend(int64_t key_begin, int64_t key_end, Part part) {
+    fill(part.out, rows_.count() * blocks_.head_size, 0.0f);
+    fill(part.max, rows_.count(), kNoMax);
+    fill(part.sum, rows_.count(), 0.0f);
+    for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
+      const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
+      score(tile, begin, end);
+      float rescale[kMaxDepthRows];
+      for (int64_t i = 0; i < rows_.count(); ++i) rescale[i] = weigh(i, tile, begin, end, part);
+      add_values(tile, begin, end, rescale, part.out);
+    }
+  }
+
+ private:
+  static Element convert(T x) {
+    if constexpr (Kind::kDepth == 2) {
+      return x;
+    } else {
+      return to_float(x);
+    }
+  }
+
+  void score(int64_t tile, int64_t begin, int64_t end) {
+    for (int64_t n = round_down(begin, kKeys); n < end; n += kKeys) {
+      const T* keys = blocks_.key(tile + n);
+      int64_t i = 0;
+      for (; i + kRows <= rows_.count(); i += kRows) score_keys<kRows>(keys, i, n);
+      switch (rows_.count() - i) {
+        case 1:
+          score_keys<1>(keys, i, n);
+          break;
+        case 2:
+          score_keys<2>(keys, i, n);
+          break;
+        case 3:
+          score_keys<3>(keys, i, n);
+          break;
+      }
+    }
+  }
+
+  template <int kCount>
+  void score_keys(const T* keys, int64_t row, int64_t n) {
+    constexpr int kStep = kLanes * Kind::kDepth;
+    const int64_t size = blocks_.head_size;
+    const Element* queries = queries_ + row * size;
+    VecF acc[kKeys][kCount];
+    for (auto& of_key : acc) {
+      for (VecF& sum : of_key) sum = set1(0.0f);
+    }
+    int64_t d = 0;
+    for (; d + kStep <= size; d += kStep) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kKeys; ++k) {
+        const auto key = Kind::lanes(keys + k * size + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          acc[k][i] = Kind::multiply_add(acc[k][i], key, Kind::lanes(queries + i * size + d));
+        }
+      }
+    }
+    if (d < size) {
+      const int rest = static_cast<int>(size - d);
+#pragma GCC unroll 4
+      for (int k = 0; k < kKeys; ++k) {
+        const auto key = Kind::lanes_n(keys + k * size + d, rest);
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          acc[k][i] = Kind::multiply_add(acc[k][i], key, Kind::lanes_n(queries + i * size + d, rest));
+        }
+      }
+    }
+    for (int i = 0; i < kCount; ++i) {
+      for (int k = 0; k < kKeys; ++k) scores_[(row + i) * kTileKeys + n + k] = reduce_add(acc[k][i]) * scale_;
+    }
+  }
+
+  // Turns the scores of one row into weights; returns the factor for what was summed before.
+  float weigh(int64_t i, int64_t tile, int64_t begin, int64_t end, Part part) {
+    float* scores = scores_ + i * kTileKeys;
+    const int64_t row = rows_.begin + i;
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    const int64_t low = clamp(rows_.seen_from(row) - tile, begin, end);
+    const int64_t high = clamp(rows_.position(row) + 1 - tile, low, end);
+    fill(scores + first, low - first, -__builtin_inff());
+    fill(scores + high, last - high, -__builtin_inff());
+    VecF greatest = set1(part.max[i]);
+    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(scores + n));
+    const float new_max = reduce_max(greatest);
+    const VecF shift = set1(new_max);
+    VecF sum = set1(0.0f);
+    for (int64_t n = first; n < last; n += kLanes) {
+      const VecF weight = exp2_negative(load(scores + n) - shift);
+      store(scores + n, weight);
+      sum = sum + weight;
+    }
+    const float rescale = part.max[i] == new_max ? 1.0f : exp2_negative(part.max[i] - new_max);
+    part.max[i] = new_max;
+    part.sum[i] = part.sum[i] * rescale + reduce_add(sum);
+    return rescale;
+  }
+
+  void add_values(int64_t tile, int64_t begin, int64_t end, const float* rescale, float* out) {
+    int64_t i = 0;
+    for (; i + kRows <= rows_.count(); i += kRows) add_rows<kRows>(i, tile, begin, end, rescale, out);
+    switch (rows_.count() - i) {
+      case 1:
+        return add_rows<1>(i, tile, begin, end, rescale, out);
+      case 2:
+        return add_rows<2>(i, tile, begin, end, rescale, out);
+      case 3:
+        return add_rows<3>(i, tile, begin, end, rescale, out);
+    }
+  }
+
+  template <int kCount>
+  void add_rows(int64_t row, int64_t tile, int64_t begin, int64_t end, const float* rescale, float* out) {
+    const int64_t size = blocks_.head_size;
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= size; d += 4 * kLanes) {
+      add_columns<kCount, 4, false>(row, d, tile, begin, end, rescale, out);
+    }
+    for (; d + kLanes <= size; d += kLanes) {
+      add_columns<kCount, 1, false>(row, d, tile, begin, end, rescale, out);
+    }
+    if (d < size) add_columns<kCount, 1, true>(row, d, tile, begin, end, rescale, out);
+  }
+
+  // out[row … row+kCount) [d … d + kVecs * kLanes) = out * rescale + weights * values; kTail: only up to the
+  // head size.
+  template <int kCount, int kVecs, bool kTail>
+  void add_columns(int64_t row, int64_t d, int64_t tile, int64_t begin, int64_t end, const float* rescale,
+                   float* out) {
+    const int64_t size = blocks_.head_size;
+    const int rest = static_cast<int>(size - d);
+    const auto load_some = [rest](const auto* p) {
+      if constexpr (kTail) {
+        return load_n(p, rest);
+      } else {
+        return load(p);
+      }
+    };
+    out += row * size + d;
+    const float* weights = scores_ + row * kTileKeys;
+    VecF acc[kCount][kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kCount; ++i) {
+      const VecF factor = set1(rescale[row + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) acc[i][v] = load_some(out + i * size + v * kLanes) * factor;
+    }
+    for (int64_t n = begin; n < end;) {
+      const int64_t run_end = min_of(end, round_down(n, blocks_.block_size()) + blocks_.block_size());
+      const T* values = blocks_.value(tile + n) + d;
+      for (; n < run_end; ++n, values += size) {
+        VecF value[kVecs];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) value[v] = load_some(values + v * kLanes);
+#pragma GCC unroll 4
+        for (int i = 0; i < kCount; ++i) {
+          const VecF weight = set1(weights[i * kTileKeys + n]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVecs; ++v) acc[i][v] = fma(weight, value[v], acc[i][v]);
+        }
+      }
+    }
+    for (int i = 0; i < kCount; ++i) {
+      for (int v = 0; v < kVecs; ++v) {
+        if constexpr (kTail) {
+          store_n(out + i * size, acc[i][v], rest);
+        } else {
+          store(out + i * size + v * kLanes, acc[i][v]);
+        }
+      }
+    }
+  }
+
+  const HeadBlocks<T>& blocks_;
+  const QueryRows& rows_;
+  const float scale_;
+  float* const scores_;     // [kMaxDepthRows, kTileKeys]: scores, then weights
+  Element* const queries_;  // [kMaxDepthRows, D]
+};
+
+}  // namespace
+}  // namespace ascend_vllm

@@ -1,0 +1,122 @@
+// Cuts a step of paged attention into work items; included by the binding alone, so it is compiled once.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/kernels/paged_attention.h"
+#include "cpu/parallel.h"
+
+namespace ascend_vllm {
+namespace {
+
+// Keys of a split: long enough that merging costs nothing, short enough that one long sequence feeds many
+// cores.
+constexpr int64_t kSplitKeys = 512;
+// Items per thread below which they would come out uneven.
+constexpr int64_t kItemsPerThread = 8;
+constexpr int64_t kLeastTileRows = 32;
+
+// Keeps its memory from step to step.
+class PagedPlan {
+ public:
+  std::vector<PagedItem> items;
+  std::vector<PagedMerge> merges;
+  int64_t part_floats = 0;
+  int threads = 1;
+
+  // Reads the shapes of `args`, query_start and seq_lens. threads: 0 for what the work deserves.
+  void make(const PagedAttentionArgs& args, int64_t num_sequences, int wanted_threads) {
+    items.clear();
+    merges.clear();
+    part_floats = 0;
+    args_ = &args;
+    group_ = args.heads / args.kv_heads;
+    int64_t work = 0, rows = 0;
+    for (int64_t s = 0; s < num_sequences; ++s) {
+      work += args.kv_heads * work_of(s, 0, rows_of(s));
+      rows += rows_of(s);
+    }
+    threads = wanted_threads > 0 ? wanted_threads : threads_for(work);
+    tile_rows_ = kPagedTileRows;
+    while (threads > 1 && tile_rows_ > kLeastTileRows &&
+           rows * args.kv_heads < kItemsPerThread * threads * tile_rows_) {
+      tile_rows_ /= 2;
+    }
+    // Splitting pays for an item that is a large part of what a thread has to do.
+    split_work_ = work / (4 * threads);
+    // Large items first, so that small ones even out the end.
+    for (int64_t s = 0; s < num_sequences; ++s) {
+      if (rows_of(s) > kPagedTileRows) add_sequence(s);
+    }
+    for (int64_t s = 0; s < num_sequences; ++s) {
+      if (rows_of(s) > 0 && rows_of(s) <= kPagedTileRows) add_sequence(s);
+    }
+  }
+
+ private:
+  int64_t tokens_of(int64_t s) const { return args_->query_start[s + 1] - args_->query_start[s]; }
+  int64_t rows_of(int64_t s) const { return tokens_of(s) * group_; }
+  int64_t position_of(int64_t s, int64_t row) const { return args_->seq_lens[s] - tokens_of(s) + row / group_; }
+  int64_t key_begin_of(int64_t s, int64_t row) const {
+    return args_->window > 0 ? std::max<int64_t>(0, position_of(s, row) - args_->window + 1) : 0;
+  }
+  int64_t key_end_of(int64_t s, int64_t row) const { return position_of(s, row) + 1; }
+
+  // Of rows begin … end-1 of one KV head, in vectors of eight multiplications.
+  int64_t work_of(int64_t s, int64_t begin, int64_t end) const {
+    if (begin == end) return 0;
+    const int64_t first = key_end_of(s, begin) - key_begin_of(s, begin);
+    const int64_t last = key_end_of(s, end - 1) - key_begin_of(s, end - 1);
+    return (end - begin) * (first + last) / 2 * args_->head_size / 4;
+  }
+
+  void add_sequence(int64_t s) {
+    const int64_t rows = rows_of(s);
+    for (int64_t begin = (rows - 1) / tile_rows_ * tile_rows_; begin >= 0; begin -= tile_rows_) {
+      const int64_t end = std::min(begin + tile_rows_, rows);
+      for (int64_t k = 0; k < args_->kv_heads; ++k) {
+        PagedItem item{};
+        item.sequence = static_cast<int32_t>(s);
+        item.kv_head = static_cast<int32_t>(k);
+        item.row_begin = static_cast<int32_t>(begin);
+        item.row_end = static_cast<int32_t>(end);
+        item.key_begin = static_cast<int32_t>(key_begin_of(s, begin));
+        item.key_end = static_cast<int32_t>(key_end_of(s, end - 1));
+        item.merge = -1;
+        const bool may_split = args_->split_keys > 0 && rows <= kPagedTileRows && threads > 1;
+        if (may_split && work_of(s, begin, end) > split_work_) {
+          add_splits(item);
+        } else {
+          items.push_back(item);
+        }
+      }
+    }
+  }
+
+  void add_splits(PagedItem item) {
+    const int64_t length = args_->split_keys, begin = item.key_begin, end = item.key_end;
+    const int64_t first = begin / length, splits = (end - 1) / length + 1 - first;
+    if (splits == 1) {
+      items.push_back(item);
+      return;
+    }
+    item.merge = static_cast<int32_t>(merges.size());
+    merges.push_back({part_floats, static_cast<int32_t>(splits), static_cast<int32_t>(splits)});
+    part_floats += splits * (item.row_end - item.row_begin) * (args_->head_size + 2);
+    for (int64_t i = 0; i < splits; ++i) {
+      item.split = static_cast<int32_t>(i);
+      item.key_begin = static_cast<int32_t>(std::max(begin, (first + i) * length));
+      item.key_end = static_cast<int32_t>(std::min(end, (first + i + 1) * length));
+      items.push_back(item);
+    }
+  }
+
+  const PagedAttentionArgs* args_ = nullptr;
+  int64_t group_ = 1;
+  int64_t tile_rows_ = kPagedTileRows;
+  int64_t split_work_ = 0;
+};
+
+}  // namespace
+}  // namespace ascend_vllm

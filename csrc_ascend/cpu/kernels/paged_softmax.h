@@ -1,0 +1,133 @@
+// What both forms of the attention kernel share: how elements multiply, the view of one KV head's blocks, and
+// the online softmax in powers of two.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/dtype.h"
+
+namespace ascend_vllm {
+namespace {
+
+// Keys of one step of the online softmax; steps begin at multiples of it, whatever the query.
+constexpr int kTileKeys = 64;
+// Where no key has been seen: finite, so that the difference of two of them is zero and not NaN.
+constexpr float kNoMax = -3.402823466e38f;
+
+// Elements multiplied one by one, in float32.
+struct Singles {
+  using Element = float;
+  static constexpr int kDepth = 1;
+  template <class T>
+  static VecF lanes(const T* p) {
+    return load(p);
+  }
+  template <class T>
+  static VecF lanes_n(const T* p, int n) {
+    return load_n(p, n);
+  }
+  static VecF broadcast(const float* p) { return set1(*p); }
+  static VecF multiply_add(VecF acc, VecF a, VecF b) { return fma(a, b, acc); }
+};
+
+// bfloat16 elements multiplied in pairs, accumulated in float32.
+struct Pairs {
+  using Element = bfloat16;
+  static constexpr int kDepth = 2;
+  static PairBF16 lanes(const bfloat16* p) { return load_pairs(p); }
+  static PairBF16 lanes_n(const bfloat16* p, int n) { return load_pairs_n(p, n); }
+  static PairBF16 broadcast(const bfloat16* p) { return set1_pair(p); }
+  static VecF multiply_add(VecF acc, PairBF16 a, PairBF16 b) { return dot_pairs(acc, a, b); }
+};
+
+// Pairs pay where one instruction multiplies them, elsewhere widening once is cheaper. The portable variant
+// takes them as well: so the tests reach this path on machines without BF16 instructions.
+#if defined(__AVX512BF16__) || !defined(__AVX2__)
+constexpr bool kPairsArePreferred = true;
+#else
+constexpr bool kPairsArePreferred = false;
+#endif
+
+template <class T>
+using KindOf = std::conditional_t<kPairsArePreferred && std::is_same_v<T, bfloat16>, Pairs, Singles>;
+
+// 2^t for t <= 0; exactly 1 at 0, 0 below -126.5, NaN for NaN. Relative error below 1e-7.
+// 2^t = 2^n 2^f with n the nearest integer; 2^f = 1 + f q(f), q fitted for the least greatest relative error.
+inline VecF exp2_negative(VecF t) {
+  t = max(set1(-127.0f), t);  // pow2i(-127) is zero; a NaN in the second place stays
+  const VecF n = round_nearest(t);
+  const VecF f = t - n;
+  VecF p = set1(1.326472731307149e-3f);
+  p = fma(p, f, set1(9.671512991189957e-3f));
+  p = fma(p, f, set1(5.550733581185341e-2f));
+  p = fma(p, f, set1(2.4022242426872253e-1f));
+  p = fma(p, f, set1(6.931470036506653e-1f));
+  p = fma(p, f, set1(1.0f));
+  return p * pow2i(n);
+}
+inline float exp2_negative(float t) {
+  float lanes[kLanes];
+  store(lanes, exp2_negative(set1(t)));
+  return lanes[0];
+}
+
+// The blocks of one sequence as one KV head sees them.
+template <class T>
+struct HeadBlocks {
+  const T* keys;  // of block 0
+  const T* values;
+  int64_t block_stride;  // elements from a block to the next one
+  const int32_t* table;
+  int block_shift;  // log2 of the block size
+  int64_t head_size;
+
+  int64_t block_size() const { return int64_t{1} << block_shift; }
+  int64_t offset(int64_t position) const {
+    return table[position >> block_shift] * block_stride + (position & (block_size() - 1)) * head_size;
+  }
+  const T* key(int64_t position) const { return keys + offset(position); }
+  const T* value(int64_t position) const { return values + offset(position); }
+};
+
+// Query rows of one work item: row i is head i % group of token i / group of the sequence's step.
+struct QueryRows {
+  int64_t begin, end;
+  int64_t group;           // query heads of a KV head
+  int64_t first_position;  // of token 0
+  int64_t window;          // 0: none
+
+  int64_t count() const { return end - begin; }
+  int64_t position(int64_t row) const { return first_position + row / group; }
+  // Positions that a row sees: seen_from(row) … position(row).
+  int64_t seen_from(int64_t row) const {
+    const int64_t from = window > 0 ? position(row) - window + 1 : 0;
+    return from > 0 ? from : 0;
+  }
+};
+
+// Attention of rows to some of their keys: out [rows, D] is the sum of 2^(score - max) * value, sum that of the
+// weights; scores are in units of log2 e.
+struct Part {
+  float* out;
+  float* max;
+  float* sum;
+
+  static constexpr int64_t floats(int64_t rows, int64_t head_size) { return rows * (head_size + 2); }
+  static Part at(float* memory, int64_t rows, int64_t head_size) {
+    return {memory, memory + rows * head_size, memory + rows * (head_size + 1)};
+  }
+};
+
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t round_down(int64_t a, int64_t step) { return a / step * step; }
+inline int64_t round_up(int64_t a, int64_t step) { return (a + step - 1) / step * step; }
+inline int64_t clamp(int64_t a, int64_t low, int64_t high) { return max_of(low, min_of(a, high)); }
+
+inline void fill(float* p, int64_t n, float value) {
+  for (int64_t i = 0; i < n; ++i) p[i] = value;
+}
+
+}  // namespace
+}  // namespace ascend_vllm
