@@ -72,6 +72,7 @@ class Request:
 
     Attributes:
         token_ids: prompt, then output.
+        is_finished: whether it has ended, in any way.
         slot: its row in the workers; NO_SLOT unless it runs.
         block_ids: KV blocks it owns, in the order of its tokens.
         seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
@@ -89,6 +90,7 @@ class Request:
         "block_ids",
         "eos_token_id",
         "first_scheduled_time",
+        "is_finished",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
         "num_preemptions",
@@ -112,6 +114,7 @@ class Request:
         self.priority = message.priority
         self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
         self.status = RequestStatus.WAITING
+        self.is_finished = False
         self.token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -152,11 +155,6 @@ class Request:
         return sorted(self._end_ids)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether it has ended, in any way."""
-        return self.status > RequestStatus.PREEMPTED
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         """How it ended; None while it lives."""
         return FINISH_REASONS.get(self.status)
@@ -170,6 +168,7 @@ class Request:
         if status not in LEGAL_TRANSITIONS[self.status]:
             raise IllegalTransitionError(f"request {self.request_id}: {self.status.name} to {status.name}")
         self.status = status
+        self.is_finished = status in FINISH_REASONS
 
     def append_output(self, token_ids: list[int]) -> int:
         """Takes the tokens a step sampled, up to the one that ends the sequence.

@@ -1,0 +1,130 @@
+"""A request's states and its end; the queue it waits in."""
+
+from __future__ import annotations
+
+import pytest
+
+from ascend_vllm.core.request import (
+    FINISH_REASONS,
+    LEGAL_TRANSITIONS,
+    IllegalTransitionError,
+    Request,
+    RequestStatus,
+)
+from ascend_vllm.core.request_queue import FCFSQueue
+from ascend_vllm.types.messages import FinishReason
+from tests.core.memory_executor import make_request
+
+EOS = 2
+
+
+def make(prompt: int = 3, max_model_len: int = 100, **params: object) -> Request:
+    message = make_request("r", prompt, eos=EOS, **{"ignore_eos": False, **params})
+    return Request(message, max_model_len, drawn_seed=99)
+
+
+def test_every_status_is_in_the_table_and_only_ends_are_final() -> None:
+    assert set(LEGAL_TRANSITIONS) == set(RequestStatus)
+    assert {status for status, targets in LEGAL_TRANSITIONS.items() if not targets} == set(FINISH_REASONS)
+
+
+@pytest.mark.parametrize("status", RequestStatus)
+def test_transitions_outside_the_table_raise(status: RequestStatus) -> None:
+    for target in RequestStatus:
+        request = make()
+        request.status = status
+        if target in LEGAL_TRANSITIONS[status]:
+            request.transition(target)
+            assert request.status is target
+            assert request.is_finished == (target in FINISH_REASONS)
+        else:
+            with pytest.raises(IllegalTransitionError, match=f"{status.name} to {target.name}"):
+                request.transition(target)
+
+
+def end(request: Request, tokens: list[int]) -> tuple[int, FinishReason | None, int | None]:
+    request.transition(RequestStatus.RUNNING)
+    taken = request.append_output(tokens)
+    return taken, request.finish_reason, request.stop_reason
+
+
+def test_eos_ends() -> None:
+    request = make()
+    assert end(request, [5, EOS, 6]) == (2, FinishReason.STOP, None)
+    assert request.output_token_ids == [5, EOS]
+    assert (request.num_output_tokens, request.num_tokens) == (2, 5)
+
+
+def test_ignored_eos_does_not_end() -> None:
+    assert end(make(ignore_eos=True), [5, EOS, 6]) == (3, None, None)
+
+
+def test_eos_among_the_stop_ids_ends_though_ignored() -> None:
+    assert end(make(ignore_eos=True, stop_token_ids=[EOS]), [5, EOS, 6]) == (2, FinishReason.STOP, EOS)
+
+
+def test_stop_id_is_the_stop_reason_and_eos_is_not() -> None:
+    assert end(make(stop_token_ids=[9, 8]), [5, 8, 6]) == (2, FinishReason.STOP, 8)
+    assert end(make(stop_token_ids=[EOS]), [EOS]) == (1, FinishReason.STOP, None)
+
+
+def test_stop_at_the_limit_is_a_stop() -> None:
+    assert end(make(max_tokens=2), [5, EOS]) == (2, FinishReason.STOP, None)
+    assert end(make(max_tokens=2), [5, 6, 7]) == (2, FinishReason.LENGTH, None)
+
+
+def test_min_tokens_holds_back_stops() -> None:
+    assert end(make(min_tokens=3, stop_token_ids=[9]), [EOS, 9, 5, EOS]) == (4, FinishReason.STOP, None)
+    assert end(make(min_tokens=3, stop_token_ids=[9]), [EOS, 9, 9]) == (3, FinishReason.STOP, 9)
+
+
+def test_model_length_counts_computed_tokens() -> None:
+    # a full sequence of 5 computes, and samples one more
+    assert end(make(3, max_model_len=5), [5, 6, 7, 8]) == (3, FinishReason.LENGTH, None)
+    assert end(make(3, max_model_len=5, min_tokens=6), [EOS, EOS, EOS]) == (3, FinishReason.LENGTH, None)
+
+
+def test_seed_is_the_requests_own_or_the_drawn_one() -> None:
+    assert make(seed=5).seed == 5
+    assert make(seed=0).seed == 0
+    assert make(seed=None).seed == 99
+    assert 0 <= make(seed=-5).seed < 2**63
+
+
+def test_end_token_ids_are_what_min_tokens_forbids() -> None:
+    assert make(stop_token_ids=[9, 1]).end_token_ids == [1, EOS, 9]
+    assert make(ignore_eos=True).end_token_ids == []
+
+
+def make_queue(count: int) -> tuple[FCFSQueue, list[Request]]:
+    queue = FCFSQueue()
+    requests = [Request(make_request(f"r{i}", 2), 100, 0) for i in range(count)]
+    for request in requests:
+        queue.add(request)
+    return queue, requests
+
+
+def test_fcfs_order() -> None:
+    queue, requests = make_queue(3)
+    assert list(queue) == requests
+    assert queue.peek() is requests[0]
+    assert [queue.pop() for _ in range(3)] == requests
+    assert len(queue) == 0
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_preempted_go_to_the_front() -> None:
+    queue, requests = make_queue(3)
+    first, second = queue.pop(), queue.pop()
+    queue.put_back(second)
+    queue.put_back(first)
+    assert list(queue) == requests
+
+
+def test_remove_from_the_middle() -> None:
+    queue, requests = make_queue(3)
+    queue.remove(requests[1])
+    assert list(queue) == [requests[0], requests[2]]
+    with pytest.raises(KeyError):
+        queue.remove(requests[1])
