@@ -182,6 +182,11 @@ class QKVParallelLinear(Linear):
         ]
         super().__init__(context, f"{prefix}.qkv_proj", outputs, hidden_size, bias=bias)
 
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, H] → query [T, N*D], key and value [T, K*D]: views of one tensor, so their rows are strided."""
+        query, key, value = self.forward(x).split_with_sizes(self.output_sizes, dim=-1)
+        return query, key, value
+
 
 class RowParallelLinear(Linear):
     """One matrix, its inputs split over ranks."""

@@ -144,8 +144,7 @@ class RotaryAttention(Layer):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
-        # views of one [T, (N+2K)*D] tensor; kernels read strided rows
-        query, key, value = self.qkv_proj.forward(x).split(self.qkv_proj.output_sizes, dim=-1)
+        query, key, value = self.qkv_proj.project(x)
         if self.q_norm is not None and self.k_norm is not None:
             query = self._norm_heads(self.q_norm, query)
             key = self._norm_heads(self.k_norm, key)

@@ -75,7 +75,7 @@ class OPTDecoderLayer(Layer):
         return self.final_layer_norm.forward(self._mlp(x).add_(x))
 
     def _attend(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        query, key, value = self.qkv_proj.forward(x).split(self.qkv_proj.output_sizes, dim=-1)
+        query, key, value = self.qkv_proj.project(x)
         return self.out_proj.forward(self.attention.forward(query, key, value, context))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,191 @@
+"""Writes a Qwen2-shaped model with random weights, for benchmarks where only the shape matters.
+
+The directory has Hugging Face's layout: config.json, generation_config.json, model.safetensors in bfloat16, and a
+byte-level BPE tokenizer with as many entries as the model has, so that any server can serve it::
+
+    python scripts/make_random_model.py /tmp/qwen2-0.5b-random
+    python scripts/make_random_model.py /tmp/tiny --preset tiny-5m --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import string
+import zlib
+from collections.abc import Iterator
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen2 model, named as in config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = True
+
+
+PRESETS = {
+    "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, 32768),
+    "qwen2-1.5b": Shape(151936, 1536, 8960, 28, 12, 2, 32768),
+    "tiny-5m": Shape(8192, 256, 704, 4, 4, 2, 4096),
+}
+
+
+def _parameters(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor."""
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    kv_width = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
+    for index in range(shape.num_hidden_layers):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        for name, width in (("q", hidden), ("k", kv_width), ("v", kv_width)):
+            yield f"{prefix}.self_attn.{name}_proj.weight", (width, hidden)
+            yield f"{prefix}.self_attn.{name}_proj.bias", (width,)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        for name in ("gate", "up"):
+            yield f"{prefix}.mlp.{name}_proj.weight", (intermediate, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, intermediate)
+    yield "model.norm.weight", (hidden,)
+    if not shape.tie_word_embeddings:
+        yield "lm_head.weight", (shape.vocab_size, hidden)
+
+
+def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
+    """Draws all weights, each from its own stream, and writes them as one file."""
+    weights = {}
+    for name, size in tqdm(list(_parameters(shape)), desc="Drawing weights", unit="tensor"):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(size, dtype=torch.bfloat16)
+        else:
+            # 0.02 is the standard deviation of Qwen2's own initialisation
+            weights[name] = torch.randn(size, generator=generator).mul_(0.02).bfloat16()
+    print(f"Writing {sum(tensor.nbytes for tensor in weights.values()) / 1e6:,.0f} MB of weights")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Pairs to merge, best first: two letters, then a space and two letters, then four letters, and so on."""
+    letters = string.ascii_lowercase
+    pairs = ["".join(pair) for pair in itertools.product(letters, repeat=2)]
+    yield from itertools.product(letters, letters)
+    # "Ġ" is how byte-level BPE writes a space
+    yield from (("Ġ", letter) for letter in letters)
+    yield from (("Ġ", pair) for pair in pairs)
+    yield from itertools.product((f"Ġ{pair}" for pair in pairs), letters)
+    yield from itertools.product(pairs, pairs)
+
+
+def write_tokenizer(directory: pathlib.Path, vocab_size: int, model_max_length: int) -> None:
+    """Writes a byte-level BPE tokenizer with exactly vocab_size entries; any text goes there and back."""
+    vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    num_learned = vocab_size - len(_SPECIAL_TOKENS)
+    merges = []
+    for left, right in _merges():
+        if len(vocab) >= num_learned:
+            break
+        merges.append((left, right))
+        vocab[left + right] = len(vocab)
+    if len(vocab) != num_learned:
+        smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(_SPECIAL_TOKENS)
+        raise SystemExit(f"--vocab-size {vocab_size} is not in {smallest} … {len(vocab) + len(_SPECIAL_TOKENS)}")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": model_max_length,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+
+
+def write_configs(directory: pathlib.Path, shape: Shape) -> None:
+    """Writes config.json and generation_config.json."""
+    special = {
+        "bos_token_id": shape.vocab_size - len(_SPECIAL_TOKENS),
+        "eos_token_id": shape.vocab_size - 1,
+        "pad_token_id": shape.vocab_size - len(_SPECIAL_TOKENS),
+    }
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "torch_dtype": "bfloat16",
+        **dataclasses.asdict(shape),
+        **special,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_window_layers": shape.num_hidden_layers,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"do_sample": False, **special})
+
+
+def _write_json(path: pathlib.Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("directory", type=pathlib.Path, help="where to write; made if absent")
+    parser.add_argument("--preset", choices=PRESETS, default="qwen2-0.5b", help="shape to start from")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    for field in dataclasses.fields(Shape):
+        flag = "--" + field.name.replace("_", "-")
+        if field.type == "bool":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help="overrides the preset")
+        else:
+            parser.add_argument(flag, type=int, help="overrides the preset")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Writes the model that the command line describes."""
+    args = _parse_args()
+    overrides = {field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)}
+    shape = dataclasses.replace(
+        PRESETS[args.preset], **{name: value for name, value in overrides.items() if value is not None}
+    )
+    if shape.hidden_size % shape.num_attention_heads or shape.num_attention_heads % shape.num_key_value_heads:
+        raise SystemExit("--hidden-size must be a multiple of the heads, and these of the KV heads")
+    args.directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(args.directory, shape.vocab_size, shape.max_position_embeddings)
+    write_configs(args.directory, shape)
+    write_weights(args.directory, shape, args.seed)
+    print(f"Wrote {args.directory}")
+
+
+if __name__ == "__main__":
+    main()
