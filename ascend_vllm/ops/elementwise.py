@@ -174,7 +174,7 @@ def rotary_embedding(
     rot_dim = cos_sin_cache.shape[-1]
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     for x in (query, key):
-        rotated = x.view(x.shape[0], -1, head_size)[..., :rot_dim]
+        rotated = x.view(x.shape[0], x.shape[1] // head_size, head_size)[..., :rot_dim]
         values = _wide(rotated)
         if is_neox:
             first, second = values.chunk(2, dim=-1)

@@ -1,0 +1,328 @@
+// Drawing tokens from logits without sorting the vocabulary.
+//
+// One pass takes the maximum of every block of the row. The block maxima give a lower bound of the k-th largest
+// logit, so top-k looks closely at a few blocks only; top-p gathers the logits near the maximum until they hold
+// enough probability. Sums are kept per block in double, so the draw reads one block again instead of the row.
+#pragma once
+
+#include "cpu/dispatch.h"
+
+namespace ascend_vllm {
+
+struct SampleArgs {
+  DType dtype;
+  const void* logits;  // row s starts at s * stride elements
+  int64_t rows, vocab, stride;
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seeds;
+  const int64_t* positions;
+  int64_t* out;
+};
+
+struct UniformArgs {
+  const int64_t* seeds;
+  const int64_t* positions;
+  double* out;
+  int64_t size;
+};
+
+ASCEND_VLLM_KERNEL(sample_tokens, SampleArgs)
+ASCEND_VLLM_KERNEL(philox_uniform, UniformArgs)
+
+}  // namespace ascend_vllm
+
+#ifdef ASCEND_VLLM_ISA
+
+#include <stdlib.h>
+
+#include "cpu/kernels/select.h"
+#include "cpu/parallel.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int64_t kBlock = 256;  // logits of a block
+const float kInfinity = __builtin_inff();
+
+// 53 random bits as a double in [0, 1): Philox4x32-10 (Salmon et al., 2011) keyed by the seed, at counter
+// `position`.
+inline double uniform(int64_t seed, int64_t position) {
+  uint32_t c0 = static_cast<uint32_t>(position),
+           c1 = static_cast<uint32_t>(static_cast<uint64_t>(position) >> 32);
+  uint32_t c2 = 0, c3 = 0;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = uint64_t{0xD2511F53} * c0, product1 = uint64_t{0xCD9E8D57} * c2;
+    const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+    const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(product1);
+    c3 = static_cast<uint32_t>(product0);
+    c0 = next0;
+    c2 = next2;
+    k0 += 0x9E3779B9;
+    k1 += 0xBB67AE85;
+  }
+  return static_cast<double>((uint64_t{c0} >> 5) << 26 | c1 >> 6) * 0x1p-53;
+}
+
+// One row, and the logits of it that are still in play: those >= threshold.
+template <class T>
+struct Row {
+  const T* logits;
+  int64_t vocab, blocks;
+  float* block_max;   // [blocks]
+  double* block_sum;  // [blocks]
+  float largest;      // of all logits
+  float scale;        // 1 / temperature
+  float threshold;
+
+  int64_t begin(int64_t block) const { return block * kBlock; }
+  int64_t end(int64_t block) const { return block + 1 == blocks ? vocab : (block + 1) * kBlock; }
+};
+
+template <class T>
+inline float max_of(const T* x, int64_t n) {
+  VecF best = set1(-kInfinity);
+  float tail = -kInfinity;
+  for_lanes(
+      n, [&](int64_t i) { best = max(load(x + i), best); },
+      [&](int64_t i, int rest) {
+        for (int j = 0; j < rest; ++j) tail = to_float(x[i + j]) > tail ? to_float(x[i + j]) : tail;
+      });
+  const float whole = reduce_max(best);
+  return whole > tail ? whole : tail;
+}
+
+template <class T>
+inline void find_block_maxima(Row<T>& row) {
+  parallel_for(row.blocks, kBlock / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      row.block_max[b] = max_of(row.logits + row.begin(b), row.end(b) - row.begin(b));
+    }
+  });
+  row.largest = max_of(row.block_max, row.blocks);
+}
+
+template <class T>
+inline int64_t first_largest(const Row<T>& row) {
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (row.block_max[b] != row.largest) continue;
+    for (int64_t i = row.begin(b); i < row.end(b); ++i) {
+      if (to_float(row.logits[i]) == row.largest) return i;
+    }
+  }
+  return 0;  // only if every logit is NaN
+}
+
+// Appends the logits in [low, high) to `values`.
+template <class T>
+inline void gather(const Row<T>& row, float low, float high, Floats& values) {
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (!(row.block_max[b] >= low)) continue;
+    values.reserve(values.size + kBlock);
+    for (int64_t i = row.begin(b); i < row.end(b); ++i) {
+      const float x = to_float(row.logits[i]);
+      if (x >= low && x < high) values.data[values.size++] = x;
+    }
+  }
+}
+
+// e^((x - largest) / temperature), in one place so that every pass sees the same number.
+template <class T>
+inline VecF weight(const Row<T>& row, VecF x) {
+  return exp((x - set1(row.largest)) * set1(row.scale));
+}
+
+// The sum of the weights of n values that are all in play.
+template <class T>
+inline double weigh(const Row<T>& row, const float* values, int64_t n) {
+  double sum = 0.0;
+  for_lanes(
+      n, [&](int64_t i) { sum += reduce_add(weight(row, load(values + i))); },
+      [&](int64_t i, int rest) {
+        alignas(64) float buffer[kLanes];
+        store(buffer, weight(row, load_n(values + i, rest)));
+        for (int j = 0; j < rest; ++j) sum += buffer[j];
+      });
+  return sum;
+}
+
+// Sums the weights in play per block; returns the total.
+template <class T>
+inline double find_block_sums(Row<T>& row) {
+  const VecF threshold = set1(row.threshold), zero = set1(0.0f);
+  parallel_for(row.blocks, 4 * kBlock, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      if (!(row.block_max[b] >= row.threshold)) {
+        row.block_sum[b] = 0.0;
+        continue;
+      }
+      const T* x = row.logits + row.begin(b);
+      VecF sum = zero;
+      float tail = 0.0f;
+      for_lanes(
+          row.end(b) - row.begin(b),
+          [&](int64_t i) {
+            const VecF v = load(x + i);
+            sum = sum + select(ge(v, threshold), weight(row, v), zero);
+          },
+          [&](int64_t i, int rest) {
+            const VecF v = load_n(x + i, rest);
+            alignas(64) float buffer[kLanes];
+            store(buffer, select(ge(v, threshold), weight(row, v), zero));
+            for (int j = 0; j < rest; ++j) tail += buffer[j];
+          });
+      row.block_sum[b] = static_cast<double>(reduce_add(sum)) + tail;
+    }
+  });
+  double total = 0.0;
+  for (int64_t b = 0; b < row.blocks; ++b) total += row.block_sum[b];
+  return total;
+}
+
+// Raises the threshold to the k-th largest logit in play, if there are that many.
+template <class T>
+inline void apply_top_k(Row<T>& row, int64_t k, Floats& values) {
+  float low = row.threshold;
+  if (k <= row.blocks) {
+    // At least k logits are >= the k-th largest block maximum.
+    values.size = 0;
+    values.reserve(row.blocks);
+    for (int64_t b = 0; b < row.blocks; ++b) values.data[values.size++] = row.block_max[b];
+    const float bound = select_largest(values.data, values.size, k);
+    low = bound > low ? bound : low;
+  }
+  values.size = 0;
+  gather(row, low, kInfinity, values);
+  if (values.size >= k) {
+    const float kth = select_largest(values.data, values.size, k);
+    row.threshold = kth > row.threshold ? kth : row.threshold;
+  }
+}
+
+// Raises the threshold to the lowest logit that the logits above it leave in: they hold less than `mass`.
+template <class T>
+inline void apply_top_p(Row<T>& row, double mass, Floats& values) {
+  // Widening shells below the maximum; e^-4, e^-8, ... of its weight.
+  float high = kInfinity;
+  double above = 0.0;
+  for (float depth = 4.0f;; depth *= 2.0f) {
+    float low = row.largest - depth / row.scale;
+    if (!(low > row.threshold)) low = row.threshold;
+    values.size = 0;
+    gather(row, low, high, values);
+    const double shell = weigh(row, values.data, values.size);
+    const bool last = low == row.threshold;
+    if (above + shell >= mass || last) {
+      const auto weigh_part = [&](const float* part, int64_t n) { return weigh(row, part, n); };
+      if (values.size > 0) {
+        const float found = select_by_mass(values.data, values.size, mass - above, weigh_part);
+        if (found > row.threshold) row.threshold = found;
+      }
+      return;
+    }
+    above += shell;
+    high = low;
+  }
+}
+
+// The token in whose part of [0, total) the target lies.
+template <class T>
+inline int64_t pick(const Row<T>& row, double target) {
+  double sum = 0.0;
+  int64_t last = -1;
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (row.block_sum[b] == 0.0) continue;
+    const bool inside = sum + row.block_sum[b] > target;
+    const int64_t begin = row.begin(b), end = row.end(b);
+    if (inside) {
+      for (int64_t i = begin; i < end; i += kLanes) {
+        const int n = static_cast<int>(end - i < kLanes ? end - i : kLanes);
+        alignas(64) float x[kLanes], w[kLanes];
+        const VecF v = n == kLanes ? load(row.logits + i) : load_n(row.logits + i, n);
+        store(x, v);
+        store(w, weight(row, v));
+        for (int j = 0; j < n; ++j) {
+          if (!(x[j] >= row.threshold) || w[j] == 0.0f) continue;
+          sum += w[j];
+          last = i + j;
+          if (sum > target) return last;
+        }
+      }
+      return last;  // the block's own sum was rounded up past the target
+    }
+    sum += row.block_sum[b];
+    last = b;
+  }
+  // The target is the total after rounding: the last token in play.
+  for (int64_t i = row.end(last) - 1; i > row.begin(last); --i) {
+    if (to_float(row.logits[i]) >= row.threshold) return i;
+  }
+  return row.begin(last);
+}
+
+template <class T>
+int64_t sample_row(const SampleArgs& a, int64_t s, float* block_max, double* block_sum) {
+  Row<T> row{};
+  row.logits = static_cast<const T*>(a.logits) + s * a.stride;
+  row.vocab = a.vocab;
+  row.blocks = (a.vocab + kBlock - 1) / kBlock;
+  row.block_max = block_max;
+  row.block_sum = block_sum;
+  find_block_maxima(row);
+  const bool finite = row.largest - row.largest == 0.0f;
+  if (!(a.temperature[s] > 0.0f) || !finite) return first_largest(row);
+
+  row.scale = 1.0f / a.temperature[s];
+  row.threshold = -kInfinity;
+  if (a.min_p[s] > 0.0f) {
+    row.threshold = row.largest + a.temperature[s] * static_cast<float>(__builtin_log(a.min_p[s]));
+  }
+  Floats values{};
+  if (a.top_k[s] > 0 && a.top_k[s] < a.vocab) apply_top_k(row, a.top_k[s], values);
+  double total = find_block_sums(row);
+  if (a.top_p[s] < 1.0f) {
+    const float before = row.threshold;
+    apply_top_p(row, a.top_p[s] * total, values);
+    if (row.threshold > before) total = find_block_sums(row);
+  }
+  values.release();
+  return pick(row, uniform(a.seeds[s], a.positions[s]) * total);
+}
+
+template <class T>
+void sample_tokens(const SampleArgs& a) {
+  const int64_t blocks = (a.vocab + kBlock - 1) / kBlock;
+  const auto sample_rows = [&](int64_t begin, int64_t end) {
+    void* memory = malloc(blocks * (sizeof(double) + sizeof(float)));
+    if (memory == nullptr) abort();
+    double* block_sum = static_cast<double*>(memory);
+    float* block_max = reinterpret_cast<float*>(block_sum + blocks);
+    for (int64_t s = begin; s < end; ++s) a.out[s] = sample_row<T>(a, s, block_max, block_sum);
+    free(memory);
+  };
+  // Enough rows: one thread each, and the loops inside find themselves in a parallel region. Few rows: those
+  // loops share out the vocabulary.
+  if (a.rows >= omp_get_max_threads()) {
+    parallel_for(a.rows, a.vocab, sample_rows);
+  } else {
+    sample_rows(0, a.rows);
+  }
+}
+
+}  // namespace
+
+ASCEND_VLLM_DEFINE_KERNEL(sample_tokens, SampleArgs) {
+  with_dtype(args.dtype, [&](auto tag) { sample_tokens<decltype(tag)>(args); });
+}
+
+ASCEND_VLLM_DEFINE_KERNEL(philox_uniform, UniformArgs) {
+  for (int64_t i = 0; i < args.size; ++i) args.out[i] = uniform(args.seeds[i], args.positions[i]);
+}
+
+}  // namespace ascend_vllm
+
+#endif
