@@ -76,6 +76,8 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama-dynamic": lambda: _llama(rope_parameters=_rope("dynamic", factor=4.0), max_position_embeddings=128),
     "llama-yarn": lambda: _llama(rope_parameters=_YARN),
     "llama-llama3": lambda: _llama(rope_parameters=_LLAMA3),
+    "llama-gelu": lambda: _llama(hidden_act="gelu"),
+    "llama-gelu-tanh": lambda: _llama(hidden_act="gelu_pytorch_tanh"),
     "mistral": lambda: transformers.MistralConfig(**_GATED, sliding_window=40, head_dim=16),
     "qwen2": lambda: transformers.Qwen2Config(**_GATED, tie_word_embeddings=False),
     "qwen2-tied": lambda: transformers.Qwen2Config(**_GATED, tie_word_embeddings=True),
@@ -83,9 +85,18 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **_GATED, use_sliding_window=True, sliding_window=24, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
+    "qwen3-biases": lambda: transformers.Qwen3Config(**_GATED, head_dim=32, attention_bias=True),
     "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),
     "opt-post-norm": lambda: transformers.OPTConfig(
         **_COMMON, ffn_dim=112, do_layer_norm_before=False, word_embed_proj_dim=32
+    ),
+    "opt-bare": lambda: transformers.OPTConfig(
+        **_COMMON,
+        ffn_dim=112,
+        enable_bias=False,
+        layer_norm_elementwise_affine=False,
+        activation_function="gelu",
+        tie_word_embeddings=False,
     ),
 }
 
