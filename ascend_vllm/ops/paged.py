@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import define_op
 
 HEAD_SIZES = range(16, 257, 8)
@@ -251,3 +252,6 @@ def paged_attention(
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=softmax_dtype)
         output[start:end] = (weights.to(values.dtype) @ values).transpose(0, 1)
     return output
+
+
+load_native_library()
