@@ -62,12 +62,15 @@ class ModelRunner:
         slots, token_ids, logprobs = self._forward_and_sample(slots, num_scheduled)
         if len(slots) == 0:
             return _nothing_sampled(step.step_id)
-        one_each = np.ones_like(slots)
-        more = [self._forward_and_sample(slots, one_each)[1] for _ in range(step.num_steps - 1)]
+        sampled = token_ids[:, None]
+        if step.num_steps > 1:
+            one_each = np.ones_like(slots)
+            more = [self._forward_and_sample(slots, one_each)[1] for _ in range(step.num_steps - 1)]
+            sampled = np.stack([token_ids, *more], axis=1)
         return StepOutput(
             step_id=step.step_id,
             slots=slots.astype(np.int32),
-            sampled_token_ids=np.stack([token_ids, *more], axis=1),
+            sampled_token_ids=sampled,
             logprobs=logprobs,
         )
 
