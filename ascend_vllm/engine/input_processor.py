@@ -169,13 +169,15 @@ class InputProcessor:
     def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """What the core needs to know: stop strings and the shape of the output are the front's business."""
         room = self.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = dict.fromkeys(
             [*(params.stop_token_ids or []), *([] if params.ignore_eos else self._other_eos_ids)]
         )
         return params.clone(
             n=1,
             best_of=None,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
             stop=[],
             # Ids without a row in the vocabulary are never sampled, and must not index its logits.
             stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],

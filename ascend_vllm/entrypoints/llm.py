@@ -1,0 +1,397 @@
+"""Offline generation: the `LLM` class.
+
+Example::
+
+    from ascend_vllm import LLM, SamplingParams
+
+    llm = LLM(model="/models/Qwen2.5-0.5B-Instruct")
+    for output in llm.generate(["Hello, my name is"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import tqdm
+
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
+from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template, render_chat
+from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Messages = Sequence[Mapping[str, Any]]
+# True, False, or what makes a progress bar of tqdm's arguments
+UseTqdm = bool | Callable[..., Any]
+
+
+class LLM:
+    """A model in this process, for batches of prompts.
+
+    All prompts of a call are served together by the engine's continuous batching; there is no batch size to choose.
+
+    Args:
+        model: directory of the model; "demo" trains and serves the small demo model.
+        tokenizer: directory of the tokenizer; None: the model's.
+        tokenizer_mode: "auto" or "slow".
+        skip_tokenizer_init: prompts must be token ids, and no text is returned.
+        trust_remote_code: run code from the model's directory.
+        tensor_parallel_size: devices that share each layer.
+        dtype: "auto", "float32", "float16" or "bfloat16".
+        quantization: method of the weights' quantisation.
+        revision, tokenizer_revision: versions in a model hub.
+        seed: of sampling that no request seeds.
+        gpu_memory_utilization: share of the device's memory to use (NPU).
+        swap_space: GiB of CPU memory for swapped blocks.
+        cpu_offload_gb: GiB of weights kept in CPU memory.
+        enforce_eager: no captured graphs.
+        max_context_len_to_capture, max_seq_len_to_capture: longest sequence that captured graphs serve.
+        disable_custom_all_reduce, disable_async_output_proc: turn these optimisations off.
+        mm_processor_kwargs: of the image processor.
+        chat_template: file or text of a template for `chat`; None: the model's.
+        kwargs: any other field of `EngineArgs`, such as max_model_len or max_num_seqs.
+
+    Attributes:
+        llm_engine: the engine underneath.
+
+    Raises:
+        TypeError: an unknown keyword.
+        ConfigError: a value, or a combination of values, is wrong or not supported.
+        ModelLoadError: the model's directory cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float = 4,
+        cpu_offload_gb: float = 0,
+        enforce_eager: bool | None = None,
+        max_context_len_to_capture: int | None = None,
+        max_seq_len_to_capture: int = 8192,
+        disable_custom_all_reduce: bool = False,
+        disable_async_output_proc: bool = False,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("disable_log_stats", True)
+        args = EngineArgs(
+            model=model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            quantization=quantization,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space,
+            cpu_offload_gb=cpu_offload_gb,
+            enforce_eager=bool(enforce_eager),
+            max_context_len_to_capture=max_context_len_to_capture,
+            max_seq_len_to_capture=max_seq_len_to_capture,
+            disable_custom_all_reduce=disable_custom_all_reduce,
+            disable_async_output_proc=disable_async_output_proc,
+            mm_processor_kwargs=mm_processor_kwargs,
+            **kwargs,
+        )
+        if model == DEMO_MODEL_NAME:
+            args = args.with_model_directory(ensure_demo_model())
+        self._chat_template = load_chat_template(chat_template)
+        self._request_ids = itertools.count()
+        self.llm_engine = LLMEngine.from_engine_args(args)
+        # The engine goes with this object: the next one needs the memory.
+        self._finalizer = weakref.finalize(self, self.llm_engine.shutdown)
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: Params = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        guided_options_request: Any = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts and returns when all are done.
+
+        Args:
+            prompts: a prompt or a list of prompts: text, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or one for each; None: the model's defaults.
+            prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            lora_request, prompt_adapter_request, guided_options_request: not supported in this version.
+            priority: one for each prompt; 0 only.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
+        """
+        for name, value in (
+            ("lora_request", lora_request),
+            ("prompt_adapter_request", prompt_adapter_request),
+            ("guided_options_request", guided_options_request),
+        ):
+            if value is not None:
+                raise RequestError(f"{name} is not supported in this version.", name)
+        parsed = _collect_prompts(prompts, prompt_token_ids)
+        params = self._collect_params(sampling_params, len(parsed))
+        priorities = [0] * len(parsed) if priority is None else list(priority)
+        if len(priorities) != len(parsed):
+            raise RequestError("The lengths of prompts and priority must be the same.", "priority")
+        return self._run(parsed, params, priorities, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        chat_template_content_format: ContentFormat = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates the next message of one conversation, or of each of a list of conversations.
+
+        Args:
+            messages: a conversation (a list of {"role", "content"}) or a list of conversations.
+            sampling_params: for all conversations, or one for each; None: the model's defaults.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            lora_request, mm_processor_kwargs: not supported in this version.
+            chat_template: a template's text for this call.
+            add_generation_prompt: begin a new message.
+            continue_final_message: continue the last message; needs add_generation_prompt=False.
+            tools: functions the model may call.
+            chat_template_content_format: "auto", "string" or "openai".
+            chat_template_kwargs: further variables of the template.
+            priority: one for each conversation; 0 only.
+
+        Returns:
+            One output per conversation.
+
+        Raises:
+            RequestError: messages or a parameter are wrong.
+
+        Example::
+
+            llm.chat([{"role": "user", "content": "What does --block-size do?"}])
+        """
+        if mm_processor_kwargs:
+            raise RequestError("mm_processor_kwargs is not supported in this version.", "mm_processor_kwargs")
+        tokenizer = self._need_tokenizer()
+        conversations = [messages] if _is_conversation(messages) else messages
+        prompts = []
+        for conversation in conversations:
+            text = render_chat(
+                tokenizer,
+                conversation,  # type: ignore[arg-type]  # told apart at run time
+                model_name=self.llm_engine.config.model.served_model_names[0],
+                chat_template=chat_template or self._chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append(TokensPrompt(prompt=text, prompt_token_ids=token_ids))
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer.
+
+        Raises:
+            RequestError: there is none (skip_tokenizer_init).
+        """
+        return self._need_tokenizer().hf
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Replaces the tokenizer by another transformers tokenizer."""
+        self.llm_engine.set_tokenizer(Tokenizer(tokenizer))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without sampling_params: the defaults of the model's generation_config.json."""
+        return SamplingParams(**self.llm_engine.default_sampling_params())
+
+    def encode(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Not for generation models.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("LLM.encode() is only supported for embedding models (XModel).")
+
+    def beam_search(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Not supported in this version.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("LLM.beam_search() is not supported in this version.")
+
+    def start_profile(self) -> NoReturn:
+        """Not supported in this version.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("LLM.start_profile() is not supported in this version.")
+
+    def stop_profile(self) -> NoReturn:
+        """Not supported in this version.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("LLM.stop_profile() is not supported in this version.")
+
+    def shutdown(self) -> None:
+        """Frees the model and the KV cache now; deleting the object does the same."""
+        self._finalizer()
+
+    def _need_tokenizer(self) -> Tokenizer:
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        return tokenizer
+
+    def _collect_params(self, params: Params, count: int) -> list[SamplingParams]:
+        """One for each prompt; only final outputs are asked for."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        each = [params] * count if isinstance(params, SamplingParams) else list(params)
+        if len(each) != count:
+            raise RequestError("The lengths of prompts and params must be the same.", "sampling_params")
+        return [one.clone(output_kind=RequestOutputKind.FINAL_ONLY) for one in each]
+
+    def _run(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        use_tqdm: UseTqdm,
+    ) -> list[RequestOutput]:
+        request_ids: list[str] = []
+        try:
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                request_id = str(next(self._request_ids))
+                self.llm_engine.add_request(request_id, prompt, one, priority=priority)
+                request_ids.append(request_id)
+            outputs = self._run_engine(len(prompts), use_tqdm)
+        except BaseException:  # a wrong prompt, or Ctrl-C: leave nothing behind for the next call
+            self.llm_engine.abort_request(request_ids)
+            raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _run_engine(self, count: int, use_tqdm: UseTqdm) -> dict[str, RequestOutput]:
+        """Steps until all requests are done; returns outputs by request id."""
+        outputs: dict[str, RequestOutput] = {}
+        progress = _Progress(count, use_tqdm)
+        try:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    outputs[output.request_id] = output
+                    progress.count(output)
+        finally:
+            progress.close()
+        return outputs
+
+
+class _Progress:
+    """The progress bar, which also estimates the speed in tokens per second.
+
+    Args:
+        total: number of prompts.
+        use_tqdm: whether there is a bar, or what makes it.
+    """
+
+    def __init__(self, total: int, use_tqdm: UseTqdm) -> None:
+        self._num_input = 0
+        self._num_output = 0
+        self._bar: Any = None
+        if use_tqdm:
+            make = use_tqdm if callable(use_tqdm) else tqdm.tqdm
+            self._bar = make(
+                total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_describe_speed(0.0, 0.0)
+            )
+
+    def count(self, output: RequestOutput) -> None:
+        """Adds a finished request."""
+        if self._bar is None:
+            return
+        self._num_input += len(output.prompt_token_ids)
+        self._num_output += sum(len(sequence.token_ids) for sequence in output.outputs)
+        elapsed = max(self._bar.format_dict["elapsed"], 1e-6)
+        self._bar.postfix = _describe_speed(self._num_input / elapsed, self._num_output / elapsed)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _describe_speed(num_input: float, num_output: float) -> str:
+    return f"est. speed input: {num_input:.2f} toks/s, output: {num_output:.2f} toks/s"
+
+
+def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
+    """Whether this is one conversation and not a list of them."""
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def _collect_prompts(
+    prompts: PromptType | Sequence[PromptType] | None,
+    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> list[PromptType]:
+    """The prompts of a call, of whatever form."""
+    texts: list[Any] | None = None
+    if prompts is not None:
+        texts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+    if prompt_token_ids is None:
+        if texts is None:
+            raise RequestError("Either prompts or prompt_token_ids must be provided.", "prompts")
+        return texts
+    ids: list[Any] = list(prompt_token_ids)
+    if ids and isinstance(ids[0], int):
+        ids = [ids]
+    if texts is None:
+        return [TokensPrompt(prompt_token_ids=one) for one in ids]
+    if len(texts) != len(ids):
+        raise RequestError("The lengths of prompts and prompt_token_ids must be the same.", "prompt_token_ids")
+    return [TokensPrompt(prompt=text, prompt_token_ids=one) for text, one in zip(texts, ids, strict=True)]

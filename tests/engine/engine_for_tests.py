@@ -1,0 +1,94 @@
+"""Configurations and core messages made by hand, for tests without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
+from ascend_vllm.config.model import LoadConfig, ModelConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.input_processor import InputProcessor
+from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
+from ascend_vllm.engine.request_stats import StepStats
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs
+
+
+def make_config(
+    *,
+    max_model_len: int = 64,
+    vocab_size: int = 600,
+    generation_config: dict[str, Any] | None = None,
+    max_num_queued_reqs: int | None = None,
+    log_stats: bool = True,
+    **hf_config: Any,
+) -> EngineConfig:
+    """A configuration of a model that does not exist."""
+    return EngineConfig(
+        model=ModelConfig(
+            model="/absent",
+            served_model_names=("tiny", "tiny2"),
+            tokenizer="/absent",
+            architecture="Qwen2ForCausalLM",
+            hf_config={"vocab_size": vocab_size, **hf_config},
+            generation_config=generation_config or {},
+            dtype="float32",
+            max_model_len=max_model_len,
+        ),
+        load=LoadConfig(),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=max_model_len,
+            max_num_seqs=4,
+            max_model_len=max_model_len,
+            max_num_queued_reqs=max_num_queued_reqs,
+        ),
+        parallel=ParallelConfig(),
+        device=DeviceConfig(),
+        observability=ObservabilityConfig(log_stats=log_stats),
+    )
+
+
+class FakeEngine:
+    """Input and output processor joined; the test plays the core.
+
+    Args:
+        tokenizer: of the "model".
+        config: see `make_config`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, **config: Any) -> None:
+        self.input = InputProcessor(make_config(**config), tokenizer)
+        self.output = OutputProcessor(tokenizer)
+        self.stats = StepStats()
+        # request id → ids of its core requests
+        self.core_ids: dict[str, list[str]] = {}
+        self.stopped: list[str] = []
+
+    def add(
+        self,
+        params: SamplingParams,
+        request_id: str = "r",
+        prompt: Any = "The quick",
+        queue: OutputQueue | None = None,
+        arrival_time: float = 10.0,
+    ) -> None:
+        """Checks a request and opens its state."""
+        request = self.input.process(request_id, prompt, params, arrival_time=arrival_time)
+        self.output.add(request, queue)
+        self.core_ids[request_id] = [core.request_id for core in request.core_requests]
+
+    def step(self, *outputs: EngineCoreOutput, now: float | None = None) -> list[RequestOutput]:
+        """One step of the core."""
+        processed = self.output.process(EngineCoreOutputs(list(outputs)), self.stats, now)
+        self.stopped += processed.stopped_ids
+        return processed.request_outputs
+
+    def give(
+        self, token_ids: list[int], request_id: str = "r", index: int = 0, now: float | None = None, **fields: Any
+    ) -> list[RequestOutput]:
+        """A step in which one sequence gets tokens."""
+        return self.step(EngineCoreOutput(self.core_ids[request_id][index], token_ids, **fields), now=now)

@@ -1,0 +1,323 @@
+"""Outputs: text, stop strings, log-probabilities, several sequences, and times; the test plays the core."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ascend_vllm.engine.output_processor import OutputQueue
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.types.messages import EngineCoreOutput, FinishReason, TokenLogprobs
+from tests.engine.engine_for_tests import FakeEngine
+
+DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+
+
+def run(engine: FakeEngine, ids: list[int], params: SamplingParams, step: int = 1) -> list[RequestOutput]:
+    """All outputs of a request whose tokens come in groups; the last token reaches max_tokens."""
+    engine.add(params)
+    outputs: list[RequestOutput] = []
+    for start in range(0, len(ids), step):
+        last = start + step >= len(ids)
+        outputs += engine.give(ids[start : start + step], finish_reason=FinishReason.LENGTH if last else None)
+        if outputs and outputs[-1].finished:
+            break
+    return outputs
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_output_kinds(byte_level: Tokenizer, step: int) -> None:
+    text = " brown fox jumps 日本"
+    ids = byte_level.encode(text)
+    deltas = run(FakeEngine(byte_level), ids, SamplingParams(output_kind=DELTA), step)
+    assert "".join(output.outputs[0].text for output in deltas) == text
+    assert list(itertools.chain(*(output.outputs[0].token_ids for output in deltas))) == ids
+    cumulative = run(FakeEngine(byte_level), ids, SamplingParams(), step)
+    assert len(cumulative) == len(deltas) == -(-len(ids) // step)
+    lengths = [len(output.outputs[0].token_ids) for output in cumulative]
+    assert lengths == sorted(lengths)
+    (final,) = run(FakeEngine(byte_level), ids, SamplingParams(output_kind=FINAL), step)
+    for last in (cumulative[-1], final):
+        assert (last.outputs[0].text, last.outputs[0].token_ids) == (text, ids)
+        assert last.outputs[0].finish_reason == "length"
+        assert last.finished
+        assert last.prompt == "The quick"
+    assert not any(output.finished for output in deltas[:-1])
+
+
+def test_ended_requests_leave_nothing(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    run(engine, [5, 6], SamplingParams(n=2))
+    engine.give([7], index=1, finish_reason=FinishReason.LENGTH)
+    assert engine.output.num_requests == engine.output.num_sequences == 0
+    assert engine.give([7], index=1) == []  # late outputs are dropped
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, " brown"), (True, " brown<|im_end|>")])
+def test_the_stop_token_is_no_text(byte_level: Tokenizer, include: bool, expected: str) -> None:
+    engine = FakeEngine(byte_level)
+    params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=include)
+    engine.add(params)
+    ids = [*byte_level.encode(" brown"), byte_level.eos_token_id]
+    (output,) = engine.give(ids, finish_reason=FinishReason.STOP)
+    completion = output.outputs[0]
+    assert (completion.text, completion.token_ids) == (expected, ids)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+
+
+def test_the_stop_token_id_is_the_reason(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(stop_token_ids=[7]))
+    (output,) = engine.give([7], finish_reason=FinishReason.STOP, stop_reason=7)
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("", 7)
+
+
+def one_letter_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A token per character, so that any character can end a step."""
+    return [tokenizer.hf.convert_tokens_to_ids("Ġ" if character == " " else character) for character in text]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.text("abc ", min_size=1, max_size=24),
+    stops=st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 6),
+    step=st.integers(1, 5),
+)
+def test_stop_strings(
+    byte_level: Tokenizer, text: str, stops: list[str], include: bool, min_tokens: int, step: int
+) -> None:
+    """Against the plain definition: after each character, is there a stop string at the end?"""
+    expected, reason = text, None
+    for end in range(max(min_tokens, 1), len(text) + 1):
+        found = next((stop for stop in stops if text[:end].endswith(stop)), None)
+        if found is not None:
+            expected, reason = text[:end] if include else text[: end - len(found)], found
+            break
+    num_tokens = len(text) if reason is None else end
+    params = SamplingParams(
+        stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=99, output_kind=DELTA
+    )
+    engine = FakeEngine(byte_level)
+    outputs = run(engine, one_letter_ids(byte_level, text), params, step)
+    assert "".join(output.outputs[0].text for output in outputs) == expected
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == num_tokens
+    last = outputs[-1].outputs[0]
+    assert (last.finish_reason, last.stop_reason) == ("length" if reason is None else "stop", reason)
+    # the core is told exactly if it does not know
+    ended_by_itself = len(outputs) == -(-len(text) // step)
+    assert engine.stopped == ([] if reason is None or ended_by_itself else engine.core_ids["r"])
+    assert engine.output.num_requests == 0
+
+
+def test_what_may_begin_a_stop_string_is_held_back(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(stop=["cat", "ab"], output_kind=DELTA))
+    texts = [engine.give([id_])[0].outputs[0].text for id_ in one_letter_ids(byte_level, "bcabx"[:4])]
+    assert texts[:2] == ["", ""]
+    assert texts[2:] == ["b", "c"]  # "ab" is cut, and what was held back before it comes out
+    assert engine.stopped == engine.core_ids["r"]
+
+
+def logprobs_of(ids: list[int], *others: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs([id_, *others], [-1.0, -0.25, -2.5][: 1 + len(others)], 3) for id_ in ids]
+
+
+def test_logprobs(byte_level: Tokenizer) -> None:
+    first, second = byte_level.encode(" brown fox")[:2]
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(logprobs=2, output_kind=DELTA))
+    (output,) = engine.give([first], new_logprobs=logprobs_of([first], second, first))
+    position = output.outputs[0].logprobs[0]
+    assert list(position) == [first, second]  # the sampled token first, none twice
+    assert (position[first].logprob, position[first].rank) == (-1.0, 3)
+    assert (position[second].logprob, position[second].rank) == (-0.25, 1)
+    assert position[second].decoded_token == byte_level.decode([second])
+    (output,) = engine.give([second], new_logprobs=logprobs_of([second], first, 3))
+    assert len(output.outputs[0].logprobs) == 1
+    assert output.outputs[0].cumulative_logprob == -2.0
+
+
+@pytest.mark.parametrize(("asked", "count"), [(0, 1), (1, 2)])
+def test_only_as_many_logprobs_as_asked_for(byte_level: Tokenizer, asked: int, count: int) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(logprobs=asked))
+    (output,) = engine.give([5], new_logprobs=logprobs_of([5], 6, 7))
+    assert len(output.outputs[0].logprobs[0]) == count
+
+
+def test_texts_of_logprob_tokens_join_to_the_text(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a𝒞é b")
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(logprobs=0, output_kind=FINAL))
+    (output,) = engine.give(ids, new_logprobs=logprobs_of(ids), finish_reason=FinishReason.LENGTH)
+    tokens = [next(iter(position.values())).decoded_token for position in output.outputs[0].logprobs]
+    assert "".join(tokens) == "a𝒞é b"
+    assert len(tokens) == len(ids)
+    assert "" in tokens
+
+
+def test_without_detokenising(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(detokenize=False, logprobs=0))
+    (output,) = engine.give([5], new_logprobs=logprobs_of([5]), finish_reason=FinishReason.LENGTH)
+    assert output.outputs[0].text == ""
+    assert output.outputs[0].token_ids == [5]
+    assert output.outputs[0].logprobs[0][5].decoded_token is None
+
+
+def test_several_sequences(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=3, output_kind=DELTA))
+    ids = engine.core_ids["r"]
+    (output,) = engine.step(EngineCoreOutput(ids[2], [5]), EngineCoreOutput(ids[0], [6]))
+    assert [(part.index, part.token_ids) for part in output.outputs] == [(2, [5]), (0, [6])]
+    for index in (0, 1):
+        (output,) = engine.give([7], index=index, finish_reason=FinishReason.LENGTH)
+        assert not output.finished
+    (output,) = engine.give([8], index=2, finish_reason=FinishReason.LENGTH)
+    assert output.finished
+
+
+def test_sequences_come_best_first_if_their_logprobs_are_known(byte_level: Tokenizer) -> None:
+    for logprobs, order in ((0, [1, 0]), (None, [0, 1])):
+        engine = FakeEngine(byte_level)
+        engine.add(SamplingParams(n=2, logprobs=logprobs, output_kind=FINAL))
+        for index in (0, 1):
+            outputs = engine.give(
+                [5],
+                index=index,
+                finish_reason=FinishReason.LENGTH,
+                new_logprobs=[TokenLogprobs([5], [index - 5.0], 1)],
+            )
+        assert [part.index for part in outputs[0].outputs] == order
+
+
+def test_a_request_id_is_taken_while_it_runs(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams())
+    with pytest.raises(RequestError, match=r"Request r already exists\."):
+        engine.add(SamplingParams())
+    assert len(engine.output.abort("r", engine.stats)) == 1
+    assert engine.output.abort("r", engine.stats) == []
+    engine.add(SamplingParams())
+
+
+async def test_a_slow_consumer_gets_merged_deltas(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(DELTA)
+    engine.add(SamplingParams(n=2, logprobs=0, output_kind=DELTA), queue=queue)
+    for token_id in (5, 6):
+        engine.give([token_id], new_logprobs=logprobs_of([token_id]))
+    engine.give([7], index=1, finish_reason=FinishReason.LENGTH, new_logprobs=logprobs_of([7]))
+    output = await queue.get()
+    first, second = output.outputs
+    assert (first.token_ids, len(first.logprobs), first.finish_reason) == ([5, 6], 2, None)
+    assert (second.token_ids, second.finish_reason) == ([7], "length")
+    assert first.text == byte_level.decode([5, 6])
+    assert not output.finished
+    engine.give([8], finish_reason=FinishReason.STOP, new_logprobs=logprobs_of([8]))
+    output = await queue.get()
+    assert output.finished
+    assert [part.token_ids for part in output.outputs] == [[8]]
+
+
+async def test_a_slow_consumer_gets_the_latest_state(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(CUMULATIVE)
+    engine.add(SamplingParams(), queue=queue)
+    engine.give([5])
+    engine.give([6])
+    assert (await queue.get()).outputs[0].token_ids == [5, 6]
+
+
+async def test_a_consumer_waits_for_outputs(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(DELTA)
+    engine.add(SamplingParams(output_kind=DELTA), queue=queue)
+    waiting = asyncio.ensure_future(queue.get())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engine.give([5])
+    assert (await waiting).outputs[0].token_ids == [5]
+
+
+async def test_errors_reach_the_consumer_after_its_outputs(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(DELTA)
+    engine.add(SamplingParams(output_kind=DELTA), queue=queue)
+    engine.give([5])
+    engine.output.fail_all(EngineDeadError("gone"))
+    assert (await queue.get()).outputs[0].token_ids == [5]
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="gone"):
+            await queue.get()
+    assert engine.output.num_requests == 0
+
+
+async def test_an_error_of_the_core_ends_all_sequences(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(DELTA)
+    engine.add(SamplingParams(n=2, output_kind=DELTA), queue=queue)
+    engine.give([], index=1, finish_reason=FinishReason.ERROR, error="the grammar is wrong")
+    with pytest.raises(RequestError, match="the grammar is wrong"):
+        await queue.get()
+    assert engine.stopped == engine.core_ids["r"][:1]
+    assert engine.output.num_sequences == 0
+    assert [sequence.reason for sequence in engine.stats.finished_sequences] == ["error", "error"]
+
+
+async def test_an_aborted_request_ends(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(DELTA)
+    engine.add(SamplingParams(stop=["long stop"], output_kind=DELTA), queue=queue)
+    engine.give(byte_level.encode(" fox"))
+    assert engine.output.abort("r", engine.stats) == engine.core_ids["r"]
+    output = await queue.get()
+    assert (output.finished, output.outputs[0].finish_reason, output.outputs[0].text) == (True, "abort", " fox")
+    assert engine.give([5]) == []
+
+
+def test_times_and_counts(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=2, max_tokens=9, output_kind=FINAL), arrival_time=10.0)
+    prompt_length = len(byte_level.encode("The quick"))
+    engine.give([5], now=11.0, first_scheduled_time=10.5, num_cached_tokens=2)
+    engine.give([5], index=1, now=12.0, first_scheduled_time=11.5)
+    engine.give([6, 7, 8], now=12.5, finish_reason=FinishReason.STOP)
+    (output,) = engine.give([6], index=1, now=14.0, finish_reason=FinishReason.LENGTH)
+    stats = engine.stats
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens, stats.num_cached_tokens) == (prompt_length, 6, 2)
+    assert stats.first_token_s == [1.0]
+    assert stats.inter_token_s == [(0.5, 3), (2.0, 1)]
+    assert [(s.reason, s.num_generation_tokens) for s in stats.finished_sequences] == [("stop", 4), ("length", 2)]
+    (request,) = stats.finished_requests
+    assert (request.num_prompt_tokens, request.n, request.max_tokens) == (prompt_length, 2, 9)
+    assert (request.e2e_s, request.queue_s, request.prefill_s) == (4.0, 0.5, 0.5)
+    assert (request.decode_s, request.inference_s, request.mean_token_s) == (3.0, 3.5, 1.0)
+    assert output.metrics.time_in_queue == 0.5
+    assert (output.metrics.first_token_time, output.metrics.finished_time) == (11.0, 14.0)
+    assert output.num_cached_tokens == 2
+
+
+def test_several_tokens_in_the_first_step_came_at_once(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(), arrival_time=10.0)
+    engine.give([5, 6, 7], now=11.0)
+    assert engine.stats.inter_token_s == [(0.0, 2)]
+
+
+def test_decoding_text_takes_microseconds(byte_level: Tokenizer) -> None:
+    """Well above the usual 5 to 10 µs, so that only a change of kind makes it fail."""
+    engine = FakeEngine(byte_level, max_model_len=100_000)
+    for i in range(64):
+        engine.add(SamplingParams(output_kind=DELTA, max_tokens=None), request_id=f"r{i}", queue=OutputQueue(DELTA))
+    ids = byte_level.encode("The quick brown fox jumps over the lazy dog 日本")
+    steps = [[EngineCoreOutput(core_ids[0], [id_]) for core_ids in engine.core_ids.values()] for id_ in ids]
+    start = time.perf_counter()
+    for step in steps:
+        engine.step(*step)
+    assert (time.perf_counter() - start) / (64 * len(ids)) < 60e-6
