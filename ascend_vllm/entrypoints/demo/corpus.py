@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import math
 import pathlib
 import random
 import re
@@ -41,7 +42,9 @@ _VARIABLE_QUESTIONS = (
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about the server.", "Be brief.")
 # shares of the samples that carry a system prompt, and an earlier exchange
 _SYSTEM_SHARE = 0.08
-_FOLLOW_UP_SHARE = 0.12
+_FOLLOW_UP_SHARE = 0.08
+# a flag is asked for in nine forms or more; every other question is repeated until it comes as often
+_LEAST_SAMPLES = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +138,7 @@ def _with_context(question: str, facts: Sequence[Fact], draw: random.Random) -> 
 
 
 def build_conversations(seed: int) -> list[Conversation]:
-    """One conversation per question; some with a system prompt, some after another exchange.
+    """At least one conversation per question; some with a system prompt, some after another exchange.
 
     Args:
         seed: of the draws; the order of the result is fixed.
@@ -145,5 +148,5 @@ def build_conversations(seed: int) -> list[Conversation]:
     return [
         Conversation((*_with_context(question, facts, draw), Turn("assistant", fact.answer)))
         for fact in facts
-        for question in fact.questions
+        for question in fact.questions * math.ceil(_LEAST_SAMPLES / len(fact.questions))
     ]

@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 @dataclasses.dataclass(frozen=True)
 class DemoShape:
-    """Sizes of the demo model; about two million parameters."""
+    """Sizes of the demo model; about 1.2 million parameters."""
 
     vocab_size: int = 2048
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_layers: int = 4
-    num_heads: int = 6
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 5
+    num_heads: int = 4
     num_kv_heads: int = 2
     head_size: int = 32
     rope_theta: float = 10000.0
@@ -46,7 +46,7 @@ class TrainingPlan:
         seed: of weights and order.
     """
 
-    num_steps: int = 700
+    num_steps: int = 360
     batch_tokens: int = 2048
     peak_lr: float = 4e-3
     warmup_steps: int = 30
