@@ -52,6 +52,7 @@ class FlagSpec:
         unsupported: why a value other than the default is refused; None: every value is honoured.
         allowed: values besides the default that are honoured although `unsupported` is set.
         no_effect: why it is accepted and yet changes nothing; None: it has an effect.
+        opposite: the field of a switch that always says the contrary; of the two the one given last wins.
     """
 
     help: str
@@ -64,6 +65,7 @@ class FlagSpec:
     unsupported: str | None = None
     allowed: tuple[Any, ...] = ()
     no_effect: str | None = None
+    opposite: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +126,7 @@ def flag(
     unsupported: str | None = None,
     allowed: Sequence[Any] = (),
     no_effect: str | None = None,
+    opposite: str | None = None,
 ) -> Any:
     """Declares a dataclass field that is a command-line flag; the arguments are those of `FlagSpec`.
 
@@ -142,6 +145,7 @@ def flag(
         unsupported=unsupported,
         allowed=tuple(allowed),
         no_effect=no_effect,
+        opposite=opposite,
     )
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata={"flag": spec})
@@ -181,7 +185,7 @@ def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
     for item in flags_of(owner):
         value = values[item.field]
         if item.refuses(value):
-            typed = item.name if value is True or item.spec.allowed == () else f"{item.name} {value}"
+            typed = item.name if isinstance(value, bool | dict | list) else f"{item.name} {value}"
             raise UnsupportedFlagError(typed, item.spec.unsupported or "")
         if item.spec.no_effect is not None and value != item.default:
             logger.warning("%s has no effect: %s", item.name, item.spec.no_effect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import decimal
 import json
 import pathlib
 import re
@@ -68,7 +69,7 @@ def length(value: str) -> int:
         if "." in number:
             raise argparse.ArgumentTypeError(f"{value!r}: only k, m, g and t (powers of ten) take a fraction")
         return int(number) * _BINARY.get(unit, 1)
-    scaled = float(number) * _DECIMAL[unit]
+    scaled = decimal.Decimal(number) * _DECIMAL[unit]
     if scaled != int(scaled):
         raise argparse.ArgumentTypeError(f"{value!r} is not a whole number")
     return int(scaled)
@@ -149,6 +150,10 @@ _PARSERS: Mapping[Kind, Callable[[str], Any]] = {
 class _SwitchAction(argparse.Action):
     """`--x` sets True, `--no-x` sets False; kinds with a value also take `--x=true` and `--x=false`."""
 
+    def __init__(self, option_strings: Sequence[str], dest: str, *, opposite: str | None, **keywords: Any) -> None:
+        super().__init__(option_strings, dest, **keywords)
+        self.opposite = opposite
+
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -165,6 +170,8 @@ class _SwitchAction(argparse.Action):
         except argparse.ArgumentTypeError as err:
             parser.error(str(err))
         setattr(namespace, self.dest, value)
+        if self.opposite is not None:
+            setattr(namespace, self.opposite, not value)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -219,8 +226,8 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         keywords: dict[str, Any] = {"dest": item.field, "default": item.default, "help": _help_text(item)}
         if spec.kind in ("flag", "bool"):
             negative = "--no-" + item.name.removeprefix("--")
-            nargs: Any = 0 if spec.kind == "flag" else "?"
-            group.add_argument(item.name, negative, *spec.short, action=_SwitchAction, nargs=nargs, **keywords)
+            keywords |= {"nargs": 0 if spec.kind == "flag" else "?", "opposite": spec.opposite}
+            group.add_argument(item.name, negative, *spec.short, action=_SwitchAction, **keywords)
             continue
         if spec.choices is not None:
             none_possible = spec.kind == "nullable_str"

@@ -317,11 +317,13 @@ class ObservabilityArgs:
         False,
         "Stops the server from writing a line for every request to its log.",
         kind="flag",
+        opposite="enable_log_requests",
     )
-    enable_log_requests: bool | None = flag(
-        None,
-        "Writes a line for every request to the log. This is on already, unless --disable-log-requests is given.",
+    enable_log_requests: bool = flag(
+        True,
+        "Writes a line for every request to the log. This is on unless --disable-log-requests is given.",
         kind="flag",
+        opposite="disable_log_requests",
         example="--no-enable-log-requests",
     )
     otlp_traces_endpoint: str | None = flag(

@@ -1,0 +1,601 @@
+"""EngineArgs.create_engine_config on directories with nothing but a config.json."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import transformers
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine import arg_limits
+from ascend_vllm.engine.arg_checks import check_block_size
+from ascend_vllm.engine.arg_hf_config import read_hf_config
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
+from ascend_vllm.platforms.facts import CPU, NPU
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = QWEN2 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
+
+MakeModel = Callable[..., str]
+
+
+@pytest.fixture
+def make_model(tmp_path: pathlib.Path) -> MakeModel:
+    """Writes a model directory: `make_model(config, generation_config=None)`."""
+
+    def make(config: dict[str, Any] | str = QWEN2, generation_config: dict[str, Any] | str | None = None) -> str:
+        directory = tmp_path / "model"
+        directory.mkdir(exist_ok=True)
+        for name, content in (("config.json", config), ("generation_config.json", generation_config)):
+            if content is not None:
+                text = content if isinstance(content, str) else json.dumps(content)
+                (directory / name).write_text(text)
+        return str(directory)
+
+    return make
+
+
+def config_of(model: str, **values: Any) -> EngineConfig:
+    return EngineArgs(model=model, device="cpu", **values).create_engine_config()
+
+
+# ---- the whole -----------------------------------------------------------------------------------------------
+
+
+def test_defaults(make_model: MakeModel) -> None:
+    directory = make_model()
+    config = config_of(directory)
+    assert config.model.model == config.model.tokenizer == directory
+    assert config.model.served_model_names == (directory,)
+    assert (config.model.architecture, config.model.dtype) == ("Qwen2ForCausalLM", "bfloat16")
+    assert config.model.max_model_len == config.scheduler.max_model_len == 4096
+    assert config.scheduler.max_num_batched_tokens == 4096
+    assert config.scheduler.max_num_seqs == 256
+    assert config.scheduler.enable_chunked_prefill is False
+    assert config.cache.block_size == CPU.default_block_size
+    assert config.device.device == "cpu"
+    assert config.observability.log_stats is True
+    assert config.load.ignore_patterns == ("original/**/*",)
+
+
+def test_values_reach_their_section(make_model: MakeModel) -> None:
+    config = config_of(
+        make_model(),
+        served_model_name=["a", "b"],
+        max_model_len=1000,
+        max_num_seqs=8,
+        block_size=64,
+        kv_cache_memory_bytes="1M",
+        num_gpu_blocks_override=9,
+        max_num_queued_reqs=5,
+        seed=7,
+        max_logprobs=3,
+        logprobs_mode="processed_logprobs",
+        load_format="dummy",
+        ignore_patterns=["x*"],
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+        swap_space=0,
+        gpu_memory_utilization=0.5,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    )
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    assert model.served_model_names == ("a", "b")
+    assert (model.seed, model.max_logprobs, model.logprobs_mode) == (7, 3, "processed_logprobs")
+    assert model.skip_tokenizer_init and model.enforce_eager
+    assert (cache.block_size, cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override) == (64, 2**20, 9)
+    assert (cache.swap_space_gib, cache.gpu_memory_utilization) == (0.0, 0.5)
+    assert (scheduler.max_num_seqs, scheduler.max_num_queued_reqs, scheduler.max_model_len) == (8, 5, 1000)
+    assert scheduler.max_num_batched_tokens == 2048  # never below that without --max-num-batched-tokens
+    assert (config.load.load_format, config.load.ignore_patterns, config.load.use_tqdm) == ("dummy", ("x*",), False)
+    assert config.observability.log_stats is False
+
+
+def test_config_survives_the_way_to_the_core(make_model: MakeModel) -> None:
+    config = config_of(make_model(generation_config={"eos_token_id": [1, 2], "temperature": 0.7}))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+
+
+def test_torch_is_not_imported(make_model: MakeModel) -> None:
+    program = (
+        "import sys\n"
+        "from ascend_vllm.engine.args import EngineArgs\n"
+        "EngineArgs(model=sys.argv[1]).create_engine_config()\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, make_model()], check=True, timeout=60)
+
+
+def test_model_directory_keeps_the_typed_name(make_model: MakeModel) -> None:
+    directory = make_model()
+    args = EngineArgs(model="demo", device="cpu").with_model_directory(directory)
+    assert args.create_engine_config().model.served_model_names == ("demo",)
+    named = EngineArgs(model="demo", served_model_name="x", device="cpu").with_model_directory(directory)
+    assert named.create_engine_config().model.served_model_names == ("x",)
+
+
+def test_other_tokenizer(make_model: MakeModel, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    assert config_of(make_model(), tokenizer=str(other)).model.tokenizer == str(other)
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------
+
+HF_CLASSES = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "opt": transformers.OPTConfig,
+}
+# compared by what the properties of ModelConfig make of them
+DERIVED = ("sliding_window", "num_key_value_heads", "head_dim")
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 3, "vocab_size": 512},
+    {"rope_theta": 5e5, "max_position_embeddings": 1024},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_theta": 2e4},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}},
+    {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+    {"sliding_window": None},
+    {"num_key_value_heads": None, "head_dim": None},
+    {"num_key_value_heads": 4, "head_dim": 96},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("model_type", HF_CLASSES)
+def test_families_are_read_as_transformers_reads_them(
+    model_type: str, variant: dict[str, Any], make_model: MakeModel
+) -> None:
+    variant = dict(variant)
+    if model_type == "qwen3" and "head_dim" in variant:
+        # transformers computes Qwen3's head size only where the file leaves it out
+        variant["head_dim"] = variant["head_dim"] or 32
+    if model_type == "mistral" and variant.get("num_key_value_heads", 1) is None:
+        del variant["num_key_value_heads"]  # transformers refuses null for this family
+    if model_type == "opt":
+        variant = {name: value for name, value in variant.items() if not name.startswith("rope")}
+    raw = {"architectures": ["X"], "model_type": model_type} | variant
+    ours = config_of(make_model(raw), hf_overrides={}).model
+    theirs = transformers.AutoConfig.from_pretrained(ours.model)
+    assert isinstance(theirs, HF_CLASSES[model_type])
+    for name, value in theirs.to_dict().items():
+        if name in ours.hf_config and name not in (*DERIVED, "rope_parameters"):
+            assert ours.hf_config[name] == value, name
+    if model_type != "opt":
+        # transformers keeps the older name of the type beside the newer one
+        rope = {name: value for name, value in theirs.rope_parameters.items() if name != "type"}
+        assert ours.hf_config["rope_parameters"] == rope
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert arg_limits.sliding_window(ours.hf_config) == getattr(theirs, "sliding_window", None)
+    head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_size == head_size
+
+
+def test_every_name_transformers_fills_in_is_filled_in(make_model: MakeModel) -> None:
+    # what only training, or the printing of a config, uses
+    unused = {
+        *transformers.PretrainedConfig().to_dict(),
+        "initializer_range",
+        "init_std",
+        "attention_dropout",
+        "dropout",
+        "layerdrop",
+        "use_cache",
+        "pretraining_tp",
+        "layer_types",
+        "num_key_value_heads",
+        "head_dim",
+        "word_embed_proj_dim",
+        "model_type",
+    }
+    for model_type, hf_class in HF_CLASSES.items():
+        filled = read_hf_config(make_model({"architectures": ["X"], "model_type": model_type}))
+        expected = set(hf_class().to_dict()) - unused
+        if model_type == "opt":
+            expected -= {"rope_parameters"}
+        assert expected <= set(filled), model_type
+
+
+def test_unknown_family_goes_through_transformers(make_model: MakeModel) -> None:
+    raw = QWEN2 | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+    config = config_of(make_model(raw))
+    assert config.model.architecture == "Olmo2ForCausalLM"
+    assert config.model.hf_config["rms_norm_eps"] == pytest.approx(1e-5)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{broken", "config.json is not JSON"),
+        ("[1]", "config.json must hold a JSON object, not a list"),
+        (QWEN2 | {"architectures": None}, "'architectures' must name the model's class"),
+        (QWEN2 | {"architectures": []}, "'architectures' must name the model's class"),
+        (QWEN2 | {"hidden_size": 0}, "'hidden_size' must be a positive number, got 0"),
+        (QWEN2 | {"num_hidden_layers": "two"}, "'num_hidden_layers' must be a positive number, got 'two'"),
+        (QWEN2 | {"model_type": "never-heard-of"}, "model type 'never-heard-of' cannot be read"),
+        ({"architectures": ["X"]}, "model type None cannot be read"),
+    ],
+)
+def test_broken_config_json(content: dict[str, Any] | str, message: str, make_model: MakeModel) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        config_of(make_model(content))
+    assert "config.json" in str(caught.value)
+
+
+def test_code_of_the_model_needs_trust(make_model: MakeModel) -> None:
+    raw = QWEN2 | {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    directory = make_model(raw)
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        config_of(directory)
+    code = (
+        "from transformers import PretrainedConfig\n"
+        "class OwnConfig(PretrainedConfig):\n"
+        "    model_type = 'own'\n"
+        "    def __init__(self, twice=0, **kwargs):\n"
+        "        super().__init__(**kwargs)\n"
+        "        self.doubled = 2 * twice\n"
+    )
+    (pathlib.Path(directory) / "configuration_own.py").write_text(code)
+    make_model(raw | {"twice": 21})
+    trusted = config_of(directory, trust_remote_code=True)
+    assert trusted.model.hf_config["doubled"] == 42
+    assert trusted.model.trust_remote_code
+
+
+def test_missing_files(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model '/no/such/dir': there is no such directory"):
+        config_of("/no/such/dir")
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        config_of(str(tmp_path))
+    file = tmp_path / "model.gguf"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is a file; give the directory it is in"):
+        config_of(str(file))
+
+
+def test_hub_model_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="'some/model' is not a directory, and getting it from") as caught:
+        config_of("some/model", download_dir=str(tmp_path))
+    assert "local directory with config.json" in str(caught.value)
+
+
+def test_hub_model_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN2))
+    (snapshot / "model.safetensors").write_text("")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    config = config_of("some/model", download_dir=str(tmp_path), revision="main")
+    assert config.model.model == str(snapshot)
+    assert config.model.served_model_names == ("some/model",)
+
+
+def test_revisions_need_the_hub(make_model: MakeModel) -> None:
+    directory = make_model()
+    with pytest.raises(ConfigError, match="--revision chooses a version on the Hugging Face hub"):
+        config_of(directory, revision="main")
+    with pytest.raises(ConfigError, match="--tokenizer-revision needs --tokenizer"):
+        config_of(directory, tokenizer_revision="main")
+    with pytest.raises(ConfigError, match="--tokenizer-revision chooses a version"):
+        config_of(directory, tokenizer=str(pathlib.Path(directory).parent), tokenizer_revision="main")
+
+
+# ---- overrides -----------------------------------------------------------------------------------------------
+
+
+def test_rope_flags(make_model: MakeModel) -> None:
+    directory = make_model(QWEN2 | {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 8.0}})
+    kept = config_of(directory)
+    assert kept.model.hf_config["rope_parameters"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    changed = config_of(directory, rope_scaling={"rope_type": "dynamic", "factor": 2.0}).model
+    assert changed.hf_config["rope_parameters"] == {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
+    assert changed.max_model_len == 8192
+    theta = config_of(directory, rope_theta=5.0).model
+    assert theta.hf_config["rope_parameters"]["rope_theta"] == 5.0
+    assert theta.hf_config["rope_parameters"]["factor"] == 8.0
+
+
+def test_hf_overrides(make_model: MakeModel) -> None:
+    overrides = {"max_position_embeddings": 512, "rope_theta": 3.0, "nested": {"a": 1}}
+    config = config_of(make_model(QWEN2 | {"nested": {"a": 0, "b": 2}}), hf_overrides=overrides)
+    assert config.model.max_model_len == 512
+    assert config.model.hf_config["rope_parameters"]["rope_theta"] == 3.0
+    assert config.model.hf_config["nested"] == {"a": 1, "b": 2}
+
+
+def test_generation_config(make_model: MakeModel, tmp_path: pathlib.Path) -> None:
+    content = {"temperature": 0.6, "eos_token_id": [5, 6], "transformers_version": "5.0"}
+    directory = make_model(generation_config=content)
+    assert config_of(directory).model.generation_config == {"temperature": 0.6, "eos_token_id": [5, 6]}
+    assert config_of(directory, generation_config="vllm").model.generation_config == {"eos_token_id": [5, 6]}
+    changed = config_of(directory, override_generation_config={"temperature": 0.1, "top_k": 4}).model
+    assert changed.generation_config == {"temperature": 0.1, "eos_token_id": [5, 6], "top_k": 4}
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConfigError, match="--generation-config .*there is no"):
+        config_of(directory, generation_config=str(other))
+    (other / "generation_config.json").write_text('{"top_p": 0.5}')
+    assert config_of(directory, generation_config=str(other)).model.generation_config == {"top_p": 0.5}
+    make_model(generation_config="{")
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json is not JSON"):
+        config_of(directory)
+
+
+# ---- dtype ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested", "dtype"),
+    [
+        ("float32", "auto", "bfloat16"),
+        (None, "auto", "bfloat16"),
+        ("float16", "auto", "float16"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "half", "float16"),
+        ("bfloat16", "float", "float32"),
+        ("float32", "float32", "float32"),
+        ("float32", "torch.float32", "float32"),
+    ],
+)
+def test_dtype(stored: str | None, requested: str, dtype: str, make_model: MakeModel) -> None:
+    assert config_of(make_model(QWEN2 | {"torch_dtype": stored}), dtype=requested).model.dtype == dtype
+    new_spelling = {key: value for key, value in QWEN2.items() if key != "torch_dtype"} | {"dtype": stored}
+    assert config_of(make_model(new_spelling), dtype=requested).model.dtype == dtype
+
+
+def test_dtype_of_python_callers(make_model: MakeModel) -> None:
+    import torch
+
+    assert config_of(make_model(), dtype=torch.float32).model.dtype == "float32"
+
+
+def test_wrong_dtype(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match="^Unknown dtype: int3$"):
+        config_of(make_model(), dtype="int3")
+    with pytest.raises(ConfigError, match="dtype 'float8_e4m3fn' is not supported; choose one with --dtype"):
+        config_of(make_model(QWEN2 | {"torch_dtype": "float8_e4m3fn"}))
+    with pytest.raises(ConfigError, match="--dtype float32 does not run on npu; possible are bfloat16, float16"):
+        arg_limits.resolve_dtype("float32", QWEN2, NPU)
+
+
+# ---- lengths and budgets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 4096),
+        ({"seq_length": 300}, 300),
+        ({"model_max_length": 10_000}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 8192),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+            4096,
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 16384),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            4096,
+        ),
+    ],
+    ids=str,
+)
+def test_derived_max_model_len(changes: dict[str, Any], expected: int, make_model: MakeModel) -> None:
+    assert config_of(make_model(QWEN2 | changes)).model.max_model_len == expected
+
+
+def test_too_long_max_model_len(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_model()
+    with pytest.raises(ConfigError) as caught:
+        config_of(directory, max_model_len=4097)
+    assert str(caught.value) == (
+        "User-specified max_model_len (4097) is greater than the derived max_model_len "
+        "(max_position_embeddings=4096 or model_max_length=None in model's config.json). This may lead to incorrect "
+        "model outputs or CUDA errors. To allow overriding this maximum, set the env var "
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+    )
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert config_of(directory, max_model_len=4097).model.max_model_len == 4097
+
+
+def test_model_without_a_stated_length() -> None:
+    assert arg_limits.resolve_max_model_len(None, {}) == 2048
+    assert arg_limits.resolve_max_model_len(9999, {}) == 9999
+
+
+def test_max_model_len_auto_fits_the_cache(make_model: MakeModel) -> None:
+    directory = make_model()
+    # K and V of 2 layers, 2 heads of 16 elements, 2 bytes each: 256 bytes per token
+    for text in ("auto", -1):
+        config = config_of(directory, max_model_len=text, kv_cache_memory_bytes=256 * 1000, block_size=16)
+        assert config.model.max_model_len == config.scheduler.max_model_len
+        assert 800 <= config.model.max_model_len <= 1000
+        assert config.model.max_model_len % 16 == 0
+    assert config_of(directory, max_model_len="auto").model.max_model_len == 4096
+    blocks = config_of(directory, max_model_len="auto", num_gpu_blocks_override=3, block_size=32)
+    assert blocks.model.max_model_len == 96
+    with pytest.raises(ConfigError, match="no memory for a KV cache of even one block"):
+        config_of(directory, max_model_len="auto", kv_cache_memory_bytes=1000)
+
+
+@pytest.mark.parametrize(("value", "message"), [("4x", "is not a count"), (0, "--max-model-len must be at least 1")])
+def test_wrong_max_model_len(value: int | str, message: str, make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(make_model(), max_model_len=value)
+
+
+@pytest.mark.parametrize(
+    ("values", "budget"),
+    [
+        ({}, 4096),
+        ({"max_model_len": 100}, 2048),
+        ({"max_model_len": 100, "max_num_seqs": 3000}, 3000),
+        ({"enable_chunked_prefill": True}, 512),
+        ({"enable_chunked_prefill": True, "max_num_seqs": 600}, 600),
+        ({"max_num_batched_tokens": "8k"}, 8000),
+    ],
+    ids=str,
+)
+def test_step_budget(values: dict[str, Any], budget: int, make_model: MakeModel) -> None:
+    assert config_of(make_model(), **values).scheduler.max_num_batched_tokens == budget
+
+
+def test_very_long_contexts_are_chunked(make_model: MakeModel) -> None:
+    long = make_model(QWEN2 | {"max_position_embeddings": 65536})
+    assert config_of(long).scheduler.enable_chunked_prefill is True
+    assert config_of(long, enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 65536
+    assert config_of(long, max_model_len=32768).scheduler.enable_chunked_prefill is False
+    windowed = make_model(MISTRAL | {"max_position_embeddings": 65536})
+    assert config_of(windowed).scheduler.enable_chunked_prefill is False
+
+
+def test_disable_sliding_window(make_model: MakeModel) -> None:
+    directory = make_model(MISTRAL)
+    assert config_of(directory).model.hf_config["sliding_window"] == 1024
+    capped = config_of(directory, disable_sliding_window=True).model
+    assert capped.max_model_len == 1024
+    assert capped.hf_config["sliding_window"] is None
+    with pytest.raises(ConfigError, match=r"derived max_model_len \(sliding_window=1024"):
+        config_of(directory, disable_sliding_window=True, max_model_len=2000)
+    qwen = make_model(
+        QWEN2
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 256,
+            "layer_types": ["full_attention", "sliding_attention"],
+        }
+    )
+    changed = config_of(qwen, disable_sliding_window=True).model
+    assert changed.hf_config["use_sliding_window"] is False
+    assert changed.hf_config["layer_types"] == ["full_attention"] * 2
+
+
+# ---- checks --------------------------------------------------------------------------------------------------
+
+MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"max_num_batched_tokens": 100},
+            "max_num_batched_tokens (100) is smaller than max_model_len (4096). This effectively limits the maximum "
+            "sequence length to max_num_batched_tokens and makes vLLM reject longer sequences. Please increase "
+            "max_num_batched_tokens or decrease max_model_len.",
+        ),
+        (
+            {"max_num_batched_tokens": 100, "enable_chunked_prefill": True},
+            "max_num_batched_tokens (100) must be greater than or equal to max_num_seqs (256).",
+        ),
+        ({"num_scheduler_steps": 0}, "num_scheduler_steps (0) must be greater than or equal to 1."),
+        ({"num_lookahead_slots": -1}, "num_lookahead_slots (-1) must be greater than or equal to 0."),
+        ({"gpu_memory_utilization": 1.5}, "GPU memory utilization must be less than 1.0. Got 1.5."),
+        ({"gpu_memory_utilization": 0}, "--gpu-memory-utilization must be above 0, got 0."),
+        ({"kv_cache_dtype": "int3"}, "Unknown kv cache dtype: int3"),
+        (
+            {"distributed_executor_backend": "mpi"},
+            "Unrecognized distributed executor backend mpi. Supported values are 'ray', 'mp' or custom "
+            "ExecutorBase subclass.",
+        ),
+        ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of ['fcfs', 'priority'], got 'lifo'."),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be at least 1, got 0."),
+        ({"max_num_seqs": "8"}, "--max-num-seqs (max_num_seqs) cannot be '8' of type str."),
+        ({"max_num_seqs": True}, "--max-num-seqs (max_num_seqs) cannot be True of type bool."),
+        ({"enforce_eager": 1.5}, "--enforce-eager (enforce_eager) cannot be 1.5 of type float."),
+        ({"num_gpu_blocks_override": 0}, "--num-gpu-blocks-override must be at least 1, got 0."),
+        ({"max_num_queued_reqs": 0}, "--max-num-queued-reqs must be at least 1, got 0."),
+        ({"max_logprobs": -1}, "--max-logprobs must be at least 0, got -1."),
+        ({"swap_space": -1}, "--swap-space must be at least 0, got -1."),
+        ({"rope_theta": 0.0}, "--rope-theta must be above 0, got 0.0."),
+        ({"seed": 2**64}, f"--seed must fit in 64 bits, got {2**64}."),
+        ({"kv_cache_memory_bytes": -1}, "--kv-cache-memory-bytes must be at least 1, got -1."),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens must be at least 1, got 0."),
+        ({"block_size": 8}, "--block-size must be one of 16, 32, 64, 128 on cpu, got 8."),
+        (
+            {"swap_space": MEMORY_GIB},
+            f"Too large swap space. {MEMORY_GIB:.2f} GiB out of the {MEMORY_GIB:.2f} GiB total CPU memory is "
+            "allocated for the swap space.",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_checks(values: dict[str, Any], message: str, make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(make_model(), **values)
+    assert str(caught.value) == message
+
+
+def test_unknown_quantization(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match=r"^Unknown quantization method: int3\. Must be one of \['aqlm', 'awq', "):
+        config_of(make_model(), quantization="int3")
+
+
+def test_head_size_must_be_whole(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match=r"hidden_size \(64\) must be divisible by num_attention_heads \(3\)"):
+        config_of(make_model(QWEN2 | {"num_attention_heads": 3}))
+    assert config_of(make_model(QWEN2 | {"num_attention_heads": 3, "head_dim": 16})).model.head_size == 16
+
+
+def test_block_sizes_of_the_devices() -> None:
+    assert [check_block_size(None, facts) for facts in (CPU, NPU)] == [32, 128]
+    assert check_block_size(64, NPU) == 64
+    with pytest.raises(ConfigError, match="--block-size must be one of 64, 128 on npu, got 16"):
+        check_block_size(16, NPU)
+
+
+def test_unusable_device(make_model: MakeModel) -> None:
+    with pytest.raises(ConfigError, match="--device npu"):
+        EngineArgs(model=make_model(), device="npu").create_engine_config()
+
+
+def test_refusals_come_before_files_are_read() -> None:
+    with pytest.raises(UnsupportedFlagError, match="^--enable-lora is not supported"):
+        config_of("/no/such/dir", enable_lora=True)
+    with pytest.raises(UnsupportedFlagError, match="^--tensor-parallel-size 2 is not supported"):
+        config_of("/no/such/dir", tensor_parallel_size=2)

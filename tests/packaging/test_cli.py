@@ -1,0 +1,110 @@
+"""The console command, up to the point where the server would start."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import ascend_vllm
+from ascend_vllm.entrypoints import cli
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """The namespaces that `serve` hands to the server, which does not start."""
+    from ascend_vllm.entrypoints.openai import api_server
+
+    namespaces: list[argparse.Namespace] = []
+
+    def record(namespace: argparse.Namespace) -> int:
+        namespaces.append(namespace)
+        return 0
+
+    monkeypatch.setattr(api_server, "run_server", record)
+    return namespaces
+
+
+def test_serve(served: list[argparse.Namespace]) -> None:
+    assert cli.main(["serve", "/models/m", "--port", "81", "--max_model_len=1k"]) == 0
+    (namespace,) = served
+    assert (namespace.model, namespace.port, namespace.max_model_len) == ("/models/m", 81, 1000)
+
+
+def test_serve_hands_over_what_the_server_itself_would_parse(served: list[argparse.Namespace]) -> None:
+    from ascend_vllm.entrypoints.openai.api_server import make_parser
+
+    cli.main(["serve", "m"])
+    own = make_parser().parse_args(["--model", "m"])
+    handed = {name: value for name, value in vars(served[0]).items() if name != "command"}
+    assert handed == vars(own)
+
+
+def test_serve_with_config_file(served: list[argparse.Namespace], tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: /from/file\nport: 1\nserved-model-name: [a, b]\n")
+    assert cli.main(["serve", "--config", str(path)]) == 0
+    assert cli.main(["serve", "/typed", "--config", str(path), "--port", "2"]) == 0
+    first, second = served
+    assert (first.model, first.port, first.served_model_name) == ("/from/file", 1, ["a", "b"])
+    assert (second.model, second.port, second.served_model_name) == ("/typed", 2, ["a", "b"])
+
+
+def test_wrong_config_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "m", "--config", "flags.json"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("ascend-vllm: error: Config file must be of a yaml/yml type.")
+    assert message.count("\n") == 1
+
+
+def test_unsupported_flag_ends_with_exit_code_2_and_its_name(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "serve", str(tmp_path), "--enable-lora", "--port", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--enable-lora is not supported: LoRA adapters are not available" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["serve", "m", "--nonsense"]])
+def test_wrong_command_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_version_and_help_come_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "from ascend_vllm.entrypoints import cli\n"
+        "try:\n"
+        "    cli.main(sys.argv[1:])\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    for words in (["--version"], ["serve", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ascend_vllm.__version__ in done.stdout or "--block-size" in done.stdout
+
+
+def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from ascend_vllm.entrypoints import demo
+
+    monkeypatch.setattr(demo, "ensure_demo_model", lambda: "/where/it/is")
+    assert cli.main(["demo"]) == 0
+    assert capsys.readouterr().out == "/where/it/is\n"
