@@ -44,6 +44,8 @@ class Sampler:
         self._token_ids = upload(batch.token_ids, device)
         # [up to M, V] float32, grown when needed and kept: fresh pages each step cost more than the arithmetic
         self._float_logits = torch.empty(0)
+        # number of rows → arguments of sample_tokens that make all of them greedy
+        self._greedy_filters: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def sample(self, logits: torch.Tensor, slots: Int64Array) -> tuple[torch.Tensor, StepLogprobs | None]:
         """Draws the next token of each row.
@@ -58,7 +60,7 @@ class Sampler:
         features = self._params.features[slots]
         needed = int(np.bitwise_or.reduce(features))
         if needed == 0:
-            return logits.argmax(-1), None
+            return self._greedy(logits), None
         asking = np.flatnonzero(features & columns.LOGPROBS)
         logprobs = None
         if self._raw and len(asking):
@@ -66,7 +68,7 @@ class Sampler:
         logits = self._edit(logits, slots, features, needed)
         if not self._raw and len(asking):
             logprobs = self._processed(self._rows(logits, asking).float(), slots[asking])
-        ids = self._draw(logits, slots) if needed & columns.RANDOM else logits.argmax(-1)
+        ids = self._draw(logits, slots) if needed & columns.RANDOM else self._greedy(logits)
         if logprobs is None:
             return ids, None
         num_logprobs = min(int(self._params.num_logprobs[slots].max()), logits.shape[-1])
@@ -143,6 +145,17 @@ class Sampler:
             self._upload(self._params.seed[slots]),
             self._upload(self._batch.num_tokens[slots].astype(np.int64)),
         )
+        return ids
+
+    def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        # the op's arg-max, not torch's: the lowest id wins on ties in both, and on CPU it is ten times as fast
+        num_rows = len(logits)
+        filters = self._greedy_filters.get(num_rows)
+        if filters is None:
+            zeros = torch.zeros(num_rows, device=self._device)
+            none = zeros.long()
+            filters = self._greedy_filters[num_rows] = (zeros, zeros.int(), zeros + 1, zeros, none, none)
+        ids: torch.Tensor = sample_tokens(logits, *filters)
         return ids
 
     def _processed(self, logits: torch.Tensor, slots: Int64Array) -> torch.Tensor:
