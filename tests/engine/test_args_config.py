@@ -348,7 +348,7 @@ def test_generation_config(make_model: MakeModel, tmp_path: pathlib.Path) -> Non
     assert changed.generation_config == {"temperature": 0.1, "eos_token_id": [5, 6], "top_k": 4}
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(ConfigError, match="--generation-config .*there is no"):
+    with pytest.raises(ConfigError, match=r"--generation-config .*there is no"):
         config_of(directory, generation_config=str(other))
     (other / "generation_config.json").write_text('{"top_p": 0.5}')
     assert config_of(directory, generation_config=str(other)).model.generation_config == {"top_p": 0.5}
@@ -386,7 +386,7 @@ def test_dtype_of_python_callers(make_model: MakeModel) -> None:
 
 
 def test_wrong_dtype(make_model: MakeModel) -> None:
-    with pytest.raises(ConfigError, match="^Unknown dtype: int3$"):
+    with pytest.raises(ConfigError, match=r"^Unknown dtype: int3$"):
         config_of(make_model(), dtype="int3")
     with pytest.raises(ConfigError, match="dtype 'float8_e4m3fn' is not supported; choose one with --dtype"):
         config_of(make_model(QWEN2 | {"torch_dtype": "float8_e4m3fn"}))
@@ -595,7 +595,7 @@ def test_unusable_device(make_model: MakeModel) -> None:
 
 
 def test_refusals_come_before_files_are_read() -> None:
-    with pytest.raises(UnsupportedFlagError, match="^--enable-lora is not supported"):
+    with pytest.raises(UnsupportedFlagError, match=r"^--enable-lora is not supported"):
         config_of("/no/such/dir", enable_lora=True)
-    with pytest.raises(UnsupportedFlagError, match="^--tensor-parallel-size 2 is not supported"):
+    with pytest.raises(UnsupportedFlagError, match=r"^--tensor-parallel-size 2 is not supported"):
         config_of("/no/such/dir", tensor_parallel_size=2)
