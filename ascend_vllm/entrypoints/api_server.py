@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 
+_DEMO_EXAMPLE = """curl {url}/generate -d '{"prompt": "hello", "max_tokens": 32, "temperature": 0}'"""
+
+
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line: the server's flags and the engine's."""
     parser = FlexibleArgumentParser(prog=prog, description="Plain /generate server of ascend-vllm.")
     add_flags(parser, GenerateServerArgs)
-    add_flags(parser, EngineArgs)
-    return parser
+    return EngineArgs.add_cli_args(parser)
 
 
 def run_server(args: argparse.Namespace) -> int:
@@ -39,7 +41,7 @@ def run_server(args: argparse.Namespace) -> int:
 
 def _run_server(args: argparse.Namespace) -> int:
     server_args = GenerateServerArgs(**fields_from_namespace(GenerateServerArgs, args))
-    engine_args = EngineArgs(**fields_from_namespace(EngineArgs, args))
+    engine_args = EngineArgs.from_cli_args(args)
 
     def make_app(engine: AsyncLLM) -> FastAPI:
         from ascend_vllm.entrypoints.generate_app import build_app
@@ -47,13 +49,16 @@ def _run_server(args: argparse.Namespace) -> int:
         return build_app(engine, server_args)
 
     return launcher.serve(
-        "ascend-vllm /generate server",
-        args,
-        server_args,
-        engine_args,
-        make_app,
-        log_level=server_args.log_level,
-        access_log=True,
+        launcher.Program(
+            name="ascend-vllm /generate server",
+            flags=args,
+            http_args=server_args,
+            engine_args=engine_args,
+            make_app=make_app,
+            log_level=server_args.log_level,
+            access_log=True,
+            demo_example=_DEMO_EXAMPLE,
+        )
     )
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import ssl
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ import uvicorn
 
 from ascend_vllm import envs
 from ascend_vllm.engine.args_server import HttpArgs
-from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -42,13 +40,18 @@ class HttpServer(uvicorn.Server):
         sock: a bound socket.
         log_level: of uvicorn.
         access_log: one line per request.
-
-    Raises:
-        ConfigError: a TLS file is missing or wrong.
+        example: a command to show once the server listens, with {url} for its address.
     """
 
     def __init__(
-        self, app: FastAPI, args: HttpArgs, sock: socket.socket, *, log_level: str, access_log: bool
+        self,
+        app: FastAPI,
+        args: HttpArgs,
+        sock: socket.socket,
+        *,
+        log_level: str,
+        access_log: bool,
+        example: str | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -68,12 +71,8 @@ class HttpServer(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            files = f"{args.ssl_keyfile}, {args.ssl_certfile}, {args.ssl_ca_certs}"
-            raise ConfigError(f"The TLS files ({files}) cannot be used: {error}") from error
         self._sock = sock
+        self._example = example
 
     async def serve_engine(self, engine: AsyncLLM) -> bool:
         """Serve until a signal or the engine's death.
@@ -94,6 +93,15 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._log_started_message(sockets or ())
+            self._show_example()
+
+    def _show_example(self) -> None:
+        if self._example is None:
+            return
+        host = self.config.host if self.config.host != "0.0.0.0" else "localhost"
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://{host}:{self.config.port}"
+        print(f"\nThe demo model is ready. Try:\n\n  {self._example.replace('{url}', url)}\n", flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

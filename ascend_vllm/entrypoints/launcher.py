@@ -10,16 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import gc
+import pathlib
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ascend_vllm
 from ascend_vllm.engine.args_server import HttpArgs
+from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.errors import AscendVllmError, ConfigError
 from ascend_vllm.logger import init_logger
 
@@ -71,34 +75,77 @@ def _address_error(host: str | None, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"Cannot listen on {where}: {error.strerror}")
 
 
-def serve(
-    program: str,
-    args: argparse.Namespace,
-    http_args: HttpArgs,
-    engine_args: EngineArgs,
-    make_app: Callable[[AsyncLLM], FastAPI],
-    **uvicorn_options: Any,
-) -> int:
-    """Run a server until it is told to stop or its engine dies.
+def _check_tls(args: HttpArgs) -> None:
+    """Read the TLS files now rather than after the model is loaded."""
+    if args.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        files = ", ".join(filter(None, (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)))
+        raise ConfigError(f"The TLS files ({files}) cannot be used: {error}") from error
 
-    Args:
-        program: what the first line of the log calls it.
-        args: all flags, for the log.
+
+def _without_secrets(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags as they may be logged."""
+    shown = vars(args).copy()
+    if shown.get("api_key"):
+        shown["api_key"] = ["***" for _ in shown["api_key"]]
+    return argparse.Namespace(**shown)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is particular to one of the server programs.
+
+    Attributes:
+        name: what the first line of the log calls it.
+        flags: all flags, for the log.
         http_args: address and encryption.
         engine_args: of the engine.
         make_app: makes the application once the engine is ready.
-        uvicorn_options: `log_level`, `access_log`.
+        log_level: of uvicorn.
+        access_log: one line per HTTP request.
+        demo_example: a command that asks the demo model, with {url} for the server's address.
+    """
+
+    name: str
+    flags: argparse.Namespace
+    http_args: HttpArgs
+    engine_args: EngineArgs
+    make_app: Callable[[AsyncLLM], FastAPI]
+    log_level: str
+    access_log: bool
+    demo_example: str
+
+
+def serve(program: Program) -> int:
+    """Run a server until it is told to stop or its engine dies.
 
     Returns:
         The process's exit code.
+
+    Raises:
+        ConfigError: a flag is wrong, or the port is taken.
+        ModelLoadError: the model cannot be served.
+        EngineDeadError: the engine core died while it started.
     """
     start = time.monotonic()
-    logger.info("%s version %s", program, ascend_vllm.__version__)
-    logger.info("args: %s", args)
+    logger.info("%s version %s", program.name, ascend_vllm.__version__)
+    logger.info("args: %s", _without_secrets(program.flags))
+    http_args = program.http_args
     http_args.check()
-    sock = bind(http_args.host, http_args.port)
-    with contextlib.closing(sock), asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        return runner.run(_serve(start, sock, http_args, engine_args, make_app, uvicorn_options))
+    _check_tls(http_args)
+    with contextlib.closing(bind(http_args.host, http_args.port)) as sock:
+        is_demo = program.engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
+        engine_args = program.engine_args
+        if is_demo:
+            engine_args = engine_args.with_model_directory(ensure_demo_model())
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            return runner.run(_serve(program, engine_args, sock, start, program.demo_example if is_demo else None))
 
 
 def exit_code_of(program: Callable[[], int]) -> int:
@@ -123,12 +170,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _serve(
-    start: float,
-    sock: socket.socket,
-    http_args: HttpArgs,
-    engine_args: EngineArgs,
-    make_app: Callable[[AsyncLLM], FastAPI],
-    uvicorn_options: dict[str, Any],
+    program: Program, engine_args: EngineArgs, sock: socket.socket, start: float, example: str | None
 ) -> int:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
@@ -139,7 +181,15 @@ async def _serve(
 
         with _cancelled_by(signal.SIGTERM):
             await engine.ready()
-        server = HttpServer(make_app(engine), http_args, sock, **uvicorn_options)
+        app = program.make_app(engine)
+        server = HttpServer(
+            app,
+            program.http_args,
+            sock,
+            log_level=program.log_level,
+            access_log=program.access_log,
+            example=example,
+        )
         # what is alive now stays alive: the collector need not look at it again and again
         gc.collect()
         gc.freeze()
@@ -149,7 +199,7 @@ async def _serve(
         if error.errno != errno.EADDRINUSE:
             raise
         # another server bound the same port before either of them listened
-        raise _address_error(http_args.host, http_args.port, error) from error
+        raise _address_error(program.http_args.host, program.http_args.port, error) from error
     finally:
         engine.shutdown()
 

@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 
+_DEMO_EXAMPLE = (
+    "curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+    """-d '{"model": "{model}", "messages": [{"role": "user", "content": "What does --block-size do?"}], """
+    """"max_tokens": 100, "temperature": 0}'"""
+)
+
+
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line: the server's flags and the engine's."""
     parser = FlexibleArgumentParser(prog=prog, description="OpenAI-compatible server of ascend-vllm.")
     add_flags(parser, FrontendArgs)
-    add_flags(parser, EngineArgs)
-    return parser
+    return EngineArgs.add_cli_args(parser)
 
 
 def run_server(args: argparse.Namespace) -> int:
@@ -41,8 +47,8 @@ def run_server(args: argparse.Namespace) -> int:
 def _run_server(args: argparse.Namespace) -> int:
     frontend_args = FrontendArgs(**fields_from_namespace(FrontendArgs, args))
     frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
-    engine_args = EngineArgs(**fields_from_namespace(EngineArgs, args))
-    log_requests = not engine_args.disable_log_requests and engine_args.enable_log_requests is not False
+    engine_args = EngineArgs.from_cli_args(args)
+    log_requests = bool(engine_args.enable_log_requests)
 
     def make_app(engine: AsyncLLM) -> FastAPI:
         # late: while the engine loads the model in its own process, this one imports the web framework
@@ -53,13 +59,16 @@ def _run_server(args: argparse.Namespace) -> int:
         return app
 
     return launcher.serve(
-        "ascend-vllm API server",
-        args,
-        frontend_args,
-        engine_args,
-        make_app,
-        log_level=frontend_args.uvicorn_log_level,
-        access_log=not frontend_args.disable_uvicorn_access_log,
+        launcher.Program(
+            name="ascend-vllm API server",
+            flags=args,
+            http_args=frontend_args,
+            engine_args=engine_args,
+            make_app=make_app,
+            log_level=frontend_args.uvicorn_log_level,
+            access_log=not frontend_args.disable_uvicorn_access_log,
+            demo_example=_DEMO_EXAMPLE.replace("{model}", (engine_args.served_model_name or ["demo"])[0]),
+        )
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import prometheus_client
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
@@ -90,10 +90,8 @@ def _install_openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _system_routes(engine: AsyncLLM, settings: ServingSettings) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
+def _add_system_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
+    @app.get("/health")
     async def health() -> Response:
         try:
             await engine.check_health()
@@ -101,50 +99,48 @@ def _system_routes(engine: AsyncLLM, settings: ServingSettings) -> APIRouter:
             return Response(status_code=503)
         return Response(status_code=200)
 
-    @router.api_route("/ping", methods=["GET", "POST"])
+    @app.api_route("/ping", methods=["GET", "POST"])
     async def ping() -> Response:
         return await health()
 
-    @router.get("/version")
+    @app.get("/version")
     async def version() -> Response:
         return json_response({"version": ascend_vllm.__version__})
 
-    @router.get("/metrics")
+    @app.get("/metrics")
     async def metrics() -> Response:
         text = prometheus_client.generate_latest(engine.metrics)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> Response:
-        cards = [ModelCard(name, settings.model_root, settings.max_model_len) for name in settings.model_names]
-        return json_response(ModelList(cards))
+        cards = [
+            ModelCard(id=name, root=settings.model_root, max_model_len=settings.max_model_len)
+            for name in settings.model_names
+        ]
+        return json_response(ModelList(data=cards))
 
-    return router
 
-
-def _generation_routes(engine: AsyncLLM, settings: ServingSettings) -> APIRouter:
-    router = APIRouter()
+def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
     completion = ServingCompletion(engine, settings)
     chat = ServingChat(engine, settings)
     tokens = ServingTokens(engine, settings)
 
-    @router.post("/v1/completions", openapi_extra=_documented_body(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=_documented_body(CompletionRequest))
     async def create_completion(http: Request) -> Response:
         return await completion.create(await read_body(http, CompletionRequest), http)
 
-    @router.post("/v1/chat/completions", openapi_extra=_documented_body(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=_documented_body(ChatCompletionRequest))
     async def create_chat_completion(http: Request) -> Response:
         return await chat.create(await read_body(http, ChatCompletionRequest), http)
 
-    @router.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         return json_response(await tokens.tokenize(await read_body(http, TokenizeRequest)))
 
-    @router.post("/detokenize", openapi_extra=_documented_body(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_documented_body(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
         return json_response(await tokens.detokenize(await read_body(http, DetokenizeRequest)))
-
-    return router
 
 
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
@@ -190,8 +186,8 @@ def build_app(engine: AsyncLLM, args: FrontendArgs, *, log_requests: bool = Fals
         root_path=args.root_path or "",
         **(docs if args.disable_fastapi_docs else {}),
     )
-    app.include_router(_system_routes(engine, settings))
-    app.include_router(_generation_routes(engine, settings))
+    _add_system_routes(app, engine, settings)
+    _add_generation_routes(app, engine, settings)
     _install_openapi(app, (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest))
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)

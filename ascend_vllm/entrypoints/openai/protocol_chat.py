@@ -112,15 +112,15 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatCompletionResponse(msgspec.Struct):
+class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     """Answer of POST /v1/chat/completions without streaming."""
 
     id: str
+    object: str = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
-    object: str = "chat.completion"
     prompt_logprobs: None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -58,7 +58,7 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     """One generated text.
 
     Attributes:
@@ -71,20 +71,20 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: None = None
     sentence_length: int
     cum_log_probs: float | None
-    prompt_logprobs: None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionResponse(msgspec.Struct):
+class CompletionResponse(msgspec.Struct, kw_only=True):
     """Answer of POST /v1/completions without streaming."""
 
     id: str
+    object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str
-    object: str = "text_completion"

@@ -66,21 +66,21 @@ class ModelPermission(msgspec.Struct):
     is_blocking: bool = False
 
 
-class ModelCard(msgspec.Struct):
+class ModelCard(msgspec.Struct, kw_only=True):
     """One name under which a model is served."""
 
     id: str
-    root: str
-    max_model_len: int
-    parent: str | None = None
     object: str = "model"
     created: int = msgspec.field(default_factory=unix_time)
     owned_by: str = "vllm"
+    root: str
+    parent: str | None = None
+    max_model_len: int
     permission: list[ModelPermission] = msgspec.field(default_factory=lambda: [ModelPermission()])
 
 
-class ModelList(msgspec.Struct):
+class ModelList(msgspec.Struct, kw_only=True):
     """Answer of GET /v1/models."""
 
-    data: list[ModelCard]
     object: str = "list"
+    data: list[ModelCard]

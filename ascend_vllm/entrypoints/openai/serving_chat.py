@@ -65,6 +65,9 @@ class ServingChat(ServingBase):
                 "tokens.",
                 param="max_tokens",
             )
+        if requested is None:
+            # the model's own default (max_new_tokens of generation_config.json), as far as it fits
+            return self.limit_tokens(num_prompt_tokens, self.sampling_defaults.get("max_tokens"), clamp=True)
         return self.limit_tokens(num_prompt_tokens, requested)
 
 
@@ -104,7 +107,12 @@ class _Answer:
         self._usage.add(0, output)
         choices = [self._choice(generated) for generated in output.outputs]
         response = ChatCompletionResponse(
-            self._id, self._created, self._model, choices, self._usage.total(), self._settings.fingerprint
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._usage.total(),
+            system_fingerprint=self._settings.fingerprint,
         )
         if self._request.return_token_ids:
             response.prompt_token_ids = self._prompt.token_ids

@@ -104,7 +104,12 @@ class _Answer:
             for order, generated in enumerate(output.outputs):
                 choices.append(self._choice(prompt_index, prompt_index * self._n + order, generated))
         return CompletionResponse(
-            self._id, self._created, self._model, choices, self._usage.total(), self._settings.fingerprint
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._usage.total(),
+            system_fingerprint=self._settings.fingerprint,
         )
 
     def _choice(self, prompt_index: int, index: int, generated: CompletionOutput) -> CompletionChoice:
@@ -112,13 +117,13 @@ class _Answer:
         self._usage.completion_tokens[index] += len(generated.token_ids)
         text = self._with_echo(prompt_index, index, generated.text)
         choice = CompletionChoice(
-            index,
-            text,
-            self._logprobs(index, generated),
-            "length" if request.echo_only else generated.finish_reason,
-            None if request.echo_only else generated.stop_reason,
-            len(text),
-            generated.cumulative_logprob,
+            index=index,
+            text=text,
+            logprobs=self._logprobs(index, generated),
+            finish_reason="length" if request.echo_only else generated.finish_reason,
+            stop_reason=None if request.echo_only else generated.stop_reason,
+            sentence_length=len(text),
+            cum_log_probs=generated.cumulative_logprob,
         )
         if request.return_token_ids:
             choice.token_ids = generated.token_ids

@@ -1,0 +1,209 @@
+"""POST /v1/chat/completions on a real server, with the official client and by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello! How are you?"}]
+BASE: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+
+
+def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    response = http.post("/v1/chat/completions", json=BASE | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def ask_stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", "/v1/chat/completions", json=BASE | fields | {"stream": True}) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def content(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def test_answer_has_every_key(http: httpx.Client) -> None:
+    answer = ask(http)
+    assert {key: answer[key] for key in ("object", "model", "prompt_logprobs")} == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "prompt_logprobs": None,
+    }
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": content(answer), "tool_calls": []},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_the_prompt_is_the_template_s(http: httpx.Client) -> None:
+    found = http.post("/tokenize", json={"messages": MESSAGES}).json()
+    text = http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello! How are you?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    answer = ask(http)
+    assert answer["usage"]["prompt_tokens"] == found["count"]
+    completion = http.post(
+        "/v1/completions", json={"prompt": found["tokens"], "max_tokens": 8, "temperature": 0}
+    ).json()
+    assert completion["choices"][0]["text"] == content(answer)
+
+
+def test_order_of_a_stream_s_events(http: httpx.Client) -> None:
+    events = ask_stream(http, max_tokens=20)
+    choices = [event["choices"][0] for event in events]
+    assert list(events[0]) == ["id", "object", "created", "model", "choices"]
+    assert choices[0] == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert list(choices[1]) == ["index", "delta", "logprobs", "finish_reason"]
+    assert all("role" not in choice["delta"] for choice in choices[1:])
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert ["stop_reason" in choice for choice in choices] == [False] * (len(choices) - 1) + [True]
+    assert "".join(choice["delta"]["content"] for choice in choices) == content(ask(http, max_tokens=20))
+
+
+def test_usage_of_streams(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5}
+    events = ask_stream(http, **fields, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == ask(http, **fields)["usage"]
+    assert all(event["usage"] is None for event in events[:-1])
+    every = ask_stream(http, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert every[0]["usage"]["completion_tokens"] == 0
+    assert every[-2]["usage"] == every[-1]["usage"]
+
+
+def test_several_choices(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 11}
+    whole = {choice["index"]: choice["message"]["content"] for choice in ask(http, **fields)["choices"]}
+    assert len(set(whole.values())) == 3
+    events = ask_stream(http, **fields)
+    assert [event["choices"][0]["index"] for event in events[:3]] == [0, 1, 2]
+    texts = dict.fromkeys(range(3), "")
+    for event in events:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["delta"]["content"]
+    assert texts == whole
+
+
+def test_logprobs(http: httpx.Client) -> None:
+    entries = ask(http, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert len(entries) == 8
+    for entry in entries:
+        assert entry["bytes"] == list(entry["token"].encode())
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert values == sorted(values, reverse=True)
+        # greedy: the token is the most likely one
+        assert (values[0], len(values)) == (entry["logprob"], 2)
+    bare = ask(http, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in bare] == pytest.approx([entry["logprob"] for entry in entries], abs=1e-5)
+    assert all(entry["top_logprobs"] == [] for entry in bare)
+    streamed = [event["choices"][0]["logprobs"] for event in ask_stream(http, logprobs=True, top_logprobs=2)[1:]]
+    assert [entry["token"] for piece in streamed for entry in piece["content"]] == [
+        entry["token"] for entry in entries
+    ]
+
+
+def test_lengths(http: httpx.Client) -> None:
+    assert ask(http, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    answer = ask(http, max_tokens=None, ignore_eos=True)
+    assert answer["usage"]["total_tokens"] == 512
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_continuing_and_echoing_the_last_message(http: httpx.Client) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    fields: dict[str, Any] = {
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    answer = ask(http, **fields)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert content(answer).startswith("I am")
+    assert len(content(answer)) > len("I am")
+    events = ask_stream(http, **fields)
+    assert events[1]["choices"][0]["delta"] == {"content": "I am"}
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == content(answer)
+    plain = ask(http, messages=messages)
+    assert content(ask(http, messages=messages, echo=True)) == "I am" + content(plain)
+
+
+def test_content_parts(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "Hello!"}, {"type": "text", "text": "How are you?"}]
+    joined = ask(http, messages=[{"role": "user", "content": "Hello!\nHow are you?"}])
+    assert content(ask(http, messages=[{"role": "user", "content": parts}])) == content(joined)
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "nope"}, 404, "The model `nope` does not exist."),
+    ({"messages": []}, 400, "Cannot apply chat template to an empty conversation."),
+    ({"messages": "hi"}, 400, "Input should be a valid list"),
+    ({"messages": [{"content": "x"}]}, 400, "Field required"),
+    ({"messages": [{"role": "user", "content": [{"type": "zzz"}]}]}, 400, "Unknown part type: zzz"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        "tiny is not a multimodal model",
+    ),
+    ({"max_tokens": 10_000}, 400, "max_tokens=10000 cannot be greater than max_model_len=512."),
+    ({"max_tokens": 510}, 400, "Please reduce the length of the messages or completion."),
+    ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0."),
+    ({"messages": [{"role": "user", "content": "one two " * 300}]}, 400, "Please reduce the length of the messages"),
+    ({"top_logprobs": 2}, 400, "when using `top_logprobs`, `logprobs` must be set to true."),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "Requested sample logprobs of 21"),
+    ({"chat_template": "{{ 1 }}"}, 400, "--trust-request-chat-template"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "`tools` is not supported"),
+    ({"response_format": {"type": "xml"}}, 400, "Input should be 'text', 'json_object' or 'json_schema'"),
+    ({"response_format": {"type": "json_object"}}, 400, "`response_format`"),
+]
+
+
+def test_bad_requests(http: httpx.Client) -> None:
+    for fields, status, text in BAD_REQUESTS:
+        response = http.post("/v1/chat/completions", json=BASE | fields)
+        assert response.status_code == status, (fields, response.text)
+        assert text in response.json()["error"]["message"], fields
+    assert http.get("/health").status_code == 200
+
+
+def test_the_official_client(client: openai.OpenAI, http: httpx.Client) -> None:
+    expected = content(ask(http))
+    answer = client.chat.completions.create(**BASE)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.role == "assistant"
+    stream = client.chat.completions.create(**BASE, stream=True, stream_options={"include_usage": True})
+    pieces = list(stream)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == expected
+    assert pieces[-1].usage == answer.usage
+    with_logprobs = client.chat.completions.create(**BASE, logprobs=True, top_logprobs=1)
+    assert with_logprobs.choices[0].logprobs is not None
+    assert len(with_logprobs.choices[0].logprobs.content or []) == 8
+
+
+async def test_the_official_async_client(openai_server: Any) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{openai_server.url}/v1", api_key="x", max_retries=0) as client:
+        stream = await client.chat.completions.create(**BASE, stream=True)
+        text = "".join([piece.choices[0].delta.content or "" async for piece in stream])
+        answer = await client.chat.completions.create(**BASE)
+    assert text == answer.choices[0].message.content

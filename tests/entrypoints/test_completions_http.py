@@ -1,0 +1,345 @@
+"""POST /v1/completions on a real server, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server import Server
+
+BASE = {"model": "tiny", "prompt": "Hello! How are you", "max_tokens": 8, "temperature": 0}
+
+
+def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    response = http.post("/v1/completions", json=BASE | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def ask_stream(http: httpx.Client, path: str = "/v1/completions", **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, which must end with [DONE]."""
+    with http.stream("POST", path, json=BASE | fields | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def tokens(http: httpx.Client, text: str) -> list[int]:
+    return http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+
+
+def test_answer_has_every_key(http: httpx.Client) -> None:
+    answer = ask(http)
+    assert list(answer) == ["id", "object", "created", "model", "choices", "usage", "system_fingerprint"]
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert len(answer["id"]) == len("cmpl-") + 16
+    choice = answer["choices"][0]
+    assert choice == {
+        "index": 0,
+        "text": choice["text"],
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+        "prompt_logprobs": None,
+        "sentence_length": len(choice["text"]),
+        "cum_log_probs": None,
+    }
+    assert answer["usage"] == {
+        "prompt_tokens": len(tokens(http, BASE["prompt"])),
+        "total_tokens": len(tokens(http, BASE["prompt"])) + 8,
+        "completion_tokens": 8,
+        "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }
+
+
+def test_every_served_name_is_accepted_and_the_first_is_told(http: httpx.Client) -> None:
+    assert ask(http, model="alias")["model"] == "tiny"
+    assert ask(http, model=None)["model"] == "tiny"
+
+
+def test_prompts_of_all_four_kinds(http: httpx.Client) -> None:
+    texts = ["The quick brown fox", "Hello! How are you", "1 2 3 4"]
+    alone = [ask(http, prompt=text)["choices"][0]["text"] for text in texts]
+    assert len(set(alone)) == 3
+    batch = ask(http, prompt=texts)
+    assert [choice["text"] for choice in batch["choices"]] == alone
+    assert [choice["index"] for choice in batch["choices"]] == [0, 1, 2]
+    ids = [tokens(http, text) for text in texts]
+    assert [choice["text"] for choice in ask(http, prompt=ids)["choices"]] == alone
+    assert ask(http, prompt=ids[2])["choices"][0]["text"] == alone[2]
+    assert batch["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert batch["usage"]["completion_tokens"] == 24
+
+
+def test_a_stream_says_what_the_whole_answer_says(http: httpx.Client) -> None:
+    whole = ask(http, max_tokens=40)
+    events = ask_stream(http, max_tokens=40)
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+    assert {event["id"] for event in events} != {whole["id"]}
+    assert len({event["id"] for event in events}) == 1
+    first, last = events[0], events[-1]
+    assert list(first) == ["id", "object", "created", "model", "choices", "usage"]
+    assert list(first["choices"][0]) == ["index", "text", "logprobs", "finish_reason", "stop_reason"]
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["sentence_length"] == len(whole["choices"][0]["text"])
+    assert all(event["usage"] is None for event in events)
+
+
+def test_usage_of_streams(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"prompt": ["Hello", "The sun"], "n": 2, "temperature": 1.0, "seed": 1}
+    events = ask_stream(http, **fields, stream_options={"include_usage": True})
+    expected = ask(http, **fields)["usage"]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == expected
+    assert expected["completion_tokens"] == 32
+    assert all(event["usage"] is None for event in events[:-1])
+    events = ask_stream(http, stream_options={"continuous_usage_stats": True})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert all(event["usage"]["total_tokens"] > event["usage"]["completion_tokens"] for event in events)
+
+
+def test_streams_of_several_prompts_and_choices(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"prompt": ["Hello", "The sun"], "n": 2, "temperature": 1.0, "seed": 7}
+    whole = ask(http, **fields)["choices"]
+    texts = [""] * 4
+    ends = []
+    for event in ask_stream(http, **fields):
+        choice = event["choices"][0]
+        texts[choice["index"]] += choice["text"]
+        ends += [choice["index"]] * (choice["finish_reason"] is not None)
+    assert texts == [choice["text"] for choice in whole]
+    assert sorted(ends) == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+
+
+def test_seeds_repeat_and_choices_differ(http: httpx.Client) -> None:
+    def texts(seed: int) -> list[str]:
+        answer = ask(http, n=3, seed=seed, temperature=1.0, max_tokens=16)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        return [choice["text"] for choice in answer["choices"]]
+
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+    assert len(set(texts(1))) == 3
+
+
+def test_stop_strings(http: httpx.Client) -> None:
+    whole = ask(http, max_tokens=40)["choices"][0]["text"]
+    stop = whole[10:13]
+    cut = whole.index(stop)
+    choice = ask(http, max_tokens=40, stop=["never there", stop])["choices"][0]
+    assert choice["text"] == whole[:cut]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    kept = ask(http, max_tokens=40, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    assert kept["text"] == whole[: cut + len(stop)]
+    streamed = ask_stream(http, max_tokens=40, stop=stop)
+    assert "".join(event["choices"][0]["text"] for event in streamed) == whole[:cut]
+    assert streamed[-1]["choices"][0]["stop_reason"] == stop
+
+
+def test_stop_tokens_and_token_rules(http: httpx.Client) -> None:
+    ids = ask(http, return_token_ids=True, max_tokens=12)["choices"][0]["token_ids"]
+    assert len(ids) == 12
+    stop = ids[5]
+    choice = ask(http, max_tokens=12, stop_token_ids=[stop], return_token_ids=True)["choices"][0]
+    assert choice["token_ids"] == ids[: ids.index(stop) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    longer = ask(http, max_tokens=12, min_tokens=10, stop_token_ids=[stop], return_token_ids=True)["choices"][0]
+    assert len(longer["token_ids"]) >= 10
+    forced = ask(http, logit_bias={"77": 100}, return_token_ids=True, max_tokens=4)["choices"][0]
+    assert forced["token_ids"] == [77] * 4
+    allowed = ask(http, allowed_token_ids=[70, 71], return_token_ids=True, temperature=1.0)["choices"][0]
+    assert set(allowed["token_ids"]) <= {70, 71}
+
+
+def test_end_of_text_and_ignoring_it(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"logit_bias": {"2": 100}, "max_tokens": 5, "return_token_ids": True}
+    choice = ask(http, **fields)["choices"][0]
+    assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == ([2], "", "stop")
+    assert choice["stop_reason"] is None
+    ignored = ask(http, **fields, ignore_eos=True)["choices"][0]
+    assert ignored["token_ids"] == [2] * 5
+    assert ignored["finish_reason"] == "length"
+    shown = ask(http, **fields, ignore_eos=True, skip_special_tokens=False)["choices"][0]
+    assert shown["text"] == "<|im_end|>" * 5
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_logprobs(http: httpx.Client, num_top: int) -> None:
+    choice = ask(http, logprobs=num_top, temperature=0.8, seed=3)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert list(logprobs) == ["text_offset", "token_logprobs", "tokens", "top_logprobs"]
+    assert [len(values) for values in logprobs.values()] == [8] * 4
+    lengths = [len(token) for token in logprobs["tokens"]]
+    assert logprobs["text_offset"] == [sum(lengths[:i]) for i in range(8)]
+    for token, value, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert next(iter(top.items())) == (token, value)
+        assert len(top) <= num_top + 1
+    assert choice["cum_log_probs"] == pytest.approx(sum(logprobs["token_logprobs"]), abs=1e-4)
+    pieces = [
+        event["choices"][0]["logprobs"] for event in ask_stream(http, logprobs=num_top, temperature=0.8, seed=3)
+    ]
+    for name, values in logprobs.items():
+        assert [value for piece in pieces if piece for value in piece[name]] == values
+
+
+def test_tokens_shown_as_ids(http: httpx.Client) -> None:
+    choice = ask(http, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+
+
+def test_echo(http: httpx.Client) -> None:
+    text = ask(http)["choices"][0]["text"]
+    assert ask(http, echo=True)["choices"][0]["text"] == BASE["prompt"] + text
+    assert ask(http, echo=True, prompt=tokens(http, BASE["prompt"]))["choices"][0]["text"] == BASE["prompt"] + text
+    only = ask(http, echo=True, max_tokens=0)
+    assert only["choices"][0]["text"] == BASE["prompt"]
+    assert only["choices"][0]["finish_reason"] == "length"
+    assert only["choices"][0]["sentence_length"] == len(BASE["prompt"])
+    events = ask_stream(http, echo=True, n=2, temperature=1.0, seed=1)
+    first = {}
+    for event in events:
+        first.setdefault(event["choices"][0]["index"], event["choices"][0]["text"])
+    assert all(value.startswith(BASE["prompt"]) for value in first.values())
+
+
+def test_prompt_truncation_keeps_the_end(http: httpx.Client) -> None:
+    ids = tokens(http, "The quick brown fox jumps over the lazy dog")
+    assert len(ids) > 4
+    expected = ask(http, prompt=ids[-4:])["choices"][0]["text"]
+    for prompt in (ids, "The quick brown fox jumps over the lazy dog"):
+        answer = ask(http, prompt=prompt, truncate_prompt_tokens=4)
+        assert answer["usage"]["prompt_tokens"] == 4
+        assert answer["choices"][0]["text"] == expected
+
+
+def test_the_official_client(client: openai.OpenAI, http: httpx.Client) -> None:
+    expected = ask(http)["choices"][0]["text"]
+    answer = client.completions.create(**BASE)
+    assert answer.choices[0].text == expected
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    pieces = list(client.completions.create(**BASE, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage == answer.usage
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(**BASE | {"model": "nope"})
+    with pytest.raises(openai.BadRequestError, match="temperature must be non-negative"):
+        client.completions.create(**BASE | {"temperature": -1})
+
+
+def test_curl_as_documented(openai_server: Server) -> None:
+    body = (
+        '{"model":"tiny","prompt":"hello","max_tokens":3,"top_k":-1,"top_p":1,"temperature":0,'
+        '"ignore_eos":false,"stream":false}'
+    )
+    command = ["curl", "-sS", "-X", "POST", f"{openai_server.url}/v1/completions"]
+    done = subprocess.run(
+        [*command, "-H", "Content-Type: application/json", "-d", body], capture_output=True, check=True, timeout=30
+    )
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] == 3
+
+
+def test_request_ids_are_honoured(http: httpx.Client) -> None:
+    for _ in range(2):
+        response = http.post("/v1/completions", json=BASE, headers={"X-Request-Id": "mine"})
+        assert response.json()["id"] == "cmpl-mine"
+    assert ask(http, request_id="other")["id"] == "cmpl-other"
+    assert ask_stream(http, request_id="other")[0]["id"] == "cmpl-other"
+
+
+LIMIT = 512
+BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "nope"}, 404, "The model `nope` does not exist."),
+    ({"prompt": None}, 400, "Either prompt or prompt_embeds must be provided and non-empty."),
+    ({"prompt": ""}, 400, "Either prompt or prompt_embeds must be provided and non-empty."),
+    ({"prompt": []}, 400, "You must pass at least one prompt"),
+    ({"prompt": [[]]}, 400, "The decoder prompt cannot be empty"),
+    ({"prompt": ["a", [1, 2]]}, 400, "5 validation errors"),
+    ({"prompt": [99999]}, 400, "Token id 99999 is out of vocabulary"),
+    ({"prompt": [-1]}, 400, "greater than or equal to 0"),
+    (
+        {"prompt": [5] * 500, "max_tokens": 13},
+        400,
+        "This model's maximum context length is 512 tokens. However, you requested 513 tokens (500 in the messages, "
+        "13 in the completion). Please reduce the length of the messages or completion.",
+    ),
+    ({"prompt": [5] * LIMIT}, 400, "maximum context length is 512 tokens. However, you requested 512 tokens"),
+    ({"max_tokens": 0}, 400, "max_tokens must be at least 1, got 0."),
+    ({"max_tokens": -1}, 400, "max_tokens must be at least 1, got -1."),
+    ({"temperature": -1}, 400, "temperature must be non-negative, got -1.0."),
+    ({"temperature": "x"}, 400, "unable to parse string as a number"),
+    ({"top_p": 0}, 400, "top_p must be in (0, 1], got 0.0."),
+    ({"top_p": 1.5}, 400, "top_p must be in (0, 1], got 1.5."),
+    ({"top_k": -2}, 400, "got -2"),
+    ({"min_p": 2}, 400, "min_p must be in [0, 1], got 2.0."),
+    ({"n": 0}, 400, "n must be at least 1, got 0."),
+    ({"n": 2}, 400, "n must be 1 when using greedy sampling, got 2."),
+    ({"presence_penalty": 3}, 400, "presence_penalty must be in [-2, 2], got 3.0."),
+    ({"frequency_penalty": 3}, 400, "frequency_penalty must be in [-2, 2], got 3.0."),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty must be greater than zero, got 0.0."),
+    ({"min_tokens": 10}, 400, "min_tokens must be less than or equal to max_tokens=8, got 10."),
+    ({"stop": [""]}, 400, "stop cannot contain an empty string."),
+    ({"logprobs": 21}, 400, "Requested sample logprobs of 21, which is greater than max allowed: 20"),
+    ({"logprobs": -1}, 400, "`logprobs` must be a positive value."),
+    ({"logit_bias": {"abc": 1}}, 400, "cannot be converted to integer token IDs: ['abc']"),
+    ({"logit_bias": {"9999": 1}}, 400, "out-of-vocab token ids. Vocabulary size: 384"),
+    ({"allowed_token_ids": [9999]}, 400, "allowed_token_ids contains out-of-vocab token id!"),
+    ({"allowed_token_ids": []}, 400, "allowed_token_ids is not None and empty!"),
+    ({"suffix": "x"}, 400, "`suffix` is not supported"),
+    ({"best_of": 3, "n": 1}, 400, "best_of"),
+    ({"guided_regex": "a+"}, 400, "`guided_regex` is not supported"),
+    ({"priority": 1}, 400, "Got priority 1 but Priority scheduling is not enabled."),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_plain_errors_also_when_streaming(http: httpx.Client, stream: bool) -> None:
+    for fields, status, text in BAD_REQUESTS:
+        response = http.post("/v1/completions", json=BASE | fields | {"stream": stream})
+        body = response.json()
+        assert (response.status_code, body["code"]) == (status, status), (fields, body)
+        assert text in body["message"], fields
+        assert body["object"] == "error"
+        assert body["error"] == {key: body[key] for key in ("message", "type", "param", "code")}
+    assert ask(http)["choices"][0]["text"], "the engine lives on"
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "text"),
+    [
+        (b"{x", {"content-type": "application/json"}, "JSON decode error"),
+        (b"", {"content-type": "application/json"}, "Field required"),
+        (b'[{"prompt": "x"}]', {"content-type": "application/json"}, "valid dictionary or object"),
+        (b'{"prompt": "x"}', {}, "Unsupported Media Type: Only 'application/json' is allowed"),
+    ],
+)
+def test_bodies_that_are_no_requests(http: httpx.Client, content: bytes, headers: dict[str, str], text: str) -> None:
+    response = http.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert text in response.json()["message"]
+
+
+def test_unknown_fields_are_ignored(http: httpx.Client, openai_server: Server) -> None:
+    assert ask(http, store=True, metadata={}, zzz=1)["choices"][0]["text"] == ask(http)["choices"][0]["text"]
+    assert "'zzz'" in openai_server.log
+
+
+def test_text_in_other_scripts_comes_back_whole(http: httpx.Client) -> None:
+    prompt = "héllo 你好 🙂 \u2028"
+    assert ask(http, prompt=prompt, echo=True, max_tokens=1)["choices"][0]["text"].startswith(prompt)

@@ -1,0 +1,88 @@
+"""POST /generate on a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server import Server
+
+BASE = {"prompt": "Hello! How are you", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture
+def plain(generate_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=generate_server.url, timeout=60) as client:
+        yield client
+
+
+def frames(plain: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    with plain.stream("POST", "/generate", json=BASE | fields | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert "content-type" not in response.headers
+        body = b"".join(response.iter_raw())
+    assert body.endswith(b"\0")
+    assert body.isascii()
+    return [json.loads(frame) for frame in body.split(b"\0")[:-1]]
+
+
+def test_whole_and_streamed(plain: httpx.Client) -> None:
+    response = plain.post("/generate", json=BASE)
+    assert response.headers["content-type"] == "application/json"
+    whole = response.json()
+    assert list(whole) == ["text"]
+    (text,) = whole["text"]
+    assert text.startswith(BASE["prompt"])
+    assert len(text) > len(BASE["prompt"])
+    found = frames(plain)
+    assert found[-1] == whole
+    for earlier, later in zip(found, found[1:], strict=False):
+        assert later["text"][0].startswith(earlier["text"][0])
+
+
+def test_several_sequences(plain: httpx.Client) -> None:
+    fields = {"n": 3, "temperature": 1.0, "seed": 4}
+    texts = plain.post("/generate", json=BASE | fields).json()["text"]
+    assert len(set(texts)) == 3
+    assert frames(plain, **fields)[-1]["text"] == texts
+
+
+def test_the_documented_example_without_a_content_type(plain: httpx.Client) -> None:
+    body = b'{"prompt":"hello","max_tokens":10,"temperature":0,"ignore_eos":false,"presence_penalty":2}'
+    response = plain.post("/generate", content=body)
+    assert response.status_code == 200
+    assert response.json()["text"][0].startswith("hello")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests(plain: httpx.Client, stream: bool) -> None:
+    rows: list[tuple[Any, str]] = [
+        (BASE | {"model": "x"}, "`model`"),
+        ({"max_tokens": 3}, "`prompt`"),
+        (BASE | {"prompt": ["a", "b"]}, "`prompt`"),
+        (BASE | {"prompt": ""}, "empty"),
+        (BASE | {"temperature": -1}, "temperature must be non-negative"),
+        (BASE | {"temperature": "x"}, "temperature"),
+        (BASE | {"prompt": "one two " * 400}, "maximum context length"),
+        (BASE | {"use_beam_search": True}, "`use_beam_search`"),
+        (BASE | {"output_kind": 1}, "`output_kind`"),
+        (BASE | {"stream": 3}, "`stream`"),
+    ]
+    for body, text in rows:
+        response = plain.post("/generate", json={"stream": stream} | body)
+        assert response.status_code == 400, (body, response.text)
+        assert text in response.json()["message"]
+    assert plain.post("/generate", content=b"{x").status_code == 400
+    assert plain.post("/generate", content=b"[]").status_code == 400
+    neutral = {"use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "early_stopping": False}
+    assert plain.post("/generate", json=BASE | neutral).status_code == 200
+
+
+def test_what_else_there_is(plain: httpx.Client) -> None:
+    assert (plain.get("/health").status_code, plain.get("/health").content) == (200, b"")
+    assert plain.get("/v1/models").status_code == 404
+    assert plain.get("/metrics").status_code == 404

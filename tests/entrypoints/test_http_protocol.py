@@ -1,0 +1,266 @@
+"""Requests as the models read them: defaults, refusals, and how errors are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from ascend_vllm.entrypoints.openai import protocol_common
+from ascend_vllm.entrypoints.openai.chat_messages import conversation
+from ascend_vllm.entrypoints.openai.chat_template import load_chat_template
+from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json, to_http_error
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_common import UNSUPPORTED_FIELDS, parse_logit_bias
+from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
+from ascend_vllm.errors import (
+    ConfigError,
+    EngineBusyError,
+    EngineDeadError,
+    ModelNotFoundError,
+    RequestError,
+)
+from ascend_vllm.sampling_params import RequestOutputKind
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "x"} | fields)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
+
+
+def test_sampling_defaults_come_from_the_model_unless_given() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    params = completion(top_k=5, min_p=None).sampling_params(defaults, 10, False)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 5, 0.95, 0.0)
+    assert params.repetition_penalty == 1.1
+    assert params.max_tokens == 10
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
+    bare = completion(stream=True).sampling_params({}, 10, False)
+    assert (bare.temperature, bare.top_k, bare.top_p, bare.repetition_penalty) == (1.0, -1, 1.0, 1.0)
+    assert bare.output_kind is RequestOutputKind.DELTA
+
+
+def test_logprobs_of_both_endpoints() -> None:
+    assert completion(logprobs=0).sampling_params({}, 1, False).logprobs == 0
+    assert completion().sampling_params({}, 1, False).logprobs is None
+    assert completion().sampling_params({}, 1, True).logprobs == 0
+    assert chat(logprobs=True).sampling_params({}, 1, False).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).sampling_params({}, 1, False).logprobs == 3
+    assert chat(top_logprobs=0).sampling_params({}, 1, False).logprobs is None
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
+def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
+    values: dict[str, Any] = {
+        "early_stopping": True,
+        "use_beam_search": True,
+        "length_penalty": 2.0,
+        "guided_choice": ["a"],
+        "bad_words": ["a"],
+        "documents": [{"a": 1}],
+        "tools": [{"type": "function"}],
+        "logprob_token_ids": [1],
+        "prompt_logprobs": 1,
+        "stream_interval": 2,
+        "thinking_token_budget": 3,
+        "repetition_detection": {"x": 1},
+        "kv_transfer_params": {"x": 1},
+        "mm_processor_kwargs": {"x": 1},
+        "structured_outputs": {"regex": "a"},
+    }
+    makers = [
+        make
+        for make, model in ((completion, CompletionRequest), (chat, ChatCompletionRequest))
+        if name in model.model_fields
+    ]
+    assert makers, "a name in the table that no request has"
+    for make in makers:
+        with pytest.raises(RequestError, match=f"`{name}`") as caught:
+            make(**{name: values.get(name, "xyz")}).check_supported()
+        assert caught.value.param == name
+        for neutral in UNSUPPORTED_FIELDS[name]:
+            make(**{name: neutral}).check_supported()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"priority": 1}, "priority"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+    ],
+)
+def test_combinations_that_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(**fields).check_supported()
+    assert caught.value.param == param
+    completion(best_of=2, n=2, priority=0, response_format={"type": "text"}, echo=True).check_supported()
+
+
+def test_unknown_fields_are_accepted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    protocol_common._logged_fields.discard("never_heard_of")
+    for _ in range(2):
+        request = completion(never_heard_of=1, tools=[{"not": "a completion field"}])
+        request.check_supported()
+    assert sum("never_heard_of" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "text"),
+    [
+        ("c", {"stream_options": {"include_usage": True}}, "Stream options can only be defined when `stream=True`."),
+        ("c", {"logprobs": -1}, "`logprobs` must be a positive value."),
+        ("c", {"seed": 2**63}, "less than or equal to 9223372036854775807"),
+        ("c", {"prompt": [1, -1]}, "greater than or equal to 0"),
+        ("c", {"temperature": "x"}, "unable to parse string as a number"),
+        ("c", {"truncate_prompt_tokens": 0}, "greater than or equal to 1"),
+        ("h", {"messages": "hi"}, "valid list"),
+        ("h", {"messages": [{"content": "x"}]}, "Field required"),
+        ("h", {"top_logprobs": 1}, "when using `top_logprobs`, `logprobs` must be set to true."),
+        ("h", {"logprobs": True, "top_logprobs": -1}, "`top_logprobs` must be a positive value."),
+        ("h", {"tool_choice": "required"}, "When using `tool_choice`, `tools` must be set."),
+        (
+            "h",
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+        ),
+    ],
+)
+def test_validation_errors_name_the_field(model: str, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(pydantic.ValidationError) as caught:
+        (completion if model == "c" else chat)(**fields)
+    status, body = to_http_error(caught.value)
+    assert status == 400
+    assert text in body["message"]
+    assert body["type"] == "Bad Request"
+    assert body["param"].startswith("body")
+
+
+def test_a_validation_error_is_short_however_wrong_the_request() -> None:
+    with pytest.raises(pydantic.ValidationError) as caught:
+        completion(prompt=["a", *range(10_000)])
+    message = to_http_error(caught.value).body["message"]
+    assert "validation errors" in message
+    assert len(message) < 6000
+
+
+def test_continuing_a_message_switches_the_generation_prompt_off() -> None:
+    assert chat(continue_final_message=True).add_generation_prompt is False
+
+
+def test_max_completion_tokens_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=3).effective_max_tokens == 3
+    assert chat(max_tokens=5).effective_max_tokens == 5
+    assert chat().effective_max_tokens is None
+    assert completion(max_tokens=None).effective_max_tokens == 16
+
+
+def test_n_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "4")
+    completion(n=4).sampling_params({}, 1, False)
+    with pytest.raises(RequestError, match="n must be at most 4, got 5"):
+        completion(n=5).sampling_params({}, 1, False)
+
+
+def test_logit_bias() -> None:
+    assert parse_logit_bias({"1": 200, " 2 ": -300.5, "-3": 0}) == {1: 100.0, 2: -100.0, -3: 0.0}
+    with pytest.raises(RequestError, match=r"cannot be converted to integer token IDs: \['abc'\]"):
+        parse_logit_bias({"abc": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "Field required"),
+        (b"{x", "JSON decode error"),
+        (b'{"a": "\\ud800"}', "cannot be decoded"),
+        (b'{"a": "\xff"}', "cannot be decoded"),
+        (b"[" * 100_000, "cannot be decoded"),
+    ],
+)
+def test_bodies_that_are_no_json(body: bytes, text: str) -> None:
+    with pytest.raises(BodyError, match=text):
+        decode_json(body)
+
+
+def test_nan_is_read_and_then_refused_by_range() -> None:
+    fields = decode_json(b'{"prompt": "x", "temperature": NaN}')
+    with pytest.raises(RequestError, match="temperature must be a finite number, got nan"):
+        CompletionRequest.model_validate(fields).sampling_params({}, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (RequestError("m", "p"), 400, "BadRequestError"),
+        (ModelNotFoundError("m", "p"), 404, "NotFoundError"),
+        (EngineBusyError("m", "p"), 503, "ServiceUnavailableError"),
+        (EngineDeadError("m"), 500, "InternalServerError"),
+    ],
+)
+def test_errors_carry_both_shapes(error: Exception, status: int, kind: str) -> None:
+    inner = {"message": "m", "type": kind, "param": getattr(error, "param", None), "code": status}
+    assert to_http_error(error) == (status, {"error": inner, "object": "error"} | inner)
+
+
+def test_an_unexpected_error_tells_no_details() -> None:
+    status, body = to_http_error(KeyError("secret"))
+    assert status == 500
+    assert body["type"] == "InternalServerError"
+    assert "secret" not in str(body)
+
+
+def messages(*items: dict[str, Any]) -> list[ChatMessage]:
+    return [ChatMessage.model_validate(item) for item in items]
+
+
+def test_conversation() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
+    found = conversation(
+        messages(
+            {"role": "zzz", "content": parts, "name": "n"},
+            {"role": "assistant", "tool_calls": [call]},
+        ),
+        "string",
+        "tiny",
+    )
+    assert found[0] == {"role": "zzz", "content": "a\nb\nc", "name": "n"}
+    assert found[1]["content"] == ""
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    listed = conversation(messages({"role": "user", "content": parts}), "openai", "tiny")
+    assert listed[0]["content"] == [{"type": "text", "text": text} for text in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([], "empty conversation"),
+        ([{"role": "user", "content": [{"type": "zzz"}]}], "Unknown part type: zzz"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "has no text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
+            "tiny is not a multimodal model",
+        ),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
+    ],
+)
+def test_conversations_that_are_refused(items: list[dict[str, Any]], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        conversation(messages(*items), "string", "tiny")
+
+
+def test_chat_template_flag(tmp_path: Any) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}\n")
+    assert load_chat_template(str(file)) == "{{ messages }}\n"
+    assert load_chat_template("é{{ x }}\\n→") == "é{{ x }}\n→"
+    assert load_chat_template("{" + "x" * 5000) == "{" + "x" * 5000
+    assert load_chat_template(None) is None
+    with pytest.raises(ConfigError, match="appears path-like, but doesn't exist!"):
+        load_chat_template("./no_such_file.jinja")

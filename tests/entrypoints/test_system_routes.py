@@ -1,0 +1,100 @@
+"""Routes beside generation: health, version, models, metrics, tokens, documentation, CORS."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+
+import ascend_vllm
+from tests.server import Server
+
+
+def test_health_ping_and_version(http: httpx.Client) -> None:
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        response = http.request(method, path)
+        assert (response.status_code, response.content) == (200, b"")
+    assert http.get("/version").json() == {"version": ascend_vllm.__version__}
+
+
+def test_models(http: httpx.Client, tiny_dir: str) -> None:
+    answer = http.get("/v1/models").json()
+    assert answer["object"] == "list"
+    assert [card["id"] for card in answer["data"]] == ["tiny", "alias"]
+    card = answer["data"][0]
+    keys = ["id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"]
+    assert list(card) == keys
+    assert (card["root"], card["max_model_len"], card["parent"]) == (tiny_dir, 512, None)
+    assert card["permission"][0]["allow_sampling"] is True
+
+
+def test_unknown_routes_and_methods(http: httpx.Client) -> None:
+    missing = http.get("/nope")
+    assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
+    wrong = http.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
+    assert http.post("/generate", json={"prompt": "x"}).status_code == 404
+
+
+def test_metrics(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    running = re.search(r'^vllm:num_requests_running\{.*model_name="tiny".*\} (\S+)$', response.text, re.MULTILINE)
+    assert running is not None
+    assert re.search(r"^vllm:generation_tokens_total\{.*\} [1-9]", response.text, re.MULTILINE)
+
+
+def test_tokenize_and_detokenize(http: httpx.Client) -> None:
+    found = http.post(
+        "/tokenize", json={"model": "tiny", "prompt": "Hello <|im_end|>", "return_token_strs": True}
+    ).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == 512
+    assert found["tokens"][-1] == 2
+    back = http.post("/detokenize", json={"model": "tiny", "tokens": found["tokens"]}).json()
+    assert back == {"prompt": "Hello <|im_end|>"}
+    assert http.post("/tokenize", json={"prompt": "x"}).json()["token_strs"] is None
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/tokenize", {"model": "nope", "prompt": "x"}),
+    ):
+        assert http.post(path, json=body).status_code in (400, 404), body
+
+
+def test_documentation_names_the_fields(http: httpx.Client) -> None:
+    assert http.get("/docs").status_code == 200
+    document = http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert "stop_token_ids" in schemas["CompletionRequest"]["properties"]
+    assert "messages" in schemas["ChatCompletionRequest"]["properties"]
+    text = http.get("/openapi.json").text
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert references <= set(schemas)
+
+
+def test_cross_origin_requests_are_allowed(http: httpx.Client) -> None:
+    headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
+    response = http.options("/v1/completions", headers=headers)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_the_log_of_a_start(openai_server: Server) -> None:
+    log = openai_server.log
+    marks = [
+        f"ascend-vllm API server version {ascend_vllm.__version__}",
+        "args: Namespace(",
+        "Available routes are:",
+        "Route: /v1/chat/completions, Methods: POST",
+        "server launch time cost: ",
+        "Started server process",
+        "Waiting for application startup.",
+        "Application startup complete.",
+        f"Uvicorn running on http://127.0.0.1:{openai_server.port}",
+    ]
+    places = [log.index(mark) for mark in marks]
+    assert places == sorted(places)
