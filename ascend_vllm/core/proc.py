@@ -234,6 +234,8 @@ def main(argv: list[str] | None = None) -> int:
             outbound.send(msgspec.msgpack.encode(greeting))
             return 1 if core is None else CoreLoop(core, inbound, outbound).run()
         finally:
+            # a second reason to end must not cut the ending short
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if core is not None:
                 core.shutdown()
             inbound.close(linger=0)

@@ -162,11 +162,9 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         self._num_step_prompt_tokens = 0
         if self._cuts_prompts:
-            num_preemptions = self._num_preemptions
             budget = self._schedule_running(step, budget)
-            # blocks are short: what has just been preempted must not come back at once
-            if self._num_preemptions == num_preemptions:
-                self._schedule_waiting(step, budget)
+            # what has just been preempted does not come back at once: its blocks were short by one already
+            self._schedule_waiting(step, budget)
         else:
             self._schedule_waiting(step, budget)
             if not step.slots:

@@ -202,7 +202,9 @@ def make_core(num_blocks: int = 64, **settings: int) -> tuple[EngineCore, Memory
     return EngineCore(config, executor), executor
 
 
-def make_request(request_id: str, prompt: list[int] | int, eos: int | None = EOS, **params: object) -> EngineCoreRequest:
+def make_request(
+    request_id: str, prompt: list[int] | int, eos: int | None = EOS, **params: object
+) -> EngineCoreRequest:
     """A request; an integer prompt is a length. Unless told otherwise it ignores EOS and brings its own seed."""
     if isinstance(prompt, int):
         prompt = [(7 * i + len(request_id)) % VOCAB_SIZE for i in range(prompt)]

@@ -136,7 +136,9 @@ def test_unknown_executor_is_named() -> None:
     config = msgspec.structs.replace(
         config, parallel=msgspec.structs.replace(config.parallel, distributed_executor_backend="x")
     )
-    with pytest.raises(ConfigError, match="Unrecognized distributed executor backend x. Supported values are 'uni'"):
+    with pytest.raises(
+        ConfigError, match=r"Unrecognized distributed executor backend x\. Supported values are 'uni'"
+    ):
         create_executor(config)
 
 
