@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Logprob:
     """Log-probability of one token at one position.
 
@@ -24,7 +24,7 @@ class Logprob:
 PositionLogprobs = dict[int, Logprob]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence of a request.
 
@@ -51,7 +51,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class RequestMetrics:
     """Times of a request, in seconds of time.monotonic()."""
 
@@ -67,7 +67,7 @@ class RequestMetrics:
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class RequestOutput:
     """State of a request after a step.
 

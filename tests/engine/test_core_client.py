@@ -1,0 +1,214 @@
+"""The engine-core process: its start, its failures, its end. Nothing may be left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.core_client import AsyncCoreClient
+from ascend_vllm.engine.core_process import CoreProcess
+from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
+from ascend_vllm.types.messages import EngineCoreOutputs
+from tests.engine.engine_for_tests import make_config
+from tests.tiny_models import tiny_model
+
+
+def tiny_config(model: str = "qwen2-tied") -> EngineConfig:
+    return EngineArgs(model=tiny_model(model), max_model_len=128, num_gpu_blocks_override=32).create_engine_config()
+
+
+def ignore(_: object) -> None:
+    """For callbacks that a test does not look at."""
+
+
+def socket_directory(client: AsyncCoreClient) -> pathlib.Path:
+    return pathlib.Path(client._process.inbound.removeprefix("ipc://")).parent
+
+
+def assert_gone(pid: int) -> None:
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_core_starts_answers_and_ends() -> None:
+    deaths: list[Exception] = []
+    client = AsyncCoreClient(tiny_config(), ignore, deaths.append)
+    client.start()
+    try:
+        ready, again = await asyncio.gather(client.ready(), client.ready())
+        assert ready == again
+        assert ready.num_gpu_blocks == 32
+        audits = await asyncio.gather(*(client.call_utility("audit") for _ in range(3)))
+        assert all(audit["num_free_blocks"] == 32 for audit in audits)
+        with pytest.raises(AscendVllmError, match="unknown utility 'explode'"):
+            await client.call_utility("explode")
+        pid = client.pid
+        start = time.monotonic()
+    finally:
+        client.shutdown()
+        client.shutdown()
+    assert time.monotonic() - start < 5
+    assert_gone(pid)
+    assert not socket_directory(client).exists()
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        await client.call_utility("audit")
+    await asyncio.sleep(0.4)  # longer than a death would take to be told
+    assert deaths == []
+
+
+async def test_a_killed_core_is_noticed() -> None:
+    dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+    client = AsyncCoreClient(tiny_config(), ignore, dead.set_result)
+    client.start()
+    try:
+        await client.ready()
+        # stopped, so that the call cannot be answered first
+        os.kill(client.pid, signal.SIGSTOP)
+        call = asyncio.ensure_future(client.call_utility("audit"))
+        await asyncio.sleep(0)
+        os.kill(client.pid, signal.SIGKILL)
+        error = await asyncio.wait_for(dead, 5)
+        assert "was killed by signal 9" in str(error)
+        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+            await call
+        with pytest.raises(EngineDeadError):
+            await client.call_utility("audit")
+        client.abort_requests(["x"])  # harmless
+    finally:
+        client.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "error"),
+    [("model.safetensors", b"short", ModelLoadError), (None, b"", ConfigError)],
+)
+async def test_failures_to_start_keep_their_kind_and_words(
+    tmp_path: pathlib.Path, file: str | None, contents: bytes, error: type[Exception]
+) -> None:
+    config = tiny_config()
+    if file is not None:
+        for source in pathlib.Path(config.model.model).iterdir():
+            (tmp_path / source.name).write_bytes(source.read_bytes())
+        (tmp_path / file).write_bytes(contents)
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, model=str(tmp_path)))
+    else:  # fewer blocks than one sequence needs
+        config = msgspec.structs.replace(
+            config, cache=msgspec.structs.replace(config.cache, num_gpu_blocks_override=1)
+        )
+    client = AsyncCoreClient(config, ignore, ignore)
+    client.start()
+    try:
+        with pytest.raises(error) as raised:
+            await asyncio.wait_for(client.ready(), 60)
+        assert (file or "KV cache") in str(raised.value)
+    finally:
+        client.shutdown()
+    assert_gone(client.pid)
+    assert not socket_directory(client).exists()
+
+
+async def test_a_core_that_dies_while_it_starts() -> None:
+    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client.start()
+    try:
+        os.kill(client.pid, signal.SIGKILL)
+        while client._process.exit_code is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+            await asyncio.wait_for(client.ready(), 5)
+    finally:
+        client.shutdown()
+
+
+async def test_shutdown_while_the_core_starts_is_quick() -> None:
+    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client.start()
+    waiting = asyncio.ensure_future(client.ready())
+    await asyncio.sleep(0.1)
+    client.shutdown()
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        await waiting
+    assert_gone(client.pid)
+    assert not socket_directory(client).exists()
+
+
+async def test_outputs_that_cannot_be_processed_end_the_engine() -> None:
+    """A bug in the front must fail requests, not leave them waiting."""
+
+    def explode(_: EngineCoreOutputs) -> None:
+        raise RuntimeError("boom")
+
+    dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+    client = AsyncCoreClient(make_config(), explode, dead.set_result)
+    try:
+        client._loop = asyncio.get_running_loop()
+        client._ready = client._loop.create_future()
+        client._ready.set_result(None)
+        client._task = client._loop.create_task(client._receive())
+        with client._context.socket(8) as push:  # plays the core; 8 is PUSH
+            push.connect(client._process.outbound)
+            push.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
+            assert "boom" in str(await asyncio.wait_for(dead, 5))
+    finally:
+        client.shutdown()
+
+
+def test_a_core_ends_with_its_parent() -> None:
+    """However the parent dies."""
+    program = textwrap.dedent(
+        """
+        import sys, time
+        from ascend_vllm.engine.core_process import CoreProcess
+        from tests.engine.engine_for_tests import make_config
+        process = CoreProcess(make_config())
+        process.start(lambda code: None)
+        print(process.pid, process.inbound, flush=True)
+        time.sleep(60)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        pid, address = parent.stdout.readline().split()
+        core = psutil.Process(int(pid))
+        parent.kill()
+    try:
+        core.wait(30)
+    finally:
+        directory = pathlib.Path(address.removeprefix("ipc://")).parent
+        assert directory.exists()  # SIGKILL leaves no time to tidy up; the test does
+        directory.rmdir()
+
+
+def test_a_forgotten_core_ends_with_the_interpreter() -> None:
+    program = textwrap.dedent(
+        """
+        from ascend_vllm.engine.core_process import CoreProcess
+        from tests.engine.engine_for_tests import make_config
+        process = CoreProcess(make_config())
+        process.start(lambda code: None)
+        print(process.pid, process.inbound, flush=True)
+        """
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    pid, address = result.stdout.split()
+    assert_gone(int(pid))
+    assert not pathlib.Path(address.removeprefix("ipc://")).parent.exists()
+
+
+def test_a_process_never_started_leaves_nothing() -> None:
+    process = CoreProcess(make_config())
+    directory = pathlib.Path(process.inbound.removeprefix("ipc://")).parent
+    assert directory.is_dir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    process.stop(1.0)
+    assert not directory.exists()
