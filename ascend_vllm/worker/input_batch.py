@@ -87,17 +87,21 @@ class InputBatch:
         # [M, L+1] int32, host: prompt, then output; what is behind num_tokens is void. One more than L, for the
         # token sampled from a full sequence.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
-        # [M] int32, host: tokens known, sampled ones included
-        self.num_tokens = np.zeros(num_slots, np.int32)
-        # [M] int32, host: tokens whose KV is in the cache
-        self.num_computed_tokens = np.zeros(num_slots, np.int32)
-        # [M] int32, host
-        self.prompt_lens = np.zeros(num_slots, np.int32)
         # [M, B] int32, host: KV blocks in order; what is behind num_blocks is void
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
-        # [M] int32, host
-        self.num_blocks = np.zeros(num_slots, np.int32)
+        # [M] int64, host
+        self.prompt_lens = np.zeros(num_slots, np.int64)
+        # [M] int64, host
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        # [2, M] int64, host: the next two, in one array because every step reads both
+        self._lengths = np.zeros((2, num_slots), np.int64)
+        # [M] int64, host: tokens whose KV is in the cache
+        self.num_computed_tokens = self._lengths[0]
+        # [M] int64, host: tokens known, sampled ones included
+        self.num_tokens = self._lengths[1]
         self.sampling = SamplingColumns(num_slots, vocab_size)
+        # 0, 1, … M: where decoding rows begin
+        self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Brings the slots up to date with a step's diff.
@@ -124,20 +128,21 @@ class InputBatch:
         Raises:
             ValueError: a row is to compute more tokens than it has, or than its blocks hold.
         """
-        computed = self.num_computed_tokens[slots]
+        computed, known = self._lengths.take(slots, axis=1)
         seq_lens = computed + num_scheduled
-        known = self.num_tokens[slots]
+        missing = known - seq_lens
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
-        if (seq_lens > np.minimum(known, self.num_blocks[slots] * self._block_size)).any():
+        if missing.min() < 0 or (seq_lens > self.num_blocks[slots] * self._block_size).any():
             raise ValueError(self._overrun(slots, seq_lens))
-        query_start = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(num_scheduled, out=query_start[1:])
         if max_query_len == 1:
-            token_slots, positions = slots, computed.astype(np.int64)
+            token_slots, positions = slots, computed
+            query_start = self._starts_of_one_each[: len(slots) + 1]
         else:
             token_slots, positions = np.repeat(slots, num_scheduled), ragged_arange(computed, num_scheduled)
+            query_start = np.zeros(len(slots) + 1, np.int32)
+            num_scheduled.cumsum(out=query_start[1:])
+        samples = np.flatnonzero(missing == 0)
         blocks = self.block_table[token_slots, positions // self._block_size].astype(np.int64)
-        samples = np.flatnonzero(seq_lens == known)
         return HostBatch(
             input_ids=self.token_ids[token_slots, positions].astype(np.int64),
             positions=positions,
@@ -153,7 +158,7 @@ class InputBatch:
 
     def advance(self, slots: Int64Array, num_scheduled: Int64Array) -> None:
         """Records that a batch of `build` has been computed."""
-        self.num_computed_tokens[slots] += num_scheduled.astype(np.int32)
+        self.num_computed_tokens[slots] += num_scheduled
 
     def append(self, slots: Int64Array, token_ids: Int64Array) -> None:
         """Adds one sampled token to each of some slots."""

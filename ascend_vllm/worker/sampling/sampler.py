@@ -119,8 +119,8 @@ class Sampler:
             logits,
             self._token_ids,
             self._upload(slots),
-            self._upload(batch.prompt_lens[slots]),
-            self._upload(batch.num_tokens[slots]),
+            self._upload(batch.prompt_lens[slots].astype(np.int32)),
+            self._upload(batch.num_tokens[slots].astype(np.int32)),
             self._upload(params.repetition_penalty[slots]),
             self._upload(params.frequency_penalty[slots]),
             self._upload(params.presence_penalty[slots]),
@@ -143,7 +143,7 @@ class Sampler:
             logits,
             *self._filters(slots),
             self._upload(self._params.seed[slots]),
-            self._upload(self._batch.num_tokens[slots].astype(np.int64)),
+            self._upload(self._batch.num_tokens[slots]),
         )
         return ids
 
