@@ -1,21 +1,120 @@
-"""Matrix products with weights that stay the same."""
+"""Matrix products with weights that stay the same.
+
+Letters: T tokens, K inputs, N outputs, P panels of 16 outputs.
+"""
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.registry import FLOAT_DTYPES, define_op
+
+PANEL = 16
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a weight: in huge pages where the system has them, since decoding reads all of it every step."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps the mapping alive
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Arranges a weight for `packed_linear`: panels of 16 outputs, and bfloat16 inputs in pairs.
+
+    Args:
+        weight: [N, K] float.
+
+    Returns:
+        [P, K, 16], or for bfloat16 [P, ceil(K / 2), 16, 2]; what has no counterpart in the weight is zero.
+    """
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    steps = -(-inputs // pair)
+    packed = _empty((panels, steps, PANEL, pair), weight.dtype).zero_()
+    whole = outputs // PANEL
+    for first, last in ((0, whole), (whole, panels)):
+        rows = weight[first * PANEL : last * PANEL]
+        if rows.numel() == 0:
+            continue
+        padded = torch.nn.functional.pad(rows, (0, steps * pair - inputs, 0, (last - first) * PANEL - len(rows)))
+        packed[first:last].copy_(padded.view(last - first, PANEL, steps, pair).transpose(1, 2))
+    return packed if pair == 2 else packed.squeeze(-1)
+
+
+def unpack_weight(packed: torch.Tensor, in_features: int, out_features: int) -> torch.Tensor:
+    """The weight [N, K] that `pack_weight` arranged."""
+    pairs = packed if packed.dim() == 4 else packed.unsqueeze(-1)
+    return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:out_features, :in_features]
+
+
+def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # rows, inputs, outputs: nothing; odd inputs; panels cut short; every tile height; slices; many rows; wide
+    shapes = [(0, 8, 8), (1, 1, 1), (1, 7, 33), (2, 64, 16), (3, 65, 100), (4, 10, 40), (5, 33, 17), (6, 128, 96)]
+    shapes += [(7, 1100, 50), (13, 96, 65), (100, 513, 80), (193, 40, 130), (1, 896, 2000), (9, 512, 1001)]
+    for seed, (rows, inputs, outputs) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(outputs, inputs, generator=generator) / math.sqrt(inputs)
+        bias = torch.randn(outputs, generator=generator).to(dtype) if seed % 2 else None
+        wide = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)
+        x = wide[:, inputs : 2 * inputs] if seed % 3 == 0 else wide[:, :inputs].contiguous()
+        yield x, pack_weight(weight.to(dtype)), bias, outputs
+
+
+@define_op(inputs=_linear_inputs)
+def packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, accumulated in float32.
+
+    The kernel adds up every output in one fixed order, so a row's result does not depend on the other rows.
+
+    Args:
+        x: [T, K] float; rows may be strided.
+        packed: the weight [N, K] as `pack_weight` arranges it, dtype of x.
+        bias: [N], dtype of x, or None.
+        out_features: N.
+
+    Returns:
+        [T, N], contiguous, dtype of x.
+    """
+    weight = unpack_weight(packed, x.shape[1], out_features)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    result = x.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        result = result + bias.to(wide)
+    return result.to(x.dtype)
 
 
 class PackedLinear:
-    """`x @ weight.T + bias` with the weight arranged once for the device's GEMM.
+    """A linear layer whose weight is arranged once for the device's GEMM; the weight passed in is not kept.
 
     Args:
-        weight: [out, in] float.
+        weight: [N, K] float.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = weight
+        self._has_kernel = weight.device.type == "cpu" and weight.dtype in FLOAT_DTYPES and load_native_library()
+        self._weight = pack_weight(weight) if self._has_kernel else weight
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [T, in], dtype of the weight; bias: [out] or None. Returns [T, out]."""
+        """x: [T, K], dtype of the weight, rows may be strided; bias: [N] or None. Returns [T, N]."""
+        if self._has_kernel:
+            result: torch.Tensor = packed_linear(x, self._weight, bias, self.out_features)
+            return result
         return torch.nn.functional.linear(x, self._weight, bias)
+
+
+load_native_library()

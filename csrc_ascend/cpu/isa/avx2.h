@@ -9,10 +9,14 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int kLanes = 8;
+// Registers: 16. A panel of 16 columns takes two.
+constexpr int kMaxRows = 6;
+constexpr int panels_of(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 using VecF = __m256;
 struct Mask {
   __m256 lanes;
 };
+constexpr bool kHasPairDots = false;  // dot_pairs is no single instruction
 struct PairBF16 {
   __m256i bits;
 };
@@ -97,6 +101,10 @@ inline PairBF16 set1_pair(const bfloat16* p) {
   int32_t bits;
   std::memcpy(&bits, p, sizeof bits);
   return {_mm256_set1_epi32(bits)};
+}
+inline void split_pairs(PairBF16 a, VecF& even, VecF& odd) {
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(a.bits, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(a.bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 inline VecF dot_pairs(VecF acc, PairBF16 a, PairBF16 b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

@@ -9,6 +9,9 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int kLanes = 16;
+// Registers: 32. A panel of 16 columns takes one.
+constexpr int kMaxRows = 6;
+constexpr int panels_of(int) { return 4; }
 using VecF = __m512;
 struct Mask {
   __mmask16 lanes;

@@ -3,7 +3,8 @@
 // Every cpu/isa/<isa>.h gives the same names (see docs/adding_an_op.md):
 //   kLanes, VecF (float32 lanes with + - * /), Mask, PairBF16 (2 * kLanes bfloat16, taken as pairs)
 //   set1, load, load_n, store, store_n, fma, max, min, sqrt, abs, round_nearest, pow2i, gt, ge, select, count,
-//   reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, dot_pairs, from_pairs
+//   reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, split_pairs, dot_pairs, kHasPairDots
+//   kMaxRows, panels_of(rows): the tile of a matrix product that the registers hold (kernels/gemm.h)
 #pragma once
 
 #include "cpu/isa/convert.h"
@@ -12,8 +13,12 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int kLanes = 4;
+// Registers: 16 (SSE2).
+constexpr int kMaxRows = 2;
+constexpr int panels_of(int) { return 1; }
 typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t Mask __attribute__((vector_size(16)));
+constexpr bool kHasPairDots = false;  // dot_pairs is no single instruction
 typedef uint32_t PairBF16 __attribute__((vector_size(16)));
 
 inline VecF set1(float x) { return VecF{x, x, x, x}; }
@@ -86,6 +91,11 @@ inline PairBF16 set1_pair(const bfloat16* p) {
   uint32_t bits;
   std::memcpy(&bits, p, sizeof bits);
   return PairBF16{bits, bits, bits, bits};
+}
+// Widens the first and the second elements of the pairs.
+inline void split_pairs(PairBF16 a, VecF& even, VecF& odd) {
+  even = (VecF)(a << 16);
+  odd = (VecF)(a & 0xffff0000u);
 }
 // acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
 inline VecF dot_pairs(VecF acc, PairBF16 a, PairBF16 b) {

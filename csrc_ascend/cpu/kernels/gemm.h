@@ -1,0 +1,230 @@
+// x @ weight.T + bias with a weight packed in panels of 16 output columns.
+//
+// Every output is the sum, over slices of kSlice inputs, of a chain of fused multiply-adds in the order of the
+// inputs. Tiling and threads do not change that, so a row's result does not depend on the rows beside it.
+#pragma once
+
+#include "cpu/dispatch.h"
+
+namespace ascend_vllm {
+
+// float32 and float16 weights are [panels, in, 16]; bfloat16 ones [panels, (in + 1) / 2, 16, 2]. Padding is
+// zero.
+struct LinearArgs {
+  DType dtype;
+  const void* x;  // row t starts at t * x_stride elements
+  const void* packed;
+  const void* bias;  // [out_features] or null
+  void* out;         // [rows, out_features], contiguous
+  void* workspace;   // linear_workspace(rows, in_features) floats
+  int64_t rows, x_stride, in_features, out_features;
+};
+
+inline int64_t linear_workspace(int64_t rows, int64_t in_features) {
+  return rows * ((in_features + 1) / 2 * 2);
+}
+
+ASCEND_VLLM_KERNEL(packed_linear, LinearArgs)
+
+}  // namespace ascend_vllm
+
+#ifdef ASCEND_VLLM_ISA
+
+#include "cpu/parallel.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int64_t kPanel = 16;     // columns of a panel
+constexpr int64_t kGroup = 4;      // most panels of a task
+constexpr int64_t kTaskRows = 96;  // most rows of a task
+constexpr int64_t kSlice = 512;    // inputs between two visits to the sums in memory; even
+constexpr int kPanelVectors = kPanel / kLanes;
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// What a weight of type T is multiplied by: float32, or bfloat16 pairs where they have an instruction.
+template <class T, bool kPairDots = is_same<T, bfloat16> && kHasPairDots>
+struct InputOf {
+  using type = float;
+};
+template <class T>
+struct InputOf<T, true> {
+  using type = bfloat16;
+};
+
+// sums[kRows][kPanels * 16] (+)= x[kRows][begin, end) times the panels; begin is even. X is float, or bfloat16
+// where pairs of it have an instruction.
+template <int kRows, int kPanels, class X, class T>
+inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t begin,
+                          int64_t end, float* sums, int64_t sums_stride) {
+  constexpr int kVectors = kPanels * kPanelVectors;
+  constexpr int kStep = is_same<T, bfloat16> ? 2 : 1;
+  VecF acc[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = set1(0.0f);
+  }
+  for (int64_t k = begin; k < end; k += kStep) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      const T* columns = w + v / kPanelVectors * panel_size + k * kPanel + v % kPanelVectors * kLanes * kStep;
+      if constexpr (!is_same<X, float>) {
+        const PairBF16 pairs = load_pairs(columns);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+          acc[r][v] = dot_pairs(acc[r][v], set1_pair(x + r * x_stride + k), pairs);
+      } else if constexpr (kStep == 2) {
+        VecF even, odd;
+        split_pairs(load_pairs(columns), even, odd);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          acc[r][v] = fma(set1(x[r * x_stride + k]), even, acc[r][v]);
+          acc[r][v] = fma(set1(x[r * x_stride + k + 1]), odd, acc[r][v]);
+        }
+      } else {
+        const VecF column = load(columns);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) acc[r][v] = fma(set1(x[r * x_stride + k]), column, acc[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      float* sum = sums + r * sums_stride + v * kLanes;
+      store(sum, begin == 0 ? acc[r][v] : load(sum) + acc[r][v]);
+    }
+  }
+}
+
+// One slice of kRows rows by `panels` panels.
+template <int kRows, class X, class T>
+inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t panels,
+                            int64_t begin, int64_t end, float* sums) {
+  constexpr int kPanels = panels_of(kRows);
+  constexpr int64_t kSumsStride = kGroup * kPanel;
+  int64_t p = 0;
+  for (; p + kPanels <= panels; p += kPanels) {
+    multiply_tile<kRows, kPanels>(x, x_stride, w + p * panel_size, panel_size, begin, end, sums + p * kPanel,
+                                  kSumsStride);
+  }
+  for (; p < panels; ++p) {
+    multiply_tile<kRows, 1>(x, x_stride, w + p * panel_size, panel_size, begin, end, sums + p * kPanel,
+                            kSumsStride);
+  }
+}
+
+// Chooses the tile of `rows` <= kMaxRows rows.
+template <int kRows, class X, class T>
+inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w, int64_t panel_size,
+                          int64_t panels, int64_t begin, int64_t end, float* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows)
+      return multiply_rows<kRows - 1>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+  }
+  multiply_panels<kRows>(x, x_stride, w, panel_size, panels, begin, end, sums);
+}
+
+template <class T>
+inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t columns) {
+  T* out = static_cast<T*>(a.out) + row * a.out_features + column;
+  const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
+  for_lanes(
+      columns, [&](int64_t i) { store(out + i, bias ? load(sums + i) + load(bias + i) : load(sums + i)); },
+      [&](int64_t i, int rest) {
+        const VecF sum = load_n(sums + i, rest);
+        store_n(out + i, bias ? sum + load_n(bias + i, rest) : sum, rest);
+      });
+}
+
+// Rows [row, row + rows) by panels [panel, panel + panels).
+template <class T, class X>
+void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t panel,
+              int64_t panels) {
+  alignas(64) float sums[kTaskRows * kGroup * kPanel];
+  constexpr bool kPairs = is_same<T, bfloat16>;
+  const int64_t padded = kPairs ? (a.in_features + 1) / 2 * 2 : a.in_features;
+  const int64_t panel_size = padded * kPanel;
+  const T* w = static_cast<const T*>(a.packed) + panel * panel_size;
+  // Tiles as even as possible: 8 rows are 4 + 4, not 6 + 2.
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t begin = 0; begin == 0 || begin < padded; begin += kSlice) {
+    const int64_t end = begin + kSlice < padded ? begin + kSlice : padded;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+      multiply_rows<kMaxRows>(last - first, x + (row + first) * x_stride, x_stride, w, panel_size, panels,
+                              begin, end, sums + first * kGroup * kPanel);
+    }
+  }
+  const int64_t column = panel * kPanel;
+  const int64_t columns = panels * kPanel < a.out_features - column ? panels * kPanel : a.out_features - column;
+  for (int64_t r = 0; r < rows; ++r) write_row<T>(a, sums + r * kGroup * kPanel, row + r, column, columns);
+}
+
+// Copies row t of x into the workspace as X, padded to an even length.
+template <class T, class X>
+inline void widen_row(const LinearArgs& a, int64_t t, X* to, int64_t padded) {
+  const T* from = static_cast<const T*>(a.x) + t * a.x_stride;
+  for_lanes(
+      a.in_features, [&](int64_t i) { store(to + i, load(from + i)); },
+      [&](int64_t i, int rest) { store_n(to + i, load_n(from + i, rest), rest); });
+  if (padded > a.in_features) to[a.in_features] = X{};
+}
+
+template <class T>
+void packed_linear(const LinearArgs& a) {
+  using X = typename InputOf<T>::type;
+  if (a.rows == 0 || a.out_features == 0) return;
+  const int64_t padded = (a.in_features + 1) / 2 * 2;
+  const X* x = static_cast<const X*>(a.x);
+  int64_t x_stride = a.x_stride;
+  X* workspace = nullptr;
+  if (!is_same<T, X> || (is_same<T, bfloat16> && padded != a.in_features)) {
+    x = workspace = static_cast<X*>(a.workspace);
+    x_stride = padded;
+  }
+  const int64_t panels = (a.out_features + kPanel - 1) / kPanel;
+  const int64_t row_blocks = (a.rows + kTaskRows - 1) / kTaskRows;
+  const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
+  // Fewer panels in a task when there are too few tasks to keep every thread busy to the end.
+  int64_t group = kGroup;
+  while (group > 1 && row_blocks * ((panels + group - 1) / group) < 4 * threads) group /= 2;
+  const int64_t groups = (panels + group - 1) / group;
+  const auto task = [&](int64_t index) {
+    const int64_t block = index / groups, panel = index % groups * group;
+    const int64_t row = a.rows * block / row_blocks, end = a.rows * (block + 1) / row_blocks;
+    run_task<T>(a, x, x_stride, row, end - row, panel, panel + group < panels ? group : panels - panel);
+  };
+  if (threads == 1) {
+    for (int64_t t = 0; workspace != nullptr && t < a.rows; ++t)
+      widen_row<T>(a, t, workspace + t * padded, padded);
+    for (int64_t i = 0; i < row_blocks * groups; ++i) task(i);
+    return;
+  }
+#pragma omp parallel
+  {
+    if (workspace != nullptr) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < a.rows; ++t) widen_row<T>(a, t, workspace + t * padded, padded);
+    }
+    // Dynamic: a thread that loses its core for a while does not hold up the others.
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < row_blocks * groups; ++i) task(i);
+  }
+}
+
+}  // namespace
+
+ASCEND_VLLM_DEFINE_KERNEL(packed_linear, LinearArgs) {
+  with_dtype(args.dtype, [&](auto tag) { packed_linear<decltype(tag)>(args); });
+}
+
+}  // namespace ascend_vllm
+
+#endif
