@@ -11,6 +11,8 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
+# Without --no-compile pip turns thousands of modules into bytecode of which only a few are ever imported.
+INSTALL := $(PY) -m pip install --no-build-isolation --no-compile
 NATIVE_SOURCES := $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) 2>/dev/null)
 CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
 
@@ -35,7 +37,7 @@ serve: build
 	@echo
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: build
+test: build $(STAMPS)/test
 	$(PY) -m pytest $(ARGS)
 
 lint: build $(STAMPS)/dev
@@ -65,15 +67,19 @@ $(STAMPS)/native: $(STAMPS)/torch $(NATIVE_SOURCES)
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/native pyproject.toml setup.py
-	$(PY) -m pip install --no-build-isolation -e '.[test]'
+	$(INSTALL) -e .
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/package
+	$(INSTALL) -e '.[test]'
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
-	$(PY) -m pip install --no-build-isolation -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ascend_vllm/*.so $(STAMPS)/native $(STAMPS)/package $(STAMPS)/dev
+	rm -rf build dist *.egg-info ascend_vllm/*.so $(addprefix $(STAMPS)/,native package test dev)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean

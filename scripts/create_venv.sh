@@ -62,5 +62,6 @@ index=()
 if [ -n "$torch_index" ] && ! "$venv/bin/python" -c "import torch" 2>/dev/null && can_reach "$torch_index/torch/"; then
     index=(--extra-index-url "$torch_index")
 fi
-"$venv/bin/python" -m pip install "torch==$torch_version" "${index[@]}"
-"$venv/bin/python" -m pip install numpy 'setuptools>=77' wheel
+# pip would spend longer on compiling modules that are never imported than Python does on those that are
+"$venv/bin/python" -m pip install --no-compile "torch==$torch_version" "${index[@]}"
+"$venv/bin/python" -m pip install --no-compile numpy 'setuptools>=77' wheel
