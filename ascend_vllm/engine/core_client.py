@@ -128,8 +128,11 @@ class AsyncCoreClient:
             AscendVllmError: the method failed, with the core's words.
             EngineDeadError: the core is gone.
         """
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and loop is not self._loop:
+            raise RuntimeError("the engine belongs to another event loop, the one in which it became ready")
         call_id = next(self._call_ids)
-        future = asyncio.get_running_loop().create_future()
+        future = loop.create_future()
         self._calls[call_id] = future
         try:
             self._send(UtilityCall(call_id, method, list(args)))
