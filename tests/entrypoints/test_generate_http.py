@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +41,7 @@ def test_whole_and_streamed(plain: httpx.Client) -> None:
     assert len(text) > len(BASE["prompt"])
     found = frames(plain)
     assert found[-1] == whole
-    for earlier, later in zip(found, found[1:], strict=False):
+    for earlier, later in itertools.pairwise(found):
         assert later["text"][0].startswith(earlier["text"][0])
 
 

@@ -1,0 +1,300 @@
+"""How a server starts, refuses to start, loses clients, loses its engine, and ends."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from tests.entrypoints.conftest import ENGINE_FLAGS
+from tests.server import OPENAI_SERVER, Server, running
+
+LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 450, "temperature": 0, "ignore_eos": True}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    """The value of a metric of the engine."""
+    found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def count_aborted(http: httpx.Client) -> float:
+    """Requests that ended early so far."""
+    found = re.search(r'^vllm:request_success_total\{.*"abort".*\} (\S+)$', http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def is_idle(http: httpx.Client) -> bool:
+    """Whether nothing runs or waits and every block of the KV cache is free."""
+    names = ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc")
+    return all(metric(http, name) == 0 for name in names)
+
+
+def post_raw(server: Server, path: str, body: dict[str, object]) -> socket.socket:
+    """A connection with a request sent and nothing read."""
+    data = json.dumps(body).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
+    return sock
+
+
+def read_events(sock: socket.socket, count: int) -> bytes:
+    """What came until there were so many events."""
+    received = b""
+    while received.count(b"data: ") < count:
+        data = sock.recv(65536)
+        assert data, received
+        received += data
+    return received
+
+
+def read_rest(sock: socket.socket) -> bytes:
+    """What comes until the server closes the connection, which is closed here too."""
+    with sock:
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_lost_client_frees_its_blocks(openai_server: Server, http: httpx.Client, path: str, stream: bool) -> None:
+    before = count_aborted(http)
+    body = LONG | {"stream": stream, "messages": [{"role": "user", "content": "Hello"}]}
+    sock = post_raw(openai_server, path, body)
+    if stream:
+        read_events(sock, 3)
+    assert wait_until(lambda: metric(http, "num_requests_running") == 1)
+    assert metric(http, "gpu_cache_usage_perc") > 0
+    sock.close()
+    assert wait_until(lambda: is_idle(http)), http.get("/metrics").text
+    assert count_aborted(http) == before + 1
+
+
+def test_a_lost_client_of_the_generate_server_frees_its_blocks(generate_server: Server) -> None:
+    body = {key: value for key, value in LONG.items() if key != "model"} | {"stream": True}
+    sock = post_raw(generate_server, "/generate", body)
+    assert sock.recv(65536)
+    sock.close()
+    assert wait_until(lambda: "Aborted request generate-" in generate_server.log), generate_server.log
+
+
+@pytest.fixture
+def guarded(tiny_dir: str) -> Iterator[Server]:
+    """A server with keys, a request-id header and no documentation."""
+    flags = ["--model", tiny_dir, "--api-key", "sesame", "--api-key", "second", "--disable-fastapi-docs"]
+    flags += ["--enable-request-id-headers", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+    with running(OPENAI_SERVER, [*flags, "--enable-cum-log-probs", *ENGINE_FLAGS]) as server:
+        yield server
+
+
+def test_flags_of_the_http_layer(guarded: Server, tiny_dir: str) -> None:
+    with httpx.Client(base_url=guarded.url, timeout=30) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+            for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
+                response = http.request(method, path, headers=headers)
+                assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
+                assert "www-authenticate" not in response.headers
+        for path in ("/health", "/version", "/metrics"):
+            assert http.get(path).status_code == 200
+        assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        assert http.options("/v1/completions").status_code == 405
+        for path in ("/docs", "/redoc", "/openapi.json"):
+            assert http.get(path).status_code == 404
+        http.headers["Authorization"] = "Bearer second"
+        response = http.get("/v1/models", headers={"X-Request-Id": "abc"})
+        assert response.json()["data"][0]["id"] == tiny_dir
+        assert response.headers["x-request-id"] == "abc"
+        answer = http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2}).json()
+        assert answer["choices"][0]["cum_log_probs"] < 0
+        assert answer["choices"][0]["logprobs"] is None
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert "sesame" not in guarded.log
+    assert "POST /v1/completions" not in guarded.log
+
+
+def test_the_engine_s_death_ends_streams_with_an_error_and_the_server(tiny_dir: str) -> None:
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS])
+    try:
+        server.wait_ready()
+        streaming = post_raw(server, "/v1/completions", LONG | {"stream": True, "n": 2, "temperature": 1})
+        received = read_events(streaming, 3)
+        whole = post_raw(server, "/v1/completions", LONG)
+        # the request must be in the engine, or it would be refused before
+        with httpx.Client(base_url=server.url) as http:
+            assert wait_until(lambda: metric(http, "num_requests_running") == 3)
+        server.engine_core().kill()
+        received += read_rest(streaming)
+        *_, error, done = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        body = json.loads(error.removeprefix("data: "))
+        assert (body["error"]["code"], body["error"]["type"]) == (500, "InternalServerError")
+        answer = read_rest(whole)
+        assert answer.startswith(b"HTTP/1.1 500")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "InternalServerError"
+        assert server.wait_exit(20) == 1
+        assert server.orphans() == []
+        assert "The engine is dead" in server.log
+    finally:
+        server.close()
+
+
+def test_a_server_that_must_stay_tells_that_its_engine_is_dead(tiny_dir: str) -> None:
+    env = {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS], env)
+    try:
+        server.wait_ready()
+        server.engine_core().kill()
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            assert wait_until(lambda: http.get("/health").status_code == 503)
+            for stream in (False, True):
+                response = http.post("/v1/completions", json=LONG | {"stream": stream})
+                assert (response.status_code, response.json()["type"]) == (500, "InternalServerError")
+        assert server.terminate() == 1
+    finally:
+        server.close()
+
+
+def test_sigterm_and_ctrl_c_end_the_server_in_order(tiny_dir: str) -> None:
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS])
+    try:
+        server.wait_ready()
+        sock = post_raw(server, "/v1/completions", LONG | {"stream": True})
+        received = read_events(sock, 1)
+        server.process.send_signal(signal.SIGINT)
+        received += read_rest(sock)
+        assert b"data: [DONE]" in received, "an open stream runs to its end"
+        assert server.wait_exit() == 0
+        assert server.orphans() == []
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads(tiny_dir: str, number: signal.Signals) -> None:
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, *ENGINE_FLAGS])
+    try:
+        assert wait_until(lambda: bool(server.children()), 30), server.log
+        server.process.send_signal(number)
+        assert server.wait_exit(20) != 0
+        assert server.orphans() == []
+        assert "Traceback" not in server.log
+    finally:
+        server.close()
+
+
+def ends_without_listening(arguments: list[str], port: int | None = None) -> tuple[int, str]:
+    """Exit code and log of a server that cannot start; nothing may ever accept a connection."""
+    server = Server(OPENAI_SERVER, arguments, port=port)
+    try:
+        while server.process.poll() is None:
+            if port is None:
+                with socket.socket() as sock:
+                    assert sock.connect_ex(("127.0.0.1", server.port)) != 0, "it listens"
+            time.sleep(0.02)
+        assert server.orphans() == []
+        return server.process.returncode, server.log
+    finally:
+        server.close()
+
+
+def broken_copy(tiny_dir: str, tmp_path: pathlib.Path) -> pathlib.Path:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_dir, copy)
+    return copy
+
+
+def errors(log: str) -> list[str]:
+    assert "Traceback" not in log, log
+    return [line for line in log.splitlines() if line.startswith("ERROR")]
+
+
+def test_a_truncated_weight_file(tiny_dir: str, tmp_path: pathlib.Path) -> None:
+    model = broken_copy(tiny_dir, tmp_path)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    code, log = ends_without_listening(["--model", str(model), *ENGINE_FLAGS])
+    assert code == 1
+    assert any("model.safetensors" in line for line in errors(log)), log
+
+
+def test_an_architecture_nobody_knows(tiny_dir: str, tmp_path: pathlib.Path) -> None:
+    model = broken_copy(tiny_dir, tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["NopeForCausalLM"]}))
+    code, log = ends_without_listening(["--model", str(model), *ENGINE_FLAGS])
+    assert code == 1
+    assert any("NopeForCausalLM" in line for line in errors(log)), log
+
+
+def test_errors_before_anything_is_loaded(tiny_dir: str, tmp_path: pathlib.Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, log = ends_without_listening(["--model", tiny_dir], port)
+    assert code == 2
+    assert f"127.0.0.1:{port} is already in use" in errors(log)[0]
+    for flags, text in (
+        (["--chat-template", "./nope.jinja"], "appears path-like, but doesn't exist!"),
+        (["--ssl-keyfile", "k", "--ssl-certfile", "c"], "The TLS files (c, k) cannot be used"),
+        (["--enable-lora"], "--enable-lora is not supported"),
+    ):
+        code, log = ends_without_listening(["--model", tiny_dir, *flags])
+        assert code == 2, log
+        assert text in errors(log)[-1]
+        assert "Loading" not in log
+    code, log = ends_without_listening(["--model", str(tmp_path / "nowhere")])
+    assert code != 0
+    assert "nowhere" in errors(log)[-1]
+
+
+def make_certificates(directory: pathlib.Path) -> None:
+    """An authority, and a key and certificate for a server and a client, by openssl."""
+    script = """
+    openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca
+    for name in server client; do
+      openssl req -newkey rsa:2048 -nodes -keyout $name.key -out $name.csr -subj /CN=$name
+      printf 'subjectAltName=IP:127.0.0.1\n' > ext
+      openssl x509 -req -in $name.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out $name.pem -days 2 -extfile ext
+    done
+    """
+    subprocess.run(["sh", "-ec", script], cwd=directory, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
+def test_mutual_tls(tiny_dir: str, tmp_path: pathlib.Path) -> None:
+    make_certificates(tmp_path)
+    flags = ["--ssl-keyfile", str(tmp_path / "server.key"), "--ssl-certfile", str(tmp_path / "server.pem")]
+    flags += ["--ssl-ca-certs", str(tmp_path / "ca.pem"), "--ssl-cert-reqs", "2"]
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, *flags, *ENGINE_FLAGS], scheme="https")
+    curl = ["curl", "-sS", "--cacert", str(tmp_path / "ca.pem"), f"{server.url}/version"]
+    identity = ["--cert", str(tmp_path / "client.pem"), "--key", str(tmp_path / "client.key")]
+    try:
+        assert wait_until(lambda: "Uvicorn running on https://" in server.log, 90), server.log
+        done = subprocess.run([*curl, *identity], capture_output=True, timeout=30)
+        assert b"version" in done.stdout, done.stderr
+        refused = subprocess.run(curl, capture_output=True, timeout=30)
+        assert refused.returncode != 0
+        assert server.terminate() == 0
+    finally:
+        server.close()
