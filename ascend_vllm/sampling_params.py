@@ -14,10 +14,16 @@ from typing import Any
 
 import msgspec
 
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 # Below this temperature sampling is greedy; between it and MAX_TEMP_CLAMP it is raised, since logits divided
 # by less lose their precision (both values are vLLM's).
 SAMPLING_EPS = 1e-5
 MIN_TEMPERATURE = 1e-2
+
+_INTEGERS = ("best_of", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 class SamplingType(enum.IntEnum):
@@ -135,7 +141,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
-        if 0 < self.temperature < MIN_TEMPERATURE and self.temperature >= SAMPLING_EPS:
+        if SAMPLING_EPS <= self.temperature < MIN_TEMPERATURE:
+            logger.warning(
+                "temperature %s is raised to %s: dividing by less loses precision.", self.temperature, MIN_TEMPERATURE
+            )
             self.temperature = MIN_TEMPERATURE
 
     def _verify(self) -> None:
@@ -150,6 +159,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             raise ValueError(f"n must be an int, but is of type {type(self.n)}")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}.")
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(
                 f"best_of must be greater than or equal to n, got n={self.n} and best_of={self.best_of}."
@@ -194,6 +207,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             raise ValueError(f"truncate_prompt_tokens must be >= 1, got {self.truncate_prompt_tokens}")
 
     def _verify_stop(self) -> None:
+        if not all(isinstance(stop, str) for stop in self.stop_strings):
+            raise TypeError("stop must be a string or a list of strings")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if not all(type(token_id) is int for token_id in getattr(self, name) or ()):
+                raise TypeError(f"{name} must be a list of integers")
         if any(not stop for stop in self.stop_strings):
             raise ValueError("stop cannot contain an empty string.")
         if self.stop_strings and not self.detokenize:

@@ -33,7 +33,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omit_defaults=True):
-    """One sequence to generate. `n` > 1 arrives as n requests with n=1 (see engine/parallel_sampling)."""
+    """One sequence to generate. `n` > 1 arrives as n requests with n=1 (see engine/input_processor.py)."""
 
     request_id: str
     prompt_token_ids: list[int]
