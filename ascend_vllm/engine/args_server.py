@@ -165,7 +165,7 @@ class FrontendArgs(HttpArgs):
     chat_template_content_format: str = flag(
         "auto",
         "Whether the chat template gets the content of a message as plain text (string) or as a list of parts "
-        "(openai); auto means plain text.",
+        "(openai); auto finds out what the template expects.",
         kind="str",
         choices=("auto", "string", "openai"),
     )

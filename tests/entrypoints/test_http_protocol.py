@@ -8,14 +8,11 @@ import pydantic
 import pytest
 
 from ascend_vllm.entrypoints.openai import protocol_common
-from ascend_vllm.entrypoints.openai.chat_messages import conversation
-from ascend_vllm.entrypoints.openai.chat_template import load_chat_template
 from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json, to_http_error
-from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import UNSUPPORTED_FIELDS, parse_logit_bias
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.errors import (
-    ConfigError,
     EngineBusyError,
     EngineDeadError,
     ModelNotFoundError,
@@ -213,54 +210,3 @@ def test_an_unexpected_error_tells_no_details() -> None:
     assert status == 500
     assert body["type"] == "InternalServerError"
     assert "secret" not in str(body)
-
-
-def messages(*items: dict[str, Any]) -> list[ChatMessage]:
-    return [ChatMessage.model_validate(item) for item in items]
-
-
-def test_conversation() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
-    found = conversation(
-        messages(
-            {"role": "zzz", "content": parts, "name": "n"},
-            {"role": "assistant", "tool_calls": [call]},
-        ),
-        "string",
-        "tiny",
-    )
-    assert found[0] == {"role": "zzz", "content": "a\nb\nc", "name": "n"}
-    assert found[1]["content"] == ""
-    assert found[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    listed = conversation(messages({"role": "user", "content": parts}), "openai", "tiny")
-    assert listed[0]["content"] == [{"type": "text", "text": text} for text in "abc"]
-
-
-@pytest.mark.parametrize(
-    ("items", "text"),
-    [
-        ([], "empty conversation"),
-        ([{"role": "user", "content": [{"type": "zzz"}]}], "Unknown part type: zzz"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "has no text"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-            "tiny is not a multimodal model",
-        ),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not JSON"),
-    ],
-)
-def test_conversations_that_are_refused(items: list[dict[str, Any]], text: str) -> None:
-    with pytest.raises(RequestError, match=text):
-        conversation(messages(*items), "string", "tiny")
-
-
-def test_chat_template_flag(tmp_path: Any) -> None:
-    file = tmp_path / "template.jinja"
-    file.write_text("{{ messages }}\n")
-    assert load_chat_template(str(file)) == "{{ messages }}\n"
-    assert load_chat_template("é{{ x }}\\n→") == "é{{ x }}\n→"
-    assert load_chat_template("{" + "x" * 5000) == "{" + "x" * 5000
-    assert load_chat_template(None) is None
-    with pytest.raises(ConfigError, match="appears path-like, but doesn't exist!"):
-        load_chat_template("./no_such_file.jinja")

@@ -10,7 +10,6 @@ from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fie
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.args_server import FrontendArgs
 from ascend_vllm.entrypoints import launcher
-from ascend_vllm.entrypoints.openai.chat_template import load_chat_template
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -46,7 +45,10 @@ def run_server(args: argparse.Namespace) -> int:
 
 def _run_server(args: argparse.Namespace) -> int:
     frontend_args = FrontendArgs(**fields_from_namespace(FrontendArgs, args))
-    frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
+    if frontend_args.chat_template is not None:
+        from ascend_vllm.entrypoints.chat_template import load_chat_template
+
+        frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
     engine_args = EngineArgs.from_cli_args(args)
     log_requests = bool(engine_args.enable_log_requests)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from starlette.requests import Request
 
 import ascend_vllm
-from ascend_vllm.entrypoints.openai.chat_messages import conversation
+from ascend_vllm.entrypoints.chat_template import ContentFormat, render_chat
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
     GenerationRequest,
@@ -48,7 +49,7 @@ class ServingSettings:
         max_model_len: most tokens of prompt and output together.
         response_role: role of generated messages.
         chat_template: template that replaces the tokenizer's own.
-        content_format: "string" or "openai", see `chat_messages.conversation`.
+        content_format: "auto", "string" or "openai", see `chat_template.render_chat`.
         trust_request_chat_template: requests may bring their own template.
         default_chat_template_kwargs: variables every template gets.
         return_tokens_as_token_ids: log-probabilities name tokens ``token_id:123``.
@@ -65,7 +66,7 @@ class ServingSettings:
     max_model_len: int
     response_role: str = "assistant"
     chat_template: str | None = None
-    content_format: str = "string"
+    content_format: ContentFormat = "auto"
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     return_tokens_as_token_ids: bool = False
@@ -88,7 +89,7 @@ class ServingSettings:
             max_model_len=engine.max_model_len,
             response_role=args.response_role,
             chat_template=args.chat_template,
-            content_format="openai" if args.chat_template_content_format == "openai" else "string",
+            content_format=cast("ContentFormat", args.chat_template_content_format),
             trust_request_chat_template=args.trust_request_chat_template,
             default_chat_template_kwargs=args.default_chat_template_kwargs or {},
             return_tokens_as_token_ids=args.return_tokens_as_token_ids,
@@ -190,24 +191,16 @@ class ServingBase:
             raise RequestError("This server runs with --skip-tokenizer-init: prompts must be token ids.")
         return tokenizer
 
-    def conversation(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        """Messages as the chat template wants them.
-
-        Raises:
-            RequestError: there are none, or one has content that the model cannot read.
-        """
-        return conversation(messages, self.settings.content_format, self.model_name)
-
     async def render(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[ChatMessage],
         *,
         request_template: str | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """The prompt's text for a conversation.
+        """The prompt's text for a conversation, made off the event loop.
 
         Raises:
             RequestError: the request may not bring a template, or the template refuses the messages.
@@ -218,17 +211,17 @@ class ServingBase:
                 "request with untrusted chat template.",
                 param="chat_template",
             )
-        options = {**self.settings.default_chat_template_kwargs, **template_kwargs}
-        template = request_template or self.settings.chat_template
-        if template is not None:
-            options["chat_template"] = template
-        options["add_generation_prompt"] = add_generation_prompt
-        options["continue_final_message"] = continue_final_message
-        try:
-            return await self.tokenizer().apply_chat_template_async(messages, **options)
-        except Exception as error:
-            # templates are programs of the model's or the request's author: whatever they raise is about the input
-            raise RequestError(str(error) or type(error).__name__, param="messages") from error
+        return await asyncio.to_thread(
+            render_chat,
+            self.tokenizer(),
+            [message.model_dump(exclude_unset=True) for message in messages],
+            model_name=self.model_name,
+            chat_template=request_template or self.settings.chat_template,
+            content_format=self.settings.content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs={**self.settings.default_chat_template_kwargs, **template_kwargs},
+        )
 
     async def encode(self, text: str, add_special_tokens: bool, keep_last: int | None = None) -> list[int]:
         """Token ids of a text, off the event loop; `keep_last` keeps that many of the end."""

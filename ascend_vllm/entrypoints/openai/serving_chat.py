@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ascend_vllm.entrypoints.chat_template import parse_messages
 from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
@@ -38,9 +39,8 @@ class ServingChat(ServingBase):
         """
         self.check_model(request.model)
         request.check_supported()
-        messages = self.conversation(request.messages)
         text = await self.render(
-            messages,
+            request.messages,
             request_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
@@ -50,7 +50,7 @@ class ServingChat(ServingBase):
         max_tokens = self._max_tokens(request, len(token_ids))
         prompt = Prompt(token_ids, text)
         generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
-        answer = _Answer(self, request, response_id, prompt, messages[-1])
+        answer = _Answer(self, request, response_id, prompt)
         if request.stream:
             return await self.open_stream(http, generators, answer.stream)
         outputs = await run_unless_disconnected(http.receive, self.collect(generators))
@@ -80,7 +80,6 @@ class _Answer:
         request: ChatCompletionRequest,
         response_id: str,
         prompt: Prompt,
-        last_message: dict[str, Any],
     ) -> None:
         self._request = request
         self._settings = serving.settings
@@ -89,18 +88,19 @@ class _Answer:
         self._created = unix_time()
         self._prompt = prompt
         self._n = request.n or 1
-        self._role = serving.settings.response_role if request.add_generation_prompt else str(last_message["role"])
-        self._echo = self._echoed(last_message)
+        self._role = self._settings.response_role if request.add_generation_prompt else request.messages[-1].role
+        self._echo = self._echoed()
         self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
         self._usage = UsageCounter(self._n, self._settings.enable_prompt_tokens_details)
 
-    def _echoed(self, last_message: dict[str, Any]) -> str:
+    def _echoed(self) -> str:
         """The last message's text, if the answer repeats it: it must be of the same role."""
         wanted = self._request.echo or self._request.continue_final_message
-        if not wanted or last_message["role"] != self._role:
+        last = self._request.messages[-1]
+        if not wanted or last.role != self._role:
             return ""
-        content = last_message["content"]
-        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        (message,) = parse_messages([last.model_dump(exclude_unset=True)], "string", self._model)
+        return str(message["content"])
 
     def complete(self, output: RequestOutput) -> ChatCompletionResponse:
         """The whole answer; `output` is final."""

@@ -28,7 +28,7 @@ class ServingTokens(ServingBase):
             text = request.prompt or ""
         else:
             text = await self.render(
-                self.conversation(request.messages),
+                request.messages,
                 request_template=request.chat_template,
                 add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message,
