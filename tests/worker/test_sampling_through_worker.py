@@ -108,6 +108,16 @@ def test_raw_logprobs_are_those_of_the_model(worker: Worker, directory: str) -> 
                 assert_reports(found, index, driver.rows[name].tokens[-1], expected, params.logprobs)
 
 
+def test_zero_logprobs_are_the_sampled_token_alone(worker: Worker, directory: str) -> None:
+    with Driver(worker) as driver:
+        driver.add("row", make_prompt(5), SamplingParams(temperature=1.5, logprobs=0), seed=3)
+        found = driver.step().logprobs
+        assert found is not None
+        assert found.token_ids.shape == (1, 1)
+        expected = torch.log_softmax(last_logits(directory, make_prompt(5)), -1)
+        assert_reports(found, 0, driver.output("row")[0], expected, 0)
+
+
 def test_nobody_asking_gets_no_logprobs(worker: Worker) -> None:
     with Driver(worker) as driver:
         driver.add("a", make_prompt(4), GREEDY)
@@ -184,9 +194,9 @@ def test_logit_bias_moves_tokens(processed_worker: Worker, directory: str) -> No
 def test_only_allowed_ids_are_sampled(worker: Worker) -> None:
     allowed = [11, 12, 200]
     with Driver(worker) as driver:
+        driver.add("free", make_prompt(6), GREEDY)
         driver.add("random", make_prompt(6), SamplingParams(temperature=2.0, allowed_token_ids=allowed), seed=1)
         driver.add("greedy", make_prompt(6), SamplingParams(temperature=0.0, allowed_token_ids=[42]))
-        driver.add("free", make_prompt(6), GREEDY)
         for _ in range(30):
             driver.step()
         assert set(driver.output("random")) == set(allowed)
@@ -198,6 +208,7 @@ def test_the_end_is_forbidden_below_min_tokens(worker: Worker) -> None:
     """A bias makes the end the best token wherever it is possible; the mask is stronger."""
     wants_to_end = {"logit_bias": {EOS: 100.0, 17: 99.0}}
     with Driver(worker) as driver:
+        driver.add("free", make_prompt(6), GREEDY)
         greedy = SamplingParams(temperature=0.0, min_tokens=4, **wants_to_end)
         driver.add("row", make_prompt(6), greedy, stop_token_ids=[EOS, 17])
         driver.add(
@@ -209,6 +220,7 @@ def test_the_end_is_forbidden_below_min_tokens(worker: Worker) -> None:
         assert 17 not in driver.output("row")[:4]
         assert driver.output("row")[4] in (EOS, 17)
         assert driver.output("at once")[0] in (EOS, 17)
+        assert driver.output("free") == generate(worker, make_prompt(6), GREEDY, 5)
 
 
 def test_min_tokens_count_what_was_generated_before_a_preemption(worker: Worker) -> None:
