@@ -102,9 +102,9 @@ inline PairBF16 set1_pair(const bfloat16* p) {
   std::memcpy(&bits, p, sizeof bits);
   return {_mm256_set1_epi32(bits)};
 }
-inline void split_pairs(PairBF16 a, VecF& even, VecF& odd) {
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(a.bits, 16));
-  odd = _mm256_castsi256_ps(_mm256_and_si256(a.bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+inline VecF even_of_pairs(PairBF16 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a.bits, 16)); }
+inline VecF odd_of_pairs(PairBF16 a) {
+  return _mm256_castsi256_ps(_mm256_and_si256(a.bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 inline VecF dot_pairs(VecF acc, PairBF16 a, PairBF16 b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

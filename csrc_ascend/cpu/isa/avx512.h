@@ -29,9 +29,9 @@ inline PairBF16 set1_pair(const bfloat16* p) {
   std::memcpy(&bits, p, sizeof bits);
   return {_mm512_set1_epi32(bits)};
 }
-inline void split_pairs(PairBF16 a, VecF& even, VecF& odd) {
-  even = _mm512_castsi512_ps(_mm512_slli_epi32(a.bits, 16));
-  odd = _mm512_castsi512_ps(_mm512_and_si512(a.bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+inline VecF even_of_pairs(PairBF16 a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a.bits, 16)); }
+inline VecF odd_of_pairs(PairBF16 a) {
+  return _mm512_castsi512_ps(_mm512_and_si512(a.bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 inline VecF dot_pairs(VecF acc, PairBF16 a, PairBF16 b) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));

@@ -3,8 +3,9 @@
 // Every cpu/isa/<isa>.h gives the same names (see docs/adding_an_op.md):
 //   kLanes, VecF (float32 lanes with + - * /), Mask, PairBF16 (2 * kLanes bfloat16, taken as pairs)
 //   set1, load, load_n, store, store_n, fma, max, min, sqrt, abs, round_nearest, pow2i, gt, ge, select, count,
-//   reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, split_pairs, dot_pairs, kHasPairDots
-//   kMaxRows, panels_of(rows): the tile of a matrix product that the registers hold (kernels/gemm.h)
+//   reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, even_of_pairs, odd_of_pairs, dot_pairs,
+//   kHasPairDots; kMaxRows, panels_of(rows): the tile of a matrix product that fits the registers
+//   (kernels/gemm.h)
 #pragma once
 
 #include "cpu/isa/convert.h"
@@ -92,11 +93,9 @@ inline PairBF16 set1_pair(const bfloat16* p) {
   std::memcpy(&bits, p, sizeof bits);
   return PairBF16{bits, bits, bits, bits};
 }
-// Widens the first and the second elements of the pairs.
-inline void split_pairs(PairBF16 a, VecF& even, VecF& odd) {
-  even = (VecF)(a << 16);
-  odd = (VecF)(a & 0xffff0000u);
-}
+// The first (second) elements of the pairs, widened.
+inline VecF even_of_pairs(PairBF16 a) { return (VecF)(a << 16); }
+inline VecF odd_of_pairs(PairBF16 a) { return (VecF)(a & 0xffff0000u); }
 // acc[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
 inline VecF dot_pairs(VecF acc, PairBF16 a, PairBF16 b) {
   acc += (VecF)(a << 16) * (VecF)(b << 16);

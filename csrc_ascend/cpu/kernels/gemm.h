@@ -56,6 +56,15 @@ struct InputOf<T, true> {
   using type = bfloat16;
 };
 
+// The weights of one input: bfloat16 weights come in pairs, of which `step` says which.
+template <class T>
+inline VecF load_step(const T* columns, int) {
+  return load(columns);
+}
+inline VecF load_step(const bfloat16* columns, int step) {
+  return step == 0 ? even_of_pairs(load_pairs(columns)) : odd_of_pairs(load_pairs(columns));
+}
+
 // sums[kRows][kPanels * 16] (+)= x[kRows][begin, end) times the panels; begin is even. X is float, or bfloat16
 // where pairs of it have an instruction.
 template <int kRows, int kPanels, class X, class T>
@@ -69,27 +78,33 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[r][v] = set1(0.0f);
   }
+  const auto columns = [&](int64_t k, int v) {
+    return w + v / kPanelVectors * panel_size + k * kPanel + v % kPanelVectors * kLanes * kStep;
+  };
+  // Columns in registers, one input at a time broadcast beside them: that fits kMaxRows rows without spills.
   for (int64_t k = begin; k < end; k += kStep) {
+    if constexpr (!is_same<X, float>) {
+      PairBF16 pairs[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      const T* columns = w + v / kPanelVectors * panel_size + k * kPanel + v % kPanelVectors * kLanes * kStep;
-      if constexpr (!is_same<X, float>) {
-        const PairBF16 pairs = load_pairs(columns);
+      for (int v = 0; v < kVectors; ++v) pairs[v] = load_pairs(columns(k, v));
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r)
-          acc[r][v] = dot_pairs(acc[r][v], set1_pair(x + r * x_stride + k), pairs);
-      } else if constexpr (kStep == 2) {
-        VecF even, odd;
-        split_pairs(load_pairs(columns), even, odd);
+      for (int r = 0; r < kRows; ++r) {
+        const PairBF16 input = set1_pair(x + r * x_stride + k);
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = dot_pairs(acc[r][v], input, pairs[v]);
+      }
+    } else {
+#pragma GCC unroll 2
+      for (int step = 0; step < kStep; ++step) {
+        VecF column[kVectors];
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) column[v] = load_step(columns(k, v), step);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-          acc[r][v] = fma(set1(x[r * x_stride + k]), even, acc[r][v]);
-          acc[r][v] = fma(set1(x[r * x_stride + k + 1]), odd, acc[r][v]);
+          const VecF input = set1(x[r * x_stride + k + step]);
+#pragma GCC unroll 16
+          for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(input, column[v], acc[r][v]);
         }
-      } else {
-        const VecF column = load(columns);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) acc[r][v] = fma(set1(x[r * x_stride + k]), column, acc[r][v]);
       }
     }
   }
@@ -201,20 +216,24 @@ void packed_linear(const LinearArgs& a) {
     const int64_t row = a.rows * block / row_blocks, end = a.rows * (block + 1) / row_blocks;
     run_task<T>(a, x, x_stride, row, end - row, panel, panel + group < panels ? group : panels - panel);
   };
+  const auto widen = [&](int64_t t) { widen_row<T>(a, t, workspace + t * padded, padded); };
+  // A little input is widened here: another barrier would cost more, above all on a busy machine.
+  const bool widen_together = workspace != nullptr && threads > 1 && a.rows * padded > 2 * kMinWorkPerThread;
+  if (workspace != nullptr && !widen_together) {
+    for (int64_t t = 0; t < a.rows; ++t) widen(t);
+  }
   if (threads == 1) {
-    for (int64_t t = 0; workspace != nullptr && t < a.rows; ++t)
-      widen_row<T>(a, t, workspace + t * padded, padded);
     for (int64_t i = 0; i < row_blocks * groups; ++i) task(i);
     return;
   }
 #pragma omp parallel
   {
-    if (workspace != nullptr) {
+    if (widen_together) {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < a.rows; ++t) widen_row<T>(a, t, workspace + t * padded, padded);
+      for (int64_t t = 0; t < a.rows; ++t) widen(t);
     }
     // Dynamic: a thread that loses its core for a while does not hold up the others.
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < row_blocks * groups; ++i) task(i);
   }
 }
