@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import pathlib
+import pkgutil
 
 import torch
 
@@ -81,3 +83,14 @@ def set_cpu_isa(name: str) -> None:
     if _control().ascend_vllm_set_cpu_isa(name.encode()) != 0:
         available = _control().ascend_vllm_cpu_isas().decode()
         raise ConfigError(f"ASCEND_VLLM_CPU_ISA={name!r} is not possible on this machine; it has {available}")
+
+
+def import_op_modules() -> None:
+    """Imports every module of ops that runs on any machine, so that `registry.OPS` holds all their ops.
+
+    Modules named ``ascend*`` need torch_npu and are left to the NPU platform.
+    """
+    package = importlib.import_module("ascend_vllm.ops")
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.name.startswith("ascend"):
+            importlib.import_module(f"ascend_vllm.ops.{module.name}")
