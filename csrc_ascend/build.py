@@ -220,8 +220,9 @@ def _locked(directory: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _progress(total: int) -> Callable[[str], None]:
-    """A function to call after each finished unit: a tqdm bar, or lines where tqdm is not installed."""
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Gives a function to call after each finished unit: a tqdm bar, or lines where tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -232,16 +233,29 @@ def _progress(total: int) -> Callable[[str], None]:
             done += 1
             print(f"[{done}/{total}] {name}", flush=True)
 
-        return line
-    bar = tqdm(total=total, desc="CPU kernels", unit="file", mininterval=0.5, dynamic_ncols=True)
+        yield line
+        return
+    with tqdm(total=total, desc="CPU kernels", unit="file", mininterval=0.5, dynamic_ncols=True) as bar:
 
-    def advance(name: str) -> None:
-        bar.set_postfix_str(name, refresh=False)
-        bar.update()
-        if bar.n == total:
-            bar.close()
+        def advance(name: str) -> None:
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
 
-    return advance
+        yield advance
+
+
+def _compile(compiler: str, missing: dict[Unit, pathlib.Path], jobs: int | None) -> None:
+    workers = jobs or len(os.sched_getaffinity(0))
+    with _progress(len(missing)) as advance, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(compile_unit, compiler, unit, path): unit for unit, path in missing.items()}
+        try:
+            for future in concurrent.futures.as_completed(running):
+                if warnings := future.result():
+                    print(warnings, file=sys.stderr)
+                advance(running[future].name)
+        except BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _prune(keep: set[pathlib.Path]) -> None:
@@ -270,19 +284,9 @@ def build_library(output: pathlib.Path = DEFAULT_OUTPUT, jobs: int | None = None
     _included.cache_clear()
     with _locked(CACHE):
         targets = {unit: object_path(unit, compiler_id) for unit in units()}
-        missing = [unit for unit, path in targets.items() if force or not path.exists()]
+        missing = {unit: path for unit, path in targets.items() if force or not path.exists()}
         if missing:
-            advance = _progress(len(missing))
-            with concurrent.futures.ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-                running = {pool.submit(compile_unit, compiler, unit, targets[unit]): unit for unit in missing}
-                try:
-                    for future in concurrent.futures.as_completed(running):
-                        if warnings := future.result():
-                            print(warnings, file=sys.stderr)
-                        advance(running[future].name)
-                except BuildError:
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            _compile(compiler, missing, jobs)
         objects = sorted(targets.values())
         stamp = hashlib.sha256("\n".join(path.name for path in objects).encode()).hexdigest()
         stamp_path = CACHE / f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}.stamp"

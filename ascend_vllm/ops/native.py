@@ -36,7 +36,7 @@ def load_native_library() -> bool:
     try:
         torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
     except OSError as error:
-        reason = "was not built" if not LIBRARY_PATH.exists() else f"cannot be loaded ({error})"
+        reason = "was not built" if not LIBRARY_PATH.exists() else f"cannot be loaded ({error.__cause__ or error})"
         logger.warning(
             "THE CPU KERNELS ARE MISSING: %s %s. Every op runs on its plain torch reference, many times slower. "
             "Install g++ and run: python csrc_ascend/build.py",

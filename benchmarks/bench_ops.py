@@ -1,0 +1,251 @@
+"""Every op's kernel against plain torch, at sizes of a 0.5B-parameter model.
+
+Kernel and plain torch take turns, call by call, so that both see the same disturbances; medians are compared.
+"Plain torch" is the op's reference, except for linear layers, where it is torch's own `linear`.
+
+    python benchmarks/bench_ops.py [--op NAME ...] [--dtype bfloat16] [--isa avx2] [--threads 2] [--json FILE]
+
+A ratio above 1 means that the kernel is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ascend_vllm.ops import native, registry
+from ascend_vllm.ops.gemm import pack_weight
+from ascend_vllm.ops.paged import make_paged_problem
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 896, 4864, 14, 2, 64, 151_936
+
+Arguments = tuple[Any, ...]
+# what is measured, the op's arguments, and the plain torch it competes with if that is not the reference
+Case = tuple[str, Arguments, Callable[[], object] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line of the table; times are medians in microseconds."""
+
+    op: str
+    case: str
+    dtype: str
+    isa: str
+    threads: int
+    kernel_us: float
+    torch_us: float
+    ratio: float
+
+
+def _norm(dtype: torch.dtype) -> Iterator[Case]:
+    for rows in (1, 32, 1024):
+        yield f"{rows}x{HIDDEN}", (torch.randn(rows, HIDDEN).to(dtype), torch.ones(HIDDEN, dtype=dtype), 1e-6), None
+
+
+def _fused_add_rms_norm(dtype: torch.dtype) -> Iterator[Case]:
+    for rows in (1, 32, 1024):
+        x, residual = torch.randn(2, rows, HIDDEN).to(dtype).unbind(0)
+        yield f"{rows}x{HIDDEN}", (x, residual, torch.ones(HIDDEN, dtype=dtype), 1e-6), None
+
+
+def _layer_norm(dtype: torch.dtype) -> Iterator[Case]:
+    ones = torch.ones(HIDDEN, dtype=dtype)
+    for rows in (1, 32, 1024):
+        yield f"{rows}x{HIDDEN}", (torch.randn(rows, HIDDEN).to(dtype), ones, ones, 1e-5), None
+
+
+def _rotary(dtype: torch.dtype) -> Iterator[Case]:
+    table = torch.randn(4096, HEAD_SIZE)
+    for tokens in (1, 32, 1024):
+        for is_neox in (True, False):
+            qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * HEAD_SIZE).to(dtype)
+            query, key = qkv[:, : HEADS * HEAD_SIZE], qkv[:, HEADS * HEAD_SIZE : (HEADS + KV_HEADS) * HEAD_SIZE]
+            arguments = (torch.arange(tokens), query, key, HEAD_SIZE, table, is_neox)
+            yield f"{tokens} tokens, {'neox' if is_neox else 'gptj'}", arguments, None
+
+
+def _silu(dtype: torch.dtype) -> Iterator[Case]:
+    for rows in (1, 32, 1024):
+        yield f"{rows}x{INTERMEDIATE}", (torch.randn(rows, 2 * INTERMEDIATE).to(dtype),), None
+
+
+def _gelu(dtype: torch.dtype) -> Iterator[Case]:
+    for rows in (1, 32, 1024):
+        for approximate in ("none", "tanh"):
+            x = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
+            yield f"{rows}x{INTERMEDIATE}, {approximate}", (x, approximate), None
+
+
+def _linear(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs, outputs in ((896, 896), (896, 9728), (4864, 896), (896, VOCAB)):
+        weight = torch.randn(outputs, inputs).to(dtype)
+        packed = pack_weight(weight)
+        for rows in (1, 8, 32, 256) if outputs < VOCAB else (1, 8):
+            x = torch.randn(rows, inputs).to(dtype)
+
+            def plain(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
+                return torch.nn.functional.linear(x, weight)
+
+            yield f"{rows} rows, {inputs}->{outputs}", (x, packed, None, outputs), plain
+
+
+def _penalties(_dtype: torch.dtype) -> Iterator[Case]:
+    for rows in (1, 32):
+        lengths = torch.full((rows,), 512, dtype=torch.int32)
+        tokens = torch.randint(0, VOCAB, (64, 2048), dtype=torch.int32)
+        penalties = [torch.full((rows,), value) for value in (1.1, 0.1, 0.1)]
+        arguments = (torch.randn(rows, VOCAB), tokens, torch.arange(rows), lengths // 2, lengths, *penalties)
+        yield f"{rows} rows, 512 tokens each", arguments, None
+
+
+def _sample(dtype: torch.dtype) -> Iterator[Case]:
+    settings = {
+        "greedy": (0.0, 0, 1.0, 0.0),
+        "temperature": (1.0, 0, 1.0, 0.0),
+        "top_k 50": (1.0, 50, 1.0, 0.0),
+        "top_p 0.9": (1.0, 0, 0.9, 0.0),
+        "top_k, top_p, min_p": (0.8, 50, 0.9, 0.05),
+    }
+    for rows in (1, 32):
+        logits = (torch.randn(rows, VOCAB) * 3).to(dtype)
+        for label, (temperature, top_k, top_p, min_p) in settings.items():
+            arguments = (
+                logits,
+                torch.full((rows,), temperature),
+                torch.full((rows,), top_k, dtype=torch.int32),
+                torch.full((rows,), top_p),
+                torch.full((rows,), min_p),
+                torch.arange(rows),
+                torch.arange(rows),
+            )
+            yield f"{rows} rows, {label}", arguments, None
+
+
+def _attention(dtype: torch.dtype) -> Iterator[Case]:
+    batches = {
+        "1 decode at 1024": [(1, 1024)],
+        "8 decodes at 512": [(1, 512)] * 8,
+        "prompt of 512": [(512, 512)],
+        "256 after a prefix of 768": [(256, 1024)],
+    }
+    for label, rows in batches.items():
+        shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "block_size": 16}
+        yield label, make_paged_problem(dtype, rows, **shape), None
+
+
+def _store_kv(dtype: torch.dtype) -> Iterator[Case]:
+    cache = torch.zeros(2, 128, KV_HEADS, 16, HEAD_SIZE, dtype=dtype)
+    for tokens in (1, 32, 1024):
+        key, value = torch.randn(2, tokens, KV_HEADS, HEAD_SIZE).to(dtype).unbind(0)
+        yield f"{tokens} tokens", (key, value, cache[0], cache[1], torch.randperm(2048)[:tokens]), None
+
+
+CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
+    "rms_norm": _norm,
+    "fused_add_rms_norm": _fused_add_rms_norm,
+    "layer_norm": _layer_norm,
+    "rotary_embedding": _rotary,
+    "silu_and_mul": _silu,
+    "gelu_and_mul": _gelu,
+    "packed_linear": _linear,
+    "apply_penalties": _penalties,
+    "sample_tokens": _sample,
+    "paged_attention": _attention,
+    "store_kv": _store_kv,
+}
+
+
+def _largest_input(spec: registry.OpSpec, dtype: torch.dtype) -> Iterator[Case]:
+    """What an op without cases of its own is measured on."""
+
+    def size(arguments: Arguments) -> int:
+        return sum(argument.numel() for argument in arguments if isinstance(argument, torch.Tensor))
+
+    yield "largest test input", max(spec.inputs(dtype), key=size), None
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s: float) -> tuple[float, float]:
+    """Median seconds of both, called in turns for about `budget_s`, at least five times each."""
+    kernel()
+    plain()
+    times: tuple[list[float], list[float]] = ([], [])
+    deadline = time.perf_counter() + budget_s
+    while len(times[0]) < 5 or time.perf_counter() < deadline:
+        times[0].append(_seconds(kernel))
+        times[1].append(_seconds(plain))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
+    """Measures ops; those not defined for the dtype are measured in their own first one."""
+    results = []
+    progress = tqdm(names, unit="op", disable=not sys.stderr.isatty())
+    for name in progress:
+        progress.set_postfix_str(name)
+        spec = registry.OPS[name]
+        op = getattr(torch.ops.ascend_vllm, name).default
+        used = dtype if dtype in spec.dtypes else spec.dtypes[0]
+        cases = CASES[name](used) if name in CASES else _largest_input(spec, used)
+        for label, arguments, rival in cases:
+
+            def kernel(op: Any = op, arguments: Arguments = arguments) -> object:
+                return op(*arguments)
+
+            def reference(spec: registry.OpSpec = spec, arguments: Arguments = arguments) -> object:
+                return spec.reference(*arguments)
+
+            kernel_s, torch_s = compare(kernel, rival or reference, budget_s)
+            isa = native.cpu_isa() or "reference"
+            row = Result(
+                name, label, str(used).removeprefix("torch."), isa, torch.get_num_threads(), 1e6 * kernel_s,
+                1e6 * torch_s, torch_s / kernel_s,
+            )  # fmt: skip
+            results.append(row)
+            tqdm.write(
+                f"{row.op:20} {row.case:28} {row.dtype:9} {row.kernel_us:10.1f} us  torch {row.torch_us:10.1f} us"
+                f"  ratio {row.ratio:6.2f}"
+            )
+    return results
+
+
+def main() -> None:
+    """Command line."""
+    native.import_op_modules()
+    parser = argparse.ArgumentParser(description="Microbenchmark of the ops against plain torch.")
+    parser.add_argument("--op", nargs="+", choices=sorted(registry.OPS), default=sorted(registry.OPS))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--isa", help="instruction set; default: the best of the machine")
+    parser.add_argument("--threads", type=int, help="default: as torch chooses")
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds per case; default %(default)s")
+    parser.add_argument("--json", type=pathlib.Path, help="also write the results here")
+    args = parser.parse_args()
+    if args.isa:
+        native.set_cpu_isa(args.isa)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        results = run(args.op, getattr(torch, args.dtype), args.budget)
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Packed linear layers: arrangement, exactness of row independence, agreement with plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ascend_vllm.ops import gemm, native
+from ascend_vllm.ops.gemm import PackedLinear, pack_weight, unpack_weight
+from ascend_vllm.ops.registry import FLOAT_DTYPES
+
+
+@pytest.fixture(params=native.available_cpu_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native.cpu_isa()
+    native.set_cpu_isa(request.param)
+    yield request.param
+    assert before is not None
+    native.set_cpu_isa(before)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 8), (17, 7), (40, 33), (2050, 1025)])
+def test_packing_loses_nothing(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = pack_weight(weight)
+    assert packed.is_contiguous()
+    assert torch.equal(unpack_weight(packed, inputs, outputs), weight)
+    assert packed.count_nonzero() == weight.count_nonzero(), "padding must be zero"
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (1101, 300)])
+def test_a_row_is_the_same_alone_and_in_any_batch(isa: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer = PackedLinear(torch.randn(outputs, inputs, generator=generator).to(dtype))
+    x = torch.randn(230, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    together = layer(x, bias)
+    for rows in (1, 2, 3, 4, 5, 7, 97):
+        assert torch.equal(layer(x[-rows:], bias), together[-rows:]), rows
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert torch.equal(layer(x, bias), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_packed_linear_agrees_with_torch(isa: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = (torch.randn(333, 777, generator=generator) / 777**0.5).to(dtype)
+    bias = torch.randn(333, generator=generator).to(dtype)
+    layer = PackedLinear(weight)
+    assert (layer.in_features, layer.out_features) == (777, 333)
+    x = torch.randn(20, 777, generator=generator).to(dtype)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    # one rounding of the result; in float32 those of 777 additions as well
+    rounding = torch.finfo(dtype).eps * expected.abs().max() * (20 if dtype == torch.float32 else 1)
+    assert (layer(x, bias).double() - expected).abs().max() <= rounding
+
+
+def test_a_packed_weight_of_another_shape_is_refused() -> None:
+    packed = pack_weight(torch.zeros(32, 8))
+    with pytest.raises(RuntimeError, match="no Float weight of 9 inputs and 32 outputs"):
+        gemm.packed_linear(torch.zeros(1, 9), packed, None, 32)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        gemm.packed_linear(torch.zeros(1, 8), packed, torch.zeros(31), 32)
+    with pytest.raises(RuntimeError, match="packed must be"):
+        gemm.packed_linear(torch.zeros(1, 8, dtype=torch.bfloat16), packed, None, 32)
+
+
+def test_without_a_kernel_the_layer_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "load_native_library", lambda: False)
+    weight = torch.randn(5, 7)
+    x = torch.randn(3, 7)
+    assert torch.equal(PackedLinear(weight)(x, None), torch.nn.functional.linear(x, weight))
