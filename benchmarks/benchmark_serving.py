@@ -7,7 +7,7 @@ Requests come at a rate (--request-rate, Poisson) or as fast as a number of clie
     python benchmarks/benchmark_serving.py --request-rate 4 --prefix-len 896 --input-len 128 --result-json out.json
 
 Times: TTFT until the first token's event; ITL between the events of a request; TPOT (end - first) / (tokens - 1);
-E2E until the end. Token counts are the server's own (`usage`).
+E2E until the end. Token counts are the server's own (`usage`); /generate tells none, there they are --output-len.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from bandwidth import Roofline, read_bandwidth, weight_bytes
 from http_client import HttpClient
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
@@ -126,6 +125,9 @@ async def run_request(client: HttpClient, args: argparse.Namespace, prompt: str 
             note_event(outcome, args.endpoint, moment, event)
         if not outcome.events:
             outcome.error = "no token came"
+        if args.endpoint == "generate" and args.ignore_eos:
+            # frames tell no counts, and one may hold several tokens
+            outcome.output_tokens = args.output_len
     except Exception as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.end = time.perf_counter()
@@ -228,12 +230,26 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         figures = "  ".join(f"{key} {value:.2f}" for key, value in result[name].items())
         yield f"{name.upper().replace('_MS', ' (ms)'):34} {figures}"
-    if roofline := result.get("roofline"):
+    if limit := result.get("roofline"):
         yield (
-            f"{'memory-bandwidth limit':34} {roofline['bandwidth_gb_s']:.1f} GB/s / "
-            f"{roofline['weight_bytes'] / 1e6:.0f} MB = {roofline['decode_steps_per_s']:.1f} decode steps/s"
+            f"{'memory-bandwidth limit':34} {limit['bandwidth_gb_s']:.1f} GB/s / "
+            f"{limit['weight_bytes'] / 1e6:.0f} MB = {limit['decode_steps_per_s']:.1f} decode steps/s"
         )
     yield from (f"error: {error}" for error in result["errors"])
+
+
+def measure_bandwidth() -> float:
+    """Read bandwidth in GB/s; torch is imported only for this."""
+    from bandwidth import read_bandwidth
+
+    return read_bandwidth()
+
+
+def roofline(bandwidth_gb_s: float, model_dir: str) -> dict[str, float]:
+    """The limit that memory sets to a model's decoding."""
+    from bandwidth import Roofline, weight_bytes
+
+    return Roofline(bandwidth_gb_s, weight_bytes(model_dir)).as_dict()
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -242,7 +258,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.endpoint != "generate" and args.model is None:
         args.model = (await client.get_json("/v1/models"))["data"][0]["id"]
     prompts = Prompts(args, args.vocab_size)
-    bandwidths = [read_bandwidth()] if args.roofline else []
+    bandwidths = [measure_bandwidth()] if args.roofline else []
     if args.warmup:
         await run_load(client, argparse.Namespace(**(vars(args) | {"no_progress": True})), prompts, args.warmup)
     start = time.perf_counter()
@@ -251,10 +267,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     client.close()
     if args.roofline:
         # neighbours change what a machine can read: the better of before and after is the limit
-        bandwidths.append(read_bandwidth())
-        result["roofline"] = Roofline(max(bandwidths), weight_bytes(args.roofline)).as_dict()
-    settings = {name: value for name, value in vars(args).items() if name != "api_key"}
-    settings["request_rate"] = str(args.request_rate)
+        bandwidths.append(measure_bandwidth())
+        result["roofline"] = roofline(max(bandwidths), args.roofline)
+    # infinity and paths are no JSON
+    settings = {
+        name: value if isinstance(value, bool | int | None) else str(value)
+        for name, value in vars(args).items()
+        if name != "api_key"
+    }
     return result | {"date": datetime.datetime.now().isoformat(timespec="seconds"), "settings": settings}
 
 
