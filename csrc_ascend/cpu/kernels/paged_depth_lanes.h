@@ -10,10 +10,32 @@ namespace {
 // Beyond half the lanes, lanes along the queries waste less than the sums over lanes cost.
 constexpr int kMaxDepthRows = kLanes / 2;
 
+// How many elements a lane multiplies at once, and what queries are kept as.
+struct SingleDepths {
+  using Query = float;
+  static constexpr int kDepth = 1;
+  template <class T>
+  static VecF lanes(const T* p) {
+    return load(p);
+  }
+  template <class T>
+  static VecF lanes_n(const T* p, int n) {
+    return load_n(p, n);
+  }
+  static VecF multiply_add(VecF acc, VecF a, VecF b) { return fma(a, b, acc); }
+};
+struct PairDepths {
+  using Query = bfloat16;
+  static constexpr int kDepth = 2;
+  static PairBF16 lanes(const bfloat16* p) { return load_pairs(p); }
+  static PairBF16 lanes_n(const bfloat16* p, int n) { return load_pairs_n(p, n); }
+  static VecF multiply_add(VecF acc, PairBF16 a, PairBF16 b) { return dot_pairs(acc, a, b); }
+};
+
 template <class T>
 class DepthLanes {
-  using Kind = KindOf<T>;
-  using Element = typename Kind::Element;
+  using Kind = std::conditional_t<kPairsArePreferred && std::is_same_v<T, bfloat16>, PairDepths, SingleDepths>;
+  using Query = typename Kind::Query;
   // Query rows whose accumulators fit the registers beside four keys or four vectors of values.
   static constexpr int kRows = kLanes == 16 ? 4 : 2;
   static constexpr int kKeys = 4;
@@ -26,15 +48,15 @@ class DepthLanes {
         rows_(rows),
         scale_(scale),
         scores_(scratch),
-        queries_(reinterpret_cast<Element*>(scratch + kMaxDepthRows * kTileKeys)) {}
+        queries_(reinterpret_cast<Query*>(scratch + kMaxDepthRows * kTileKeys)) {}
 
   // query(row) is the first element of a row.
-  template <class Query>
-  void load_queries(const Query& query) {
+  template <class RowOf>
+  void load_queries(const RowOf& query) {
     const int64_t size = blocks_.head_size;
     for (int64_t i = 0; i < rows_.count(); ++i) {
       const T* from = query(rows_.begin + i);
-      Element* to = queries_ + i * size;
+      Query* to = queries_ + i * size;
       for (int64_t d = 0; d < size; ++d) to[d] = convert(from[d]);
     }
   }
@@ -46,7 +68,7 @@ class DepthLanes {
     fill(part.sum, rows_.count(), 0.0f);
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
-      score(tile, begin, end);
+      score(tile, begin, end, key_end);
       float rescale[kMaxDepthRows];
       for (int64_t i = 0; i < rows_.count(); ++i) rescale[i] = weigh(i, tile, begin, end, part);
       add_values(tile, begin, end, rescale, part.out);
@@ -54,7 +76,7 @@ class DepthLanes {
   }
 
  private:
-  static Element convert(T x) {
+  static Query convert(T x) {
     if constexpr (Kind::kDepth == 2) {
       return x;
     } else {
@@ -62,8 +84,12 @@ class DepthLanes {
     }
   }
 
-  void score(int64_t tile, int64_t begin, int64_t end) {
+  void score(int64_t tile, int64_t begin, int64_t end, int64_t key_end) {
     for (int64_t n = round_down(begin, kKeys); n < end; n += kKeys) {
+      if (tile + kTileKeys + n < key_end) {
+        blocks_.prefetch(blocks_.keys, tile + kTileKeys + n, kKeys);
+        blocks_.prefetch(blocks_.values, tile + kTileKeys + n, kKeys);
+      }
       const T* keys = blocks_.key(tile + n);
       int64_t i = 0;
       for (; i + kRows <= rows_.count(); i += kRows) score_keys<kRows>(keys, i, n);
@@ -85,7 +111,7 @@ class DepthLanes {
   void score_keys(const T* keys, int64_t row, int64_t n) {
     constexpr int kStep = kLanes * Kind::kDepth;
     const int64_t size = blocks_.head_size;
-    const Element* queries = queries_ + row * size;
+    const Query* queries = queries_ + row * size;
     VecF acc[kKeys][kCount];
     for (auto& of_key : acc) {
       for (VecF& sum : of_key) sum = set1(0.0f);
@@ -220,8 +246,8 @@ class DepthLanes {
   const HeadBlocks<T>& blocks_;
   const QueryRows& rows_;
   const float scale_;
-  float* const scores_;     // [kMaxDepthRows, kTileKeys]: scores, then weights
-  Element* const queries_;  // [kMaxDepthRows, D]
+  float* const scores_;   // [kMaxDepthRows, kTileKeys]: scores, then weights
+  Query* const queries_;  // [kMaxDepthRows, D]
 };
 
 }  // namespace

@@ -8,7 +8,7 @@
 // (queries) or two keys (weights, values) lie side by side.
 #pragma once
 
-#include "cpu/kernels/paged_softmax.h"
+#include "cpu/kernels/paged_products.h"
 
 namespace ascend_vllm {
 namespace {
@@ -18,76 +18,11 @@ constexpr int kPanelLanes = kPanelVecs * kLanes;
 // Lanes of all panels of an item.
 constexpr int kMaxLanes = 128 + kPanelLanes;
 
-// scores[r, lanes] = scale * keys[r] . queries for kCount keys.
-template <class Kind, int kCount, int kVecs>
-inline void score_keys(const typename Kind::Element* keys, const typename Kind::Element* queries, int64_t size,
-                       VecF scale, float* scores) {
-  VecF acc[kCount][kVecs];
-  for (auto& of_key : acc) {
-    for (VecF& sum : of_key) sum = set1(0.0f);
-  }
-  for (int64_t d = 0; d < size; d += Kind::kDepth) {
-    decltype(Kind::lanes(queries)) query[kVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) query[v] = Kind::lanes(queries + (d * kVecs + v * Kind::kDepth) * kLanes);
-#pragma GCC unroll 8
-    for (int k = 0; k < kCount; ++k) {
-      const auto key = Kind::broadcast(keys + k * size + d);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) acc[k][v] = Kind::multiply_add(acc[k][v], key, query[v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int k = 0; k < kCount; ++k) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) store(scores + (k * kVecs + v) * kLanes, acc[k][v] * scale);
-  }
-}
-
-// out[r, lanes] = out * rescale + sum over keys of values[key, r] * weights[key, lanes] for kCount depths r.
-template <class Kind, int kCount, int kVecs>
-inline void add_values(const typename Kind::Element* values, const typename Kind::Element* weights,
-                       int64_t keys, int64_t size, const float* rescale, float* out) {
-  VecF acc[kCount][kVecs];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVecs; ++v) {
-    const VecF factor = load(rescale + v * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < kCount; ++r) acc[r][v] = load(out + (r * kVecs + v) * kLanes) * factor;
-  }
-  for (int64_t n = 0; n < keys; n += Kind::kDepth) {
-    decltype(Kind::lanes(weights)) weight[kVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) weight[v] = Kind::lanes(weights + (n * kVecs + v * Kind::kDepth) * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < kCount; ++r) {
-      const auto value = Kind::broadcast(values + n * size + r * Kind::kDepth);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) acc[r][v] = Kind::multiply_add(acc[r][v], value, weight[v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kCount; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) store(out + (r * kVecs + v) * kLanes, acc[r][v]);
-  }
-}
-
-// Rounds two vectors and lays their lanes side by side.
-inline void store_pairs(bfloat16* p, VecF first, VecF second) {
-  bfloat16 rounded[2][kLanes];
-  store(rounded[0], first);
-  store(rounded[1], second);
-  for (int i = 0; i < kLanes; ++i) {
-    p[2 * i] = rounded[0][i];
-    p[2 * i + 1] = rounded[1][i];
-  }
-}
-
 template <class T>
 class QueryLanes {
   using Kind = KindOf<T>;
-  using Element = typename Kind::Element;
+  using Key = typename Kind::Key;
+  using Query = typename Kind::Query;
   // Keys or depths whose accumulators fit the registers beside a panel's vectors.
   static constexpr int kBlock = kLanes == 16 ? 8 : 4;
   static constexpr int kBlockOfOne = 8;
@@ -106,30 +41,30 @@ class QueryLanes {
       return taken;
     };
     scores_ = take(kTileKeys * kPanelLanes);
-    weights_ = reinterpret_cast<Element*>(Kind::kDepth == 1 ? scores_ : take(kTileKeys * kPanelLanes));
+    weights_ = reinterpret_cast<Query*>(Kind::kPaired == 1 ? scores_ : take(kTileKeys * kPanelLanes));
     max_ = take(kMaxLanes);
     sum_ = take(kMaxLanes);
     rescale_ = take(kMaxLanes);
-    keys_ = reinterpret_cast<Element*>(take(kTileKeys * size));
-    values_ = reinterpret_cast<Element*>(take(kTileKeys * size));
-    queries_ = reinterpret_cast<Element*>(take(kMaxLanes * size));
+    keys_ = reinterpret_cast<Key*>(take(kTileKeys * size));
+    values_ = reinterpret_cast<Key*>(take(kTileKeys * size));
+    queries_ = reinterpret_cast<Query*>(take(kMaxLanes * size));
     out_ = take(kMaxLanes * size);
   }
 
   // query(row) is the first element of a row.
-  template <class Query>
-  void load_queries(const Query& query) {
+  template <class RowOf>
+  void load_queries(const RowOf& query) {
     const int64_t size = blocks_.head_size;
     for_panels([&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
-      Element* panel = queries_ + first * size;
+      Query* panel = queries_ + first * size;
       const int64_t used = min_of(kWidth, rows_.count() - first);
       for (int64_t lane = 0; lane < used; ++lane) {
         const T* from = query(rows_.begin + first + lane);
         for (int64_t d = 0; d < size; ++d) panel[position_of(d, lane, kWidth)] = convert(from[d]);
       }
       for (int64_t lane = used; lane < kWidth; ++lane) {
-        for (int64_t d = 0; d < size; ++d) panel[position_of(d, lane, kWidth)] = Element{};
+        for (int64_t d = 0; d < size; ++d) panel[position_of(d, lane, kWidth)] = Query{};
       }
     });
   }
@@ -143,14 +78,14 @@ class QueryLanes {
     fill(out_, lanes * size, 0.0f);
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
-      const Element* keys = tile_keys(tile, begin, end);
-      const Element* values = tile_values(tile, begin, end);
+      const TileRows<Key> keys = tile_keys(tile, begin, end);
+      const TileRows<Key> values = tile_values(tile, begin, end);
       for_panels([&](int64_t first, auto vecs) {
         constexpr int kVecs = decltype(vecs)::value;
         const int64_t last = min_of(first + kVecs * kLanes, rows_.count()) - 1;
         const int64_t low = max_of(begin, rows_.seen_from(rows_.begin + first) - tile);
         const int64_t high = min_of(end, rows_.position(rows_.begin + last) + 1 - tile);
-        if (low < high) attend_panel<kVecs>(first, tile, low, high, keys, values);
+        if (low < high) attend_panel<kVecs>(first, tile, low, high, keys, values, key_end);
       });
     }
     for_panels([&](int64_t first, auto vecs) {
@@ -179,98 +114,104 @@ class QueryLanes {
     }
   }
 
-  static Element convert(T x) {
-    if constexpr (Kind::kDepth == 2) {
+  static Query convert(T x) {
+    if constexpr (std::is_same_v<T, Query>) {
       return x;
     } else {
       return to_float(x);
     }
   }
   static int64_t position_of(int64_t d, int64_t lane, int64_t width) {
-    return d / Kind::kDepth * Kind::kDepth * width + lane * Kind::kDepth + d % Kind::kDepth;
+    return d / Kind::kPaired * Kind::kPaired * width + lane * Kind::kPaired + d % Kind::kPaired;
   }
 
-  // The tile's keys as [kTileKeys, D], in the cache where they lie together in the right type, else copied.
-  const Element* tile_keys(int64_t tile, int64_t begin, int64_t end) {
-    if constexpr (std::is_same_v<T, Element>) {
-      if (blocks_.block_size() >= kTileKeys) return blocks_.key(tile);
-    }
-    // Whole groups of keys are scored, unseen ones too; their scores are dropped.
-    for_runs(round_down(begin, 8), round_up(end, 8), [&](int64_t n, int64_t run) {
-      copy(keys_ + n * blocks_.head_size, blocks_.key(tile + n), run * blocks_.head_size);
-    });
-    return keys_;
-  }
-
-  // The tile's values as [kTileKeys, D], or with Pairs [kTileKeys / 2, D, 2].
-  const Element* tile_values(int64_t tile, int64_t begin, int64_t end) {
-    const int64_t size = blocks_.head_size;
-    if constexpr (Kind::kDepth == 1) {
-      if constexpr (std::is_same_v<T, Element>) {
-        if (blocks_.block_size() >= kTileKeys) return blocks_.value(tile);
-      }
-      for_runs(begin, end,
-               [&](int64_t n, int64_t run) { copy(values_ + n * size, blocks_.value(tile + n), run * size); });
+  // The tile's keys: in the cache where the type is right, else widened.
+  TileRows<Key> tile_keys(int64_t tile, int64_t begin, int64_t end) {
+    if constexpr (std::is_same_v<T, Key>) {
+      return in_cache(blocks_.keys, tile, begin, end);
     } else {
-      for (int64_t n = round_down(begin, 2); n < end; n += 2) {
-        const T* from = blocks_.value(tile + n);
-        Element* to = values_ + n * size;
+      // Whole groups of keys are scored, unseen ones too; their scores are dropped.
+      widen(keys_, blocks_.keys, tile, round_down(begin, 8), round_up(end, 8));
+      return {{keys_}, kTileKeys, blocks_.head_size};
+    }
+  }
+
+  // The tile's values, likewise; with Pairs they are copied as [kTileKeys / 2, D, 2].
+  TileRows<Key> tile_values(int64_t tile, int64_t begin, int64_t end) {
+    if constexpr (Kind::kPaired == 2) {
+      pair_values(tile, begin, end);
+    } else if constexpr (std::is_same_v<T, Key>) {
+      return in_cache(blocks_.values, tile, begin, end);
+    } else {
+      widen(values_, blocks_.values, tile, begin, end);
+    }
+    return {{values_}, kTileKeys, blocks_.head_size};
+  }
+
+  TileRows<Key> in_cache(const T* cache, int64_t tile, int64_t begin, int64_t end) const {
+    TileRows<Key> rows{{}, min_of(blocks_.block_size(), kTileKeys), blocks_.head_size};
+    // No block outside the keys in use: the table need not say where it is.
+    for (int64_t run = begin / rows.run; run * rows.run < end; ++run) {
+      rows.runs[run] = cache + blocks_.offset(tile + run * rows.run);
+    }
+    return rows;
+  }
+
+  void widen(float* to, const T* cache, int64_t tile, int64_t begin, int64_t end) const {
+    for (int64_t n = begin; n < end;) {
+      const int64_t run_end = min_of(end, round_down(n, blocks_.block_size()) + blocks_.block_size());
+      const T* from = cache + blocks_.offset(tile + n);
+      const int64_t first = n * blocks_.head_size, count = (run_end - n) * blocks_.head_size;
+      for_lanes(
+          count, [&](int64_t i) { store(to + first + i, load(from + i)); },
+          [&](int64_t i, int rest) { store_n(to + first + i, load_n(from + i, rest), rest); });
+      n = run_end;
+    }
+  }
+
+  void pair_values(int64_t tile, int64_t begin, int64_t end) {
+    const int64_t size = blocks_.head_size;
+    for (int64_t n = round_down(begin, 2); n < end; n += 2) {
+      const T* from = blocks_.value(tile + n);
+      Key* to = values_ + n * size;
+      if (n >= begin && n + 1 < end) {
+        for (int64_t d = 0; d < size; ++d) {
+          to[2 * d] = from[d];
+          to[2 * d + 1] = from[size + d];
+        }
+      } else {
         // What lies beyond the keys in use may be anything; a weight of zero would not hide a NaN.
-        if (n >= begin && n + 1 < end) {
-          for (int64_t d = 0; d < size; ++d) {
-            to[2 * d] = from[d];
-            to[2 * d + 1] = from[size + d];
-          }
-        } else {
-          for (int64_t d = 0; d < size; ++d) {
-            to[2 * d] = n >= begin ? from[d] : Element{};
-            to[2 * d + 1] = n + 1 < end ? from[size + d] : Element{};
-          }
+        for (int64_t d = 0; d < size; ++d) {
+          to[2 * d] = n >= begin ? from[d] : Key{};
+          to[2 * d + 1] = n + 1 < end ? from[size + d] : Key{};
         }
       }
-    }
-    return values_;
-  }
-
-  // Calls body(n, run) for runs of keys n … n+run-1 of the tile that lie in one block.
-  template <class Body>
-  void for_runs(int64_t begin, int64_t end, const Body& body) {
-    while (begin < end) {
-      const int64_t run_end = min_of(end, round_down(begin, blocks_.block_size()) + blocks_.block_size());
-      body(begin, run_end - begin);
-      begin = run_end;
-    }
-  }
-
-  // n is a multiple of eight.
-  static void copy(Element* to, const T* from, int64_t n) {
-    if constexpr (std::is_same_v<T, Element>) {
-      __builtin_memcpy(to, from, n * sizeof(T));
-    } else {
-      for_lanes(
-          n, [&](int64_t i) { store(to + i, load(from + i)); },
-          [&](int64_t i, int rest) { store_n(to + i, load_n(from + i, rest), rest); });
     }
   }
 
   // Keys low … high-1 of the tile for the panel whose first row is `first`.
   template <int kVecs>
-  void attend_panel(int64_t first, int64_t tile, int64_t low, int64_t high, const Element* keys,
-                    const Element* values) {
+  void attend_panel(int64_t first, int64_t tile, int64_t low, int64_t high, const TileRows<Key>& keys,
+                    const TileRows<Key>& values, int64_t key_end) {
     constexpr int kCount = kVecs == 1 ? kBlockOfOne : kBlock;
     constexpr int kWidth = kVecs * kLanes;
     const int64_t size = blocks_.head_size;
     const VecF scale = set1(scale_);
     for (int64_t n = round_down(low, kCount); n < high; n += kCount) {
-      score_keys<Kind, kCount, kVecs>(keys + n * size, queries_ + first * size, size, scale,
-                                      scores_ + n * kWidth);
+      if (first == 0 && tile + kTileKeys + n < key_end)
+        blocks_.prefetch(blocks_.keys, tile + kTileKeys + n, kCount);
+      score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
     }
     hide<kWidth>(first, tile, low, high);
-    const int64_t even = round_down(low, Kind::kDepth);
+    const int64_t even = round_down(low, Kind::kPaired);
     weigh<kVecs>(first, low, high, even);
-    for (int64_t d = 0; d < size; d += kCount) {
-      add_values<Kind, kCount, kVecs>(values + even * size + d * Kind::kDepth, weights_ + even * kWidth,
-                                      high - even, size, rescale_, out_ + first * size + d * kWidth);
+    // The values of the next tile are asked for a few at a time as well; with small heads some stay out.
+    int64_t ahead = tile + kTileKeys;
+    for (int64_t d = 0; d < size; d += kCount, ahead += kCount) {
+      if (first == 0 && ahead < min_of(key_end, tile + 2 * kTileKeys))
+        blocks_.prefetch(blocks_.values, ahead, kCount);
+      add_values<Kind, kCount, kVecs>(values, weights_, even, high, d, rescale_,
+                                      out_ + first * size + d * kWidth);
     }
   }
 
@@ -314,7 +255,7 @@ class QueryLanes {
     const auto weight_of = [&](int64_t n, int v) {
       return exp2_negative(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
     };
-    if constexpr (Kind::kDepth == 1) {
+    if constexpr (Kind::kPaired == 1) {
       for (int64_t n = low; n < high; ++n) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
@@ -343,15 +284,15 @@ class QueryLanes {
   const HeadBlocks<T>& blocks_;
   const QueryRows& rows_;
   const float scale_;
-  float* scores_;     // [kTileKeys, panel lanes]
-  Element* weights_;  // the same place, or with Pairs [kTileKeys / 2, panel lanes, 2]
-  float* max_;        // [kMaxLanes]
+  float* scores_;   // [kTileKeys, panel lanes]
+  Query* weights_;  // the same place, or with Pairs [kTileKeys / 2, panel lanes, 2]
+  float* max_;      // [kMaxLanes]
   float* sum_;
   float* rescale_;  // [panel lanes]
-  Element* keys_;   // [kTileKeys, D]
-  Element* values_;
-  Element* queries_;  // panels of [D, lanes]
-  float* out_;        // panels of [D, lanes]
+  Key* keys_;       // [kTileKeys, D]
+  Key* values_;
+  Query* queries_;  // panels of [D, lanes]
+  float* out_;      // panels of [D, lanes]
 };
 
 }  // namespace

@@ -15,42 +15,13 @@ constexpr int kTileKeys = 64;
 // Where no key has been seen: finite, so that the difference of two of them is zero and not NaN.
 constexpr float kNoMax = -3.402823466e38f;
 
-// Elements multiplied one by one, in float32.
-struct Singles {
-  using Element = float;
-  static constexpr int kDepth = 1;
-  template <class T>
-  static VecF lanes(const T* p) {
-    return load(p);
-  }
-  template <class T>
-  static VecF lanes_n(const T* p, int n) {
-    return load_n(p, n);
-  }
-  static VecF broadcast(const float* p) { return set1(*p); }
-  static VecF multiply_add(VecF acc, VecF a, VecF b) { return fma(a, b, acc); }
-};
-
-// bfloat16 elements multiplied in pairs, accumulated in float32.
-struct Pairs {
-  using Element = bfloat16;
-  static constexpr int kDepth = 2;
-  static PairBF16 lanes(const bfloat16* p) { return load_pairs(p); }
-  static PairBF16 lanes_n(const bfloat16* p, int n) { return load_pairs_n(p, n); }
-  static PairBF16 broadcast(const bfloat16* p) { return set1_pair(p); }
-  static VecF multiply_add(VecF acc, PairBF16 a, PairBF16 b) { return dot_pairs(acc, a, b); }
-};
-
-// Pairs pay where one instruction multiplies them, elsewhere widening once is cheaper. The portable variant
-// takes them as well: so the tests reach this path on machines without BF16 instructions.
+// bfloat16 is multiplied in pairs where one instruction does that. The portable variant does so too, slower
+// than it could: so the tests reach those paths on machines without BF16 instructions.
 #if defined(__AVX512BF16__) || !defined(__AVX2__)
 constexpr bool kPairsArePreferred = true;
 #else
 constexpr bool kPairsArePreferred = false;
 #endif
-
-template <class T>
-using KindOf = std::conditional_t<kPairsArePreferred && std::is_same_v<T, bfloat16>, Pairs, Singles>;
 
 // 2^t for t <= 0; exactly 1 at 0, 0 below -126.5, NaN for NaN. Relative error below 1e-7.
 // 2^t = 2^n 2^f with n the nearest integer; 2^f = 1 + f q(f), q fitted for the least greatest relative error.
@@ -88,6 +59,15 @@ struct HeadBlocks {
   }
   const T* key(int64_t position) const { return keys + offset(position); }
   const T* value(int64_t position) const { return values + offset(position); }
+
+  // Asks for `count` positions of one block, of keys or values. Blocks lie anywhere, so the machine cannot
+  // guess the next one. Always inline: g++ 12 takes a function that only prefetches for one without effect and
+  // drops it.
+  [[gnu::always_inline]] void prefetch(const T* cache, int64_t position, int64_t count) const {
+    const T* from = cache + offset(position);
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t i = 0; i < count * head_size; i += kLine) __builtin_prefetch(from + i);
+  }
 };
 
 // Query rows of one work item: row i is head i % group of token i / group of the sequence's step.
