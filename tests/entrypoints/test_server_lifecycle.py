@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import pytest
@@ -50,12 +50,12 @@ def is_idle(http: httpx.Client) -> bool:
     return all(metric(http, name) == 0 for name in names)
 
 
-def post_raw(server: Server, path: str, body: dict[str, object]) -> socket.socket:
+def post_raw(server: Server, path: str, body: dict[str, object], headers: Sequence[str] = ()) -> socket.socket:
     """A connection with a request sent and nothing read."""
     data = json.dumps(body).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    sock.sendall(head.encode() + data)
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    sock.sendall("\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data)
     return sock
 
 
@@ -98,12 +98,13 @@ def test_a_lost_client_of_the_generate_server_frees_its_blocks(generate_server: 
     assert wait_until(lambda: "Aborted request generate-" in generate_server.log), generate_server.log
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def guarded(tiny_dir: str) -> Iterator[Server]:
-    """A server with keys, a request-id header and no documentation."""
+    """A server with keys, a request-id header, no documentation, and room for one running and one waiting request."""
     flags = ["--model", tiny_dir, "--api-key", "sesame", "--api-key", "second", "--disable-fastapi-docs"]
     flags += ["--enable-request-id-headers", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-    with running(OPENAI_SERVER, [*flags, "--enable-cum-log-probs", *ENGINE_FLAGS]) as server:
+    flags += ["--enable-cum-log-probs", *ENGINE_FLAGS, "--max-num-seqs", "1", "--max-num-queued-reqs", "1"]
+    with running(OPENAI_SERVER, flags) as server:
         yield server
 
 
@@ -130,6 +131,25 @@ def test_flags_of_the_http_layer(guarded: Server, tiny_dir: str) -> None:
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert "sesame" not in guarded.log
     assert "POST /v1/completions" not in guarded.log
+
+
+def test_a_full_queue_is_a_503(guarded: Server, tiny_dir: str) -> None:
+    headers = {"Authorization": "Bearer sesame"}
+    body = LONG | {"model": tiny_dir, "max_tokens": 500}
+    with httpx.Client(base_url=guarded.url, timeout=30, headers=headers) as http:
+        lines = [f"{name}: {value}" for name, value in headers.items()]
+        waiting = [post_raw(guarded, "/v1/completions", body | {"stream": True}, lines) for _ in range(2)]
+        read_events(waiting[0], 1)
+        assert wait_until(lambda: metric(http, "num_requests_waiting") == 1)
+        for stream in (False, True):
+            response = http.post("/v1/completions", json=body | {"stream": stream})
+            assert response.status_code == 503, response.text
+            assert response.json()["error"]["type"] == "ServiceUnavailableError"
+        # the waiting one goes away before it ever ran, then the running one
+        for sock in reversed(waiting):
+            sock.close()
+        assert wait_until(lambda: is_idle(http))
+        assert http.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
 
 
 def test_the_engine_s_death_ends_streams_with_an_error_and_the_server(tiny_dir: str) -> None:
