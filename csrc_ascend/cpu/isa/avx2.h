@@ -68,6 +68,7 @@ inline VecF fma(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
 inline Mask gt(VecF a, VecF b) { return {_mm256_cmp_ps(a, b, _CMP_GT_OQ)}; }
 inline Mask ge(VecF a, VecF b) { return {_mm256_cmp_ps(a, b, _CMP_GE_OQ)}; }
 inline VecF select(Mask mask, VecF yes, VecF no) { return _mm256_blendv_ps(no, yes, mask.lanes); }
+inline unsigned bits(Mask mask) { return static_cast<unsigned>(_mm256_movemask_ps(mask.lanes)); }
 inline int count(Mask mask) { return __builtin_popcount(_mm256_movemask_ps(mask.lanes)); }
 inline VecF max(VecF a, VecF b) { return _mm256_max_ps(a, b); }
 inline VecF min(VecF a, VecF b) { return _mm256_min_ps(a, b); }

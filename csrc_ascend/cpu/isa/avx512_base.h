@@ -46,6 +46,7 @@ inline VecF fma(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
 inline Mask gt(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)}; }
 inline Mask ge(VecF a, VecF b) { return {_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ)}; }
 inline VecF select(Mask mask, VecF yes, VecF no) { return _mm512_mask_blend_ps(mask.lanes, no, yes); }
+inline unsigned bits(Mask mask) { return mask.lanes; }
 inline int count(Mask mask) { return __builtin_popcount(mask.lanes); }
 inline VecF max(VecF a, VecF b) { return _mm512_max_ps(a, b); }
 inline VecF min(VecF a, VecF b) { return _mm512_min_ps(a, b); }

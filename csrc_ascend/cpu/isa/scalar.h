@@ -2,8 +2,8 @@
 //
 // Every cpu/isa/<isa>.h gives the same names (see docs/adding_an_op.md):
 //   kLanes, VecF (float32 lanes with + - * /), Mask, PairBF16 (2 * kLanes bfloat16, taken as pairs)
-//   set1, load, load_n, store, store_n, fma, max, min, sqrt, abs, round_nearest, pow2i, gt, ge, select, count,
-//   reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, even_of_pairs, odd_of_pairs, dot_pairs,
+//   set1, load, load_n, store, store_n, fma, max, min, sqrt, abs, round_nearest, pow2i, gt, ge, select, bits,
+//   count, reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, even_of_pairs, odd_of_pairs, dot_pairs,
 //   kHasPairDots; kMaxRows, panels_of(rows): the tile of a matrix product that fits the registers
 //   (kernels/gemm.h)
 #pragma once
@@ -54,6 +54,8 @@ inline VecF fma(VecF a, VecF b, VecF c) { return a * b + c; }
 inline Mask gt(VecF a, VecF b) { return a > b; }
 inline Mask ge(VecF a, VecF b) { return a >= b; }
 inline VecF select(Mask mask, VecF yes, VecF no) { return mask ? yes : no; }
+// Lane i of the mask as bit i.
+inline unsigned bits(Mask mask) { return (mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8); }
 inline int count(Mask mask) { return -(mask[0] + mask[1] + mask[2] + mask[3]); }
 inline VecF max(VecF a, VecF b) { return a > b ? a : b; }
 inline VecF min(VecF a, VecF b) { return a < b ? a : b; }

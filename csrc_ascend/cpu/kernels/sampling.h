@@ -1,8 +1,9 @@
 // Drawing tokens from logits without sorting the vocabulary.
 //
 // One pass takes the maximum of every block of the row. The block maxima give a lower bound of the k-th largest
-// logit, so top-k looks closely at a few blocks only; top-p gathers the logits near the maximum until they hold
-// enough probability. Sums are kept per block in double, so the draw reads one block again instead of the row.
+// logit, so top-k looks closely at a few blocks only; top-p adds up probability by distance from the maximum,
+// and looks closely at the one bin of distances where its limit lies. Sums are kept per block in double, so the
+// draw reads one block again instead of the row.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -120,12 +121,16 @@ inline int64_t first_largest(const Row<T>& row) {
 // Appends the logits in [low, high) to `values`.
 template <class T>
 inline void gather(const Row<T>& row, float low, float high, Floats& values) {
+  const VecF lowest = set1(low), limit = set1(high);
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (!(row.block_max[b] >= low)) continue;
     values.reserve(values.size + kBlock);
-    for (int64_t i = row.begin(b); i < row.end(b); ++i) {
-      const float x = to_float(row.logits[i]);
-      if (x >= low && x < high) values.data[values.size++] = x;
+    for (int64_t i = row.begin(b); i < row.end(b); i += kLanes) {
+      const int n = static_cast<int>(row.end(b) - i < kLanes ? row.end(b) - i : kLanes);
+      const VecF v = n == kLanes ? load(row.logits + i) : load_n(row.logits + i, n);
+      unsigned found = bits(ge(v, lowest)) & bits(gt(limit, v)) & ((1u << n) - 1);
+      for (; found != 0; found &= found - 1)
+        values.data[values.size++] = to_float(row.logits[i + __builtin_ctz(found)]);
     }
   }
 }
@@ -203,30 +208,76 @@ inline void apply_top_k(Row<T>& row, int64_t k, Floats& values) {
   }
 }
 
-// Raises the threshold to the lowest logit that the logits above it leave in: they hold less than `mass`.
+// Probability by distance from the largest logit: bin i holds the weights of the logits in play with
+// i <= (largest - logit) / width < i + 1; the last bin also those further away.
+constexpr int kBins = 256;
+struct Histogram {
+  double sums[kBins];
+};
+
 template <class T>
-inline void apply_top_p(Row<T>& row, double mass, Floats& values) {
-  // Widening shells below the maximum; e^-4, e^-8, ... of its weight.
-  float high = kInfinity;
-  double above = 0.0;
-  for (float depth = 4.0f;; depth *= 2.0f) {
-    float low = row.largest - depth / row.scale;
-    if (!(low > row.threshold)) low = row.threshold;
-    values.size = 0;
-    gather(row, low, high, values);
-    const double shell = weigh(row, values.data, values.size);
-    const bool last = low == row.threshold;
-    if (above + shell >= mass || last) {
-      const auto weigh_part = [&](const float* part, int64_t n) { return weigh(row, part, n); };
-      if (values.size > 0) {
-        const float found = select_by_mass(values.data, values.size, mass - above, weigh_part);
-        if (found > row.threshold) row.threshold = found;
-      }
-      return;
+inline void add_block(const Row<T>& row, int64_t block, float inverse_width, Histogram& histogram) {
+  for (int64_t i = row.begin(block); i < row.end(block); i += kLanes) {
+    const int n = static_cast<int>(row.end(block) - i < kLanes ? row.end(block) - i : kLanes);
+    const VecF v = n == kLanes ? load(row.logits + i) : load_n(row.logits + i, n);
+    unsigned found = bits(ge(v, set1(row.threshold))) & ((1u << n) - 1);
+    if (found == 0) continue;
+    alignas(64) float weights[kLanes], bins[kLanes];
+    store(weights, weight(row, v));
+    store(bins, min((set1(row.largest) - v) * set1(inverse_width), set1(kBins - 1.0f)));
+    for (; found != 0; found &= found - 1) {
+      const int lane = __builtin_ctz(found);
+      histogram.sums[static_cast<int>(bins[lane])] += weights[lane];
     }
-    above += shell;
-    high = low;
   }
+}
+
+// Raises the threshold to the lowest logit for which the logits above it hold less than top_p of the weight in
+// play.
+template <class T>
+inline void apply_top_p(Row<T>& row, float top_p, Floats& values) {
+  // Bins of an eighth of a nat reach e^-32 of the largest weight.
+  const float width = 0.125f / row.scale;
+  // Chunks of the row have histograms of their own; their number must not depend on the threads, or sums would.
+  constexpr int64_t kChunks = 8;
+  Histogram chunks[kChunks] = {};
+  parallel_for(kChunks, row.vocab / kChunks * 8, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      for (int64_t b = row.blocks * c / kChunks; b < row.blocks * (c + 1) / kChunks; ++b) {
+        if (row.block_max[b] >= row.threshold) add_block(row, b, 1.0f / width, chunks[c]);
+      }
+    }
+  });
+  double total = 0.0;
+  for (int bin = 0; bin < kBins; ++bin) {
+    for (int64_t c = 1; c < kChunks; ++c) chunks[0].sums[bin] += chunks[c].sums[bin];
+    total += chunks[0].sums[bin];
+  }
+  const double mass = static_cast<double>(top_p) * total;
+  double above = 0.0;
+  int bin = 0;
+  while (bin < kBins - 1 && above + chunks[0].sums[bin] < mass) above += chunks[0].sums[bin++];
+  // The limit lies in this bin. Logits are gathered with some slack at its edges, which are rounded another way
+  // than a logit's bin is, and then kept by their bin.
+  const float slack = width;
+  const float high = bin == 0 ? kInfinity : row.largest - static_cast<float>(bin) * width + slack;
+  float low = bin == kBins - 1 ? row.threshold : row.largest - static_cast<float>(bin + 1) * width - slack;
+  if (!(low > row.threshold)) low = row.threshold;
+  values.size = 0;
+  gather(row, low, high, values);
+  if (values.size == 0) return;
+  const auto member = [&](float x) {
+    const float place = (row.largest - x) * (1.0f / width);
+    return static_cast<int>(place < kBins - 1.0f ? place : kBins - 1.0f);
+  };
+  int64_t members = 0;
+  for (int64_t i = 0; i < values.size; ++i) {
+    if (member(values.data[i]) == bin) values.data[members++] = values.data[i];
+  }
+  if (members == 0) return;
+  const auto weigh_part = [&](const float* part, int64_t n) { return weigh(row, part, n); };
+  const float found = select_by_mass(values.data, members, mass - above, weigh_part);
+  if (found > row.threshold) row.threshold = found;
 }
 
 // The token in whose part of [0, total) the target lies.
@@ -283,13 +334,9 @@ int64_t sample_row(const SampleArgs& a, int64_t s, float* block_max, double* blo
   }
   Floats values{};
   if (a.top_k[s] > 0 && a.top_k[s] < a.vocab) apply_top_k(row, a.top_k[s], values);
-  double total = find_block_sums(row);
-  if (a.top_p[s] < 1.0f) {
-    const float before = row.threshold;
-    apply_top_p(row, a.top_p[s] * total, values);
-    if (row.threshold > before) total = find_block_sums(row);
-  }
+  if (a.top_p[s] < 1.0f) apply_top_p(row, a.top_p[s], values);
   values.release();
+  const double total = find_block_sums(row);
   return pick(row, uniform(a.seeds[s], a.positions[s]) * total);
 }
 
