@@ -40,11 +40,14 @@ serve: build
 test: build $(STAMPS)/test
 	$(PY) -m pytest $(ARGS)
 
+# every linter runs, so that one round shows all there is to mend
 lint: build $(STAMPS)/dev
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(CLANG_FILES)
+	@status=0; check() { echo "$$@"; "$$@" || status=1; }; \
+	check $(PY) -m ruff check .; \
+	check $(PY) -m ruff format --check .; \
+	check $(PY) -m mypy; \
+	check $(VENV)/bin/clang-format --dry-run -Werror $(CLANG_FILES); \
+	exit $$status
 
 format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
