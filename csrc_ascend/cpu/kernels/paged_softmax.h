@@ -17,11 +17,7 @@ constexpr float kNoMax = -3.402823466e38f;
 
 // bfloat16 is multiplied in pairs where one instruction does that. The portable variant does so too, slower
 // than it could: so the tests reach those paths on machines without BF16 instructions.
-#if defined(__AVX512BF16__) || !defined(__AVX2__)
-constexpr bool kPairsArePreferred = true;
-#else
-constexpr bool kPairsArePreferred = false;
-#endif
+constexpr bool kPairsArePreferred = kHasPairDots || kLanes == 4;
 
 // 2^t for t <= 0; exactly 1 at 0, 0 below -126.5, NaN for NaN. Relative error below 1e-7.
 // 2^t = 2^n 2^f with n the nearest integer; 2^f = 1 + f q(f), q fitted for the least greatest relative error.
