@@ -69,7 +69,8 @@ $(STAMPS)/native: $(STAMPS)/torch $(NATIVE_SOURCES)
 	$(PY) csrc_ascend/build.py
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/native pyproject.toml setup.py
+# order only: new kernels are found in place, the package need not be installed again for them
+$(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py | $(STAMPS)/native
 	$(INSTALL) -e .
 	@touch $@
 
