@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import psutil
@@ -155,3 +156,26 @@ def running(
             raise RuntimeError(f"exit code {code}, ended early: {ended_early}, orphans {orphans}; log:\n{server.log}")
     finally:
         server.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    """The value of a metric of the engine."""
+    found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def is_idle(http: httpx.Client) -> bool:
+    """Whether nothing runs or waits and every block of the KV cache is free."""
+    names = ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc")
+    return all(metric(http, name) == 0 for name in names)

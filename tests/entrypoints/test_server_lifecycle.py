@@ -10,44 +10,21 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
 
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, running
+from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
 
 LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 450, "temperature": 0, "ignore_eos": True}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether the condition came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def metric(http: httpx.Client, name: str) -> float:
-    """The value of a metric of the engine."""
-    found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
 
 
 def count_aborted(http: httpx.Client) -> float:
     """Requests that ended early so far."""
     found = re.search(r'^vllm:request_success_total\{.*"abort".*\} (\S+)$', http.get("/metrics").text, re.MULTILINE)
     return float(found[1]) if found else 0.0
-
-
-def is_idle(http: httpx.Client) -> bool:
-    """Whether nothing runs or waits and every block of the KV cache is free."""
-    names = ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc")
-    return all(metric(http, name) == 0 for name in names)
 
 
 def post_raw(server: Server, path: str, body: dict[str, object], headers: Sequence[str] = ()) -> socket.socket:
