@@ -62,3 +62,10 @@ def test_the_environment_forces_a_set() -> None:
         check=True,
     )
     assert done.stdout.strip() == "scalar"
+
+
+def test_one_thread_pool_serves_torch_and_the_kernels() -> None:
+    """A second libgomp in the process would mean twice the threads."""
+    assert native.load_native_library()
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) == 1
