@@ -145,9 +145,10 @@ def _closure(roots: Iterable[pathlib.Path]) -> list[pathlib.Path]:
 def object_path(unit: Unit, compiler_id: str) -> pathlib.Path:
     """Where the object of a unit is cached."""
     digest = hashlib.sha256()
-    for text in (compiler_id, *unit.flags, *map(str, unit.include_dirs)):
+    for text in (compiler_id, *unit.flags):
         digest.update(text.encode() + b"\0")
     if unit.include_dirs:
+        # torch's version, not its place: pip's isolated builds install it in a new place every time
         digest.update(importlib.metadata.version("torch").encode())
     for path in _closure([unit.source] + ([unit.kernel] if unit.kernel else [])):
         digest.update(path.relative_to(SOURCE_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
