@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+import safetensors.numpy
 
 from tests.server import ROOT, Server
 
@@ -84,3 +86,15 @@ def test_shell_examples(openai_server: Server, generate_server: Server) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert text in done.stdout
+
+
+def test_the_memory_limit(tiny_dir: str) -> None:
+    stdout = run_script("benchmarks/bandwidth.py", "--gib", "0.02", "--roofline", tiny_dir)
+    found = re.search(r"limit: ([\d.]+) GB/s read / (\d+) MB of weights = ([\d.]+) decode steps/s", stdout)
+    assert found is not None, stdout
+    # all tensors but the input embedding, of which a step reads a row per sequence
+    weights = safetensors.numpy.load_file(pathlib.Path(tiny_dir) / "model.safetensors")
+    expected = sum(tensor.nbytes for name, tensor in weights.items() if "embed_tokens" not in name)
+    bandwidth, steps = float(found[1]) * 1e9, float(found[3])
+    assert bandwidth > 1e8
+    assert steps == pytest.approx(bandwidth / expected, rel=0.1)
