@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import httpx
 import pytest
 
+from ascend_vllm.entrypoints.demo import demo_model_path
 from tests.entrypoints.conftest import ENGINE_FLAGS
 from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
 
@@ -295,3 +296,17 @@ def test_mutual_tls(tiny_dir: str, tmp_path: pathlib.Path) -> None:
         assert server.terminate() == 0
     finally:
         server.close()
+
+
+def test_model_demo_is_served_under_its_name_with_a_curl_to_try(
+    tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model stands where the trained one would be, so that nothing is trained here."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    shutil.copytree(tiny_dir, demo_model_path())
+    with running(OPENAI_SERVER, ["--model", "demo", *ENGINE_FLAGS]) as server:
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "demo"
+        found = re.search(r"^ +(curl .*)$", server.log, re.MULTILINE)
+        assert found is not None, server.log
+        done = subprocess.run(found[1], shell=True, capture_output=True, timeout=60)
+        assert json.loads(done.stdout)["model"] == "demo", done
