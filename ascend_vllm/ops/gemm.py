@@ -15,6 +15,32 @@ import torch
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import FLOAT_DTYPES, define_op
 
+# Why one kernel serves every dtype and number of rows: GFLOP/s of the best of several interleaved calls, one thread
+# of an AMD EPYC (Zen 3: AVX2, no BF16 instructions), busy with other work. `linear` is torch.nn.functional.linear;
+# `mkl` and `onednn` are its weights prepacked for that number of rows (mkl::_mkl_linear,
+# mkldnn::_linear_pointwise), which exist only for float32 here: for bfloat16 and float16 oneDNN wants AVX-512.
+#
+#                    float32                          bfloat16         float16
+#     shape  rows    linear   mkl  onednn  kernel     linear  kernel   linear  kernel
+#   896x896     1        17    15      15      22         10      41       13      43
+#   896x896     8        33    31      35      42         10      84       13      91
+#   896x896    32        58    61      58      70         10      89       12      74
+#   896x896   256        84    82      72      77          7      76       13      90
+#   896x896  1024        80    90      76      92
+#  896x9728     1         7    11       8      11         10      28       12      27
+#  896x9728     8        14    25      32      45          8      59       12      62
+#  896x9728    32        30    35      40      47          7      47       11      73
+#  896x9728   256        48    52      48      55          7      60       13      91
+#  4864x896     1        10     6       9      13         10      35       13      42
+#  4864x896     8        24    22      29      37          7      59       14      64
+#  4864x896    32        51    46      54      59          8      86       14      84
+#  4864x896   256        56    55      47      54          7      65       14      91
+#  4864x896  1024        60    61      55      58
+#  896x151936   1         5     7       6       7          7      17       11      24
+#  896x151936   8        12    16      24      30          7      38       13      63
+#  896x151936  32        26    32      40      50         10      79       12      85
+#
+# The kernel also keeps a single copy of the weight, and a row's result does not depend on the rows beside it.
 PANEL = 16
 _HUGE_PAGE_BYTES = 2 << 20
 
