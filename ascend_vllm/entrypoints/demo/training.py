@@ -220,7 +220,7 @@ class _Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 - torch's signature
         """One update of every matrix."""
         for group in self.param_groups:
             for matrix in group["params"]:
@@ -234,7 +234,7 @@ class _Muon(torch.optim.Optimizer):
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Nearly the orthogonal matrix next to this one: five Newton-Schulz steps with Muon's coefficients."""
-    x = matrix / (matrix.norm() + 1e-7)
+    x: torch.Tensor = matrix / (matrix.norm() + 1e-7)
     if matrix.shape[0] > matrix.shape[1]:
         x = x.T
     for _ in range(5):
@@ -277,7 +277,8 @@ def train(samples: Sequence[Sample], shape: DemoShape, plan: TrainingPlan) -> di
         model.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in (*optimizers, *schedules):
-            stepper.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
