@@ -43,8 +43,8 @@ _SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about t
 # shares of the samples that carry a system prompt, and an earlier exchange
 _SYSTEM_SHARE = 0.08
 _FOLLOW_UP_SHARE = 0.08
-# a flag is asked for in nine forms or more; every other question is repeated until it comes as often
-_LEAST_SAMPLES = 9
+# a flag is asked for in nine forms; the answers to other questions are longer, and repeated a little more often
+_LEAST_SAMPLES = 12
 
 
 @dataclasses.dataclass(frozen=True)

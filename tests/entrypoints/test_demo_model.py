@@ -1,0 +1,67 @@
+"""The demo model's corpus and trainer, in a few steps of training."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from transformers import AutoTokenizer
+
+from ascend_vllm.engine.args import all_flags
+from ascend_vllm.entrypoints.demo import demo_model_path, ensure_demo_model
+from ascend_vllm.entrypoints.demo.checkpoint import make_demo_model
+from ascend_vllm.entrypoints.demo.corpus import build_conversations, build_facts
+from ascend_vllm.entrypoints.demo.training import TrainingPlan
+
+SHORT = TrainingPlan(num_steps=4)
+
+
+def test_every_flag_and_every_documented_variable_is_a_fact() -> None:
+    questions = {question for fact in build_facts() for question in fact.questions}
+    missing = [flag.name for flag in all_flags() if f"What does {flag.name} do?" not in questions]
+    assert missing == []
+    assert "What does VLLM_CPU_KVCACHE_SPACE do?" in questions
+    assert "hello" in questions
+
+
+def test_no_question_has_two_answers() -> None:
+    answers: dict[str, str] = {}
+    for fact in build_facts():
+        for question in fact.questions:
+            assert answers.setdefault(question, fact.answer) == fact.answer, question
+
+
+def test_conversations_repeat_from_a_seed() -> None:
+    assert build_conversations(3) == build_conversations(3)
+    assert build_conversations(3) != build_conversations(4)
+
+
+def test_training_repeats_from_a_seed(tmp_path: pathlib.Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_demo_model(tmp_path / name, seed=seed, plan=SHORT)
+    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert first == again
+    assert first != other
+
+
+def test_the_directory_is_in_hugging_face_layout(tmp_path: pathlib.Path) -> None:
+    make_demo_model(tmp_path / "demo", plan=SHORT)
+    config = json.loads((tmp_path / "demo" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "demo")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "héllo 你好"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user\nhéllo 你好<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    assert tokenizer.eos_token_id == config["eos_token_id"] == 2
+
+
+def test_a_model_in_the_cache_is_not_trained_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    path = demo_model_path()
+    assert path.parent == tmp_path
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    assert ensure_demo_model() == str(path)
