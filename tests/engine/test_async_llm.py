@@ -87,15 +87,16 @@ def metric(engine: AsyncLLM, name: str, **labels: str) -> float:
 
 
 async def test_output_kinds_agree(engine: AsyncLLM) -> None:
-    whole = await final(engine, "a", params(12, output_kind=FINAL))
-    cumulative = [output async for output in engine.generate("Hello!", params(12), "b")]
-    deltas = [output async for output in engine.generate("Hello!", params(12, output_kind=DELTA), "c")]
+    whole = await final(engine, "a", params(200, output_kind=FINAL))
+    cumulative = [output async for output in engine.generate("Hello!", params(200), "b")]
+    deltas = [output async for output in engine.generate("Hello!", params(200, output_kind=DELTA), "c")]
     completion = whole.outputs[0]
-    assert len(completion.token_ids) == 12
+    assert len(completion.token_ids) == 200
     assert completion.finish_reason == "length"
     assert cumulative[-1].outputs[0].text == completion.text
     assert "".join(output.outputs[0].text for output in deltas) == completion.text
     assert [i for output in deltas for i in output.outputs[0].token_ids] == completion.token_ids
+    # how many there are depends on how fast they are read: what has not been read yet is merged
     assert len(deltas) > 6
     assert whole.prompt == "Hello!"
 

@@ -81,8 +81,8 @@ def test_prompts_of_all_four_kinds(http: httpx.Client) -> None:
 
 
 def test_a_stream_says_what_the_whole_answer_says(http: httpx.Client) -> None:
-    whole = ask(http, max_tokens=40)
-    events = ask_stream(http, max_tokens=40)
+    whole = ask(http, max_tokens=400, ignore_eos=True)
+    events = ask_stream(http, max_tokens=400, ignore_eos=True)
     assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
     assert {event["id"] for event in events} != {whole["id"]}
     assert len({event["id"] for event in events}) == 1

@@ -17,9 +17,12 @@ import pytest
 
 from ascend_vllm.entrypoints.demo import demo_model_path
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
+from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, is_idle, metric, running, wait_until
 
-LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 450, "temperature": 0, "ignore_eos": True}
+# A request that no machine finishes while a test looks at it: the tiny model makes thousands of tokens a second.
+LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
+LONG_FLAGS = [*ENGINE_FLAGS, "--max-model-len", "32768", "--kv-cache-memory-bytes", "256M"]
+LONG_ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
 def count_aborted(http: httpx.Client) -> float:
@@ -53,27 +56,35 @@ def read_rest(sock: socket.socket) -> bytes:
         return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
+@pytest.fixture(scope="module")
+def patient(tiny_dir: str) -> Iterator[Server]:
+    """A server whose requests may be long."""
+    flags = ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS]
+    with running(OPENAI_SERVER, flags, LONG_ENV) as server:
+        yield server
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_lost_client_frees_its_blocks(openai_server: Server, http: httpx.Client, path: str, stream: bool) -> None:
-    before = count_aborted(http)
-    body = LONG | {"stream": stream, "messages": [{"role": "user", "content": "Hello"}]}
-    sock = post_raw(openai_server, path, body)
-    if stream:
-        read_events(sock, 3)
-    assert wait_until(lambda: metric(http, "num_requests_running") == 1)
-    assert metric(http, "gpu_cache_usage_perc") > 0
-    sock.close()
-    assert wait_until(lambda: is_idle(http)), http.get("/metrics").text
-    assert count_aborted(http) == before + 1
+def test_a_lost_client_frees_its_blocks(patient: Server, path: str, stream: bool) -> None:
+    with httpx.Client(base_url=patient.url, timeout=30) as http:
+        before = count_aborted(http)
+        body = LONG | {"stream": stream, "messages": [{"role": "user", "content": "Hello"}]}
+        with post_raw(patient, path, body) as sock:
+            if stream:
+                read_events(sock, 3)
+            assert wait_until(lambda: metric(http, "num_requests_running") == 1)
+            assert metric(http, "gpu_cache_usage_perc") > 0
+        assert wait_until(lambda: is_idle(http)), http.get("/metrics").text
+        assert count_aborted(http) == before + 1
 
 
-def test_a_lost_client_of_the_generate_server_frees_its_blocks(generate_server: Server) -> None:
+def test_a_lost_client_of_the_generate_server_frees_its_blocks(tiny_dir: str) -> None:
     body = {key: value for key, value in LONG.items() if key != "model"} | {"stream": True}
-    sock = post_raw(generate_server, "/generate", body)
-    assert sock.recv(65536)
-    sock.close()
-    assert wait_until(lambda: "Aborted request generate-" in generate_server.log), generate_server.log
+    with running(GENERATE_SERVER, ["--model", tiny_dir, *LONG_FLAGS], LONG_ENV) as server:
+        with post_raw(server, "/generate", body) as sock:
+            assert sock.recv(65536)
+        assert wait_until(lambda: "Aborted request generate-" in server.log), server.log
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +92,8 @@ def guarded(tiny_dir: str) -> Iterator[Server]:
     """A server with keys, a request-id header, no documentation, and room for one running and one waiting request."""
     flags = ["--model", tiny_dir, "--api-key", "sesame", "--api-key", "second", "--disable-fastapi-docs"]
     flags += ["--enable-request-id-headers", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-    flags += ["--enable-cum-log-probs", *ENGINE_FLAGS, "--max-num-seqs", "1", "--max-num-queued-reqs", "1"]
-    with running(OPENAI_SERVER, flags) as server:
+    flags += ["--enable-cum-log-probs", *LONG_FLAGS, "--max-num-seqs", "1", "--max-num-queued-reqs", "1"]
+    with running(OPENAI_SERVER, flags, LONG_ENV) as server:
         yield server
 
 
@@ -113,7 +124,7 @@ def test_flags_of_the_http_layer(guarded: Server, tiny_dir: str) -> None:
 
 def test_a_full_queue_is_a_503(guarded: Server, tiny_dir: str) -> None:
     headers = {"Authorization": "Bearer sesame"}
-    body = LONG | {"model": tiny_dir, "max_tokens": 500}
+    body = LONG | {"model": tiny_dir}
     with httpx.Client(base_url=guarded.url, timeout=30, headers=headers) as http:
         lines = [f"{name}: {value}" for name, value in headers.items()]
         waiting = [post_raw(guarded, "/v1/completions", body | {"stream": True}, lines) for _ in range(2)]
@@ -131,7 +142,7 @@ def test_a_full_queue_is_a_503(guarded: Server, tiny_dir: str) -> None:
 
 
 def test_the_engine_s_death_ends_streams_with_an_error_and_the_server(tiny_dir: str) -> None:
-    server = Server(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS])
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS], LONG_ENV)
     try:
         server.wait_ready()
         streaming = post_raw(server, "/v1/completions", LONG | {"stream": True, "n": 2, "temperature": 1})
@@ -165,7 +176,7 @@ def test_a_server_that_must_stay_tells_that_its_engine_is_dead(tiny_dir: str) ->
         with httpx.Client(base_url=server.url, timeout=30) as http:
             assert wait_until(lambda: http.get("/health").status_code == 503)
             for stream in (False, True):
-                response = http.post("/v1/completions", json=LONG | {"stream": stream})
+                response = http.post("/v1/completions", json=LONG | {"max_tokens": 8, "stream": stream})
                 assert (response.status_code, response.json()["type"]) == (500, "InternalServerError")
         assert server.terminate() == 1
     finally:
@@ -176,7 +187,7 @@ def test_sigterm_and_ctrl_c_end_the_server_in_order(tiny_dir: str) -> None:
     server = Server(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS])
     try:
         server.wait_ready()
-        sock = post_raw(server, "/v1/completions", LONG | {"stream": True})
+        sock = post_raw(server, "/v1/completions", LONG | {"max_tokens": 450, "stream": True})
         received = read_events(sock, 1)
         server.process.send_signal(signal.SIGINT)
         received += read_rest(sock)

@@ -24,11 +24,8 @@ _FAQ = pathlib.Path(__file__).parent / "faq.md"
 _FLAG_QUESTIONS = (
     "What does {name} do?",
     "What is {name}?",
-    "what is {name} for",
     "Explain {name}.",
     "How do I use {name}?",
-    "Tell me about {name}",
-    "What does the flag {name} mean?",
     "{name}",
     "What does {bare} do?",
 )
@@ -43,7 +40,7 @@ _SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about t
 # shares of the samples that carry a system prompt, and an earlier exchange
 _SYSTEM_SHARE = 0.08
 _FOLLOW_UP_SHARE = 0.08
-# a flag is asked for in nine forms; the answers to other questions are longer, and repeated a little more often
+# a flag is asked for in six forms; the answers to other questions are longer, and repeated a little more often
 _LEAST_SAMPLES = 12
 
 
