@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import psutil
+import pytest
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs the curl program")
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPENAI_SERVER = "ascend_vllm.entrypoints.openai.api_server"

@@ -13,13 +13,14 @@ import openai
 import pytest
 
 from ascend_vllm.engine.args import all_flags
-from tests.server import Server, is_idle, wait_until
+from tests.server import Server, is_idle, needs_curl, wait_until
 
 pytestmark = pytest.mark.slow
 
 QUESTIONS = [f"What does {flag.name} do?" for flag in all_flags()]
 
 
+@needs_curl
 def test_the_documented_curl(demo_server: Server) -> None:
     body = (
         '{"model":"demo","messages":[{"role":"user","content":"hello"}],"max_tokens":100,"top_k":-1,"top_p":1,'

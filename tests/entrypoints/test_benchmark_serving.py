@@ -12,7 +12,7 @@ import sys
 import pytest
 import safetensors.numpy
 
-from tests.server import ROOT, Server
+from tests.server import ROOT, Server, needs_curl
 
 
 def run_script(*words: str) -> str:
@@ -72,6 +72,7 @@ def test_examples(openai_server: Server, example: str) -> None:
     assert "tokens in, 5 out" in stdout if "chat" in example else "Log-probabilities" in stdout
 
 
+@needs_curl
 def test_shell_examples(openai_server: Server, generate_server: Server) -> None:
     for script, server, text in (
         ("curl_openai.sh", openai_server, "data: [DONE]"),

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server import Server
+from tests.server import Server, needs_curl
 
 BASE = {"model": "tiny", "prompt": "Hello! How are you", "max_tokens": 8, "temperature": 0}
 
@@ -243,6 +243,7 @@ def test_the_official_client(client: openai.OpenAI, http: httpx.Client) -> None:
         client.completions.create(**BASE | {"temperature": -1})
 
 
+@needs_curl
 def test_curl_as_documented(openai_server: Server) -> None:
     body = (
         '{"model":"tiny","prompt":"hello","max_tokens":3,"top_k":-1,"top_p":1,"temperature":0,'

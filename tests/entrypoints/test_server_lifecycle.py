@@ -17,7 +17,17 @@ import pytest
 
 from ascend_vllm.entrypoints.demo import demo_model_path
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, is_idle, metric, running, wait_until
+from tests.server import (
+    GENERATE_SERVER,
+    OPENAI_SERVER,
+    Server,
+    is_idle,
+    metric,
+    needs_curl,
+    needs_openssl,
+    running,
+    wait_until,
+)
 
 # A request that no machine finishes while a test looks at it: the tiny model makes thousands of tokens a second.
 LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
@@ -290,7 +300,8 @@ def make_certificates(directory: pathlib.Path) -> None:
     subprocess.run(["sh", "-ec", script], cwd=directory, check=True, capture_output=True, timeout=60)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
+@needs_openssl
+@needs_curl
 def test_mutual_tls(tiny_dir: str, tmp_path: pathlib.Path) -> None:
     make_certificates(tmp_path)
     flags = ["--ssl-keyfile", str(tmp_path / "server.key"), "--ssl-certfile", str(tmp_path / "server.pem")]
@@ -309,6 +320,7 @@ def test_mutual_tls(tiny_dir: str, tmp_path: pathlib.Path) -> None:
         server.close()
 
 
+@needs_curl
 def test_model_demo_is_served_under_its_name_with_a_curl_to_try(
     tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
