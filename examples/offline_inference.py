@@ -2,7 +2,7 @@
 
     python examples/offline_inference.py --model /models/Qwen2.5-0.5B-Instruct
 
-Without --model the small demo model is used, which is trained on the first run (about a minute).
+Without --model the small demo model is used, which is trained on the first run (a minute or two).
 """
 
 import argparse

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 @pytest.fixture(scope="session")
 def demo_model_dir() -> str:
-    """Directory of the demo model, trained once per machine and version (about a minute on two cores)."""
+    """Directory of the demo model, trained once per machine and version (a minute or two on two cores)."""
     from ascend_vllm.entrypoints.demo import ensure_demo_model
 
     return ensure_demo_model()

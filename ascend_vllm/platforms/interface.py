@@ -42,6 +42,3 @@ class Platform(abc.ABC):
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """[num_bytes] uint8 of zeros, for big buffers that live as long as the worker."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-    def synchronize(self) -> None:  # noqa: B027 - nothing to do is the right default
-        """Waits for the device; a no-op where calls are synchronous."""

@@ -1,6 +1,6 @@
 """The demo model: a small chat model that answers questions about this server.
 
-No model needs to be downloaded to try ascend-vllm: `--model demo` trains this one on first use (about a minute
+No model needs to be downloaded to try ascend-vllm: `--model demo` trains this one on first use (a minute or two
 on two cores) and keeps it in the cache directory. `python -m ascend_vllm.entrypoints.demo` does the same by hand.
 
 The questions and answers come from the command line's own flag table, the environment variables' descriptions

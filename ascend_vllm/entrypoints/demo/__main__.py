@@ -15,7 +15,7 @@ def main() -> None:
     """Trains and writes the model unless it is there."""
     parser = argparse.ArgumentParser(
         prog="python -m ascend_vllm.entrypoints.demo",
-        description="Train the small chat model behind --model demo. It takes about a minute on two cores.",
+        description="Train the small chat model behind --model demo. It takes a minute or two on two cores.",
     )
     parser.add_argument("--output", type=pathlib.Path, default=None, help="directory to write; default: the cache")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order; default 0")
@@ -26,7 +26,7 @@ def main() -> None:
         # late: torch takes seconds to import, and the model may be there
         from ascend_vllm.entrypoints.demo.checkpoint import make_demo_model
 
-        logger.info("Training the demo model into %s (once; about a minute on two cores)", output)
+        logger.info("Training the demo model into %s (once; a minute or two on two cores)", output)
         make_demo_model(output, seed=args.seed)
     print(output)
 
