@@ -27,7 +27,7 @@ from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest
-from ascend_vllm.types.step import SchedulerOutput, StepOutput
+from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -41,8 +41,8 @@ class NullExecutor(Executor):
         self._num_blocks = num_blocks
         self.seconds = 0.0
 
-    def initialize(self) -> int:
-        return self._num_blocks
+    def initialize(self) -> KVCacheSize:
+        return KVCacheSize(self._num_blocks)
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         start = time.perf_counter()

@@ -16,6 +16,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
         swap_space_gib: CPU memory for swapped blocks per device, in GiB.
         cache_dtype: "auto" (the model's) or a dtype's name.
         enable_prefix_caching: reuse blocks with equal contents.
+        sliding_window: tokens that every layer looks back on, so that older blocks are of no use; None: a layer
+            sees everything.
     """
 
     block_size: int
@@ -25,3 +27,4 @@ class CacheConfig(msgspec.Struct, frozen=True):
     swap_space_gib: float = 4.0
     cache_dtype: str = "auto"
     enable_prefix_caching: bool = False
+    sliding_window: int | None = None

@@ -14,6 +14,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         max_model_len: most tokens of a sequence, prompt and output together.
         enable_chunked_prefill: prompts may be cut to fit the step's budget, and run beside decodes.
         max_num_queued_reqs: waiting requests beyond which new ones are refused (503); None: no limit.
+        num_scheduler_steps: forward steps of one scheduler call while all rows decode.
+        multi_step_stream_outputs: the tokens of such a call are streamed one by one.
+        policy: "fcfs" or "priority".
+        preemption_mode: "recompute", "swap", or None: beam searches and sequences of n > 1 are swapped, others
+            recomputed.
+        delay_factor: prompts wait for this many times the duration of the last prompt step.
+        max_num_partial_prefills: most prompts that are cut at a time.
+        max_long_partial_prefills: most of them that are long.
+        long_prefill_token_threshold: tokens beyond which a prompt is long, and most tokens of it a step; 0: none is.
+        async_scheduling: the next step is made while one runs.
+        queue_timeout_s: seconds a request may wait for its first step before it is refused (503); None: for ever.
     """
 
     max_num_batched_tokens: int
@@ -21,3 +32,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     enable_chunked_prefill: bool = False
     max_num_queued_reqs: int | None = None
+    num_scheduler_steps: int = 1
+    multi_step_stream_outputs: bool = True
+    policy: str = "fcfs"
+    preemption_mode: str | None = None
+    delay_factor: float = 0.0
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 0
+    async_scheduling: bool = False
+    queue_timeout_s: float | None = None

@@ -28,6 +28,7 @@ class EngineCore:
 
     Attributes:
         num_blocks: KV blocks of the cache.
+        num_cpu_blocks: blocks in CPU memory for preempted rows.
 
     Example::
 
@@ -42,7 +43,8 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.config = config
         self._executor = executor
-        self.num_blocks = executor.initialize()
+        size = executor.initialize()
+        self.num_blocks, self.num_cpu_blocks = size.num_blocks, size.num_cpu_blocks
         kv_cache = KVCacheManager(self.num_blocks, config.cache.block_size)
         self._scheduler = Scheduler(config.scheduler, kv_cache, FCFSQueue(), config.model.seed)
         self._utilities: dict[str, Callable[..., Any]] = {

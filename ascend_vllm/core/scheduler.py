@@ -380,7 +380,7 @@ def _row_logprobs(logprobs: StepLogprobs, index: int, num_logprobs: int) -> Toke
     """One row's log-probabilities: the sampled token's and those of the `num_logprobs` most likely."""
     width = 1 + num_logprobs
     return TokenLogprobs(
-        token_ids=logprobs.token_ids[index, :width].tolist(),
-        logprobs=logprobs.logprobs[index, :width].tolist(),
-        rank=int(logprobs.ranks[index]),
+        token_ids=logprobs.token_ids[index, 0, :width].tolist(),
+        logprobs=logprobs.logprobs[index, 0, :width].tolist(),
+        rank=int(logprobs.ranks[index, 0]),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.errors import ConfigError, EngineDeadError
-from ascend_vllm.types.step import SchedulerOutput, StepOutput
+from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 
 if TYPE_CHECKING:
     from ascend_vllm.worker.worker import Worker
@@ -29,7 +29,7 @@ class Executor(abc.ABC):
         self.config = config
 
     @abc.abstractmethod
-    def initialize(self) -> int:
+    def initialize(self) -> KVCacheSize:
         """Loads the model and allocates the KV cache. Called once, first.
 
         Returns:
@@ -67,13 +67,13 @@ class UniProcExecutor(Executor):
 
         self._worker: Worker | None = Worker(config)
 
-    def initialize(self) -> int:
+    def initialize(self) -> KVCacheSize:
         worker = self._require_worker()
         worker.load_model()
         num_blocks = worker.determine_num_blocks()
         check_kv_cache_size(num_blocks, self.config)
         worker.initialize_cache(num_blocks)
-        return num_blocks
+        return KVCacheSize(num_blocks)
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()

@@ -32,8 +32,26 @@ class FinishReason(enum.IntEnum):
 # ---- API server → engine core ------------------------------------------------------------------------------
 
 
+class BeamSearchSpec(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A beam search; see core/beam_search.py for what the fields mean to it."""
+
+    # live beams
+    width: int
+    # sequences to return, the best first; at most `width`
+    num_returned: int
+    length_penalty: float = 1.0
+    # True, False or "never": vLLM 0.6.0's rules. None: no early end, as vLLM 0.6.3's beam search has it.
+    early_stopping: bool | str | None = False
+    # tell the best sequences after every step, not only at the end
+    stream: bool = False
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omit_defaults=True):
-    """One sequence to generate. `n` > 1 arrives as n requests with n=1 (see engine/input_processor.py)."""
+    """One sequence, or one beam search, to generate.
+
+    `n` > 1 arrives as n requests with n=1 (see engine/input_processor.py), of which all but the first name the first
+    as their parent.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -43,7 +61,15 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     eos_token_id: int | None
     # seconds of time.monotonic(), which all processes of a machine share
     arrival_time: float
+    # lower is served first, under --scheduling-policy priority
     priority: int = 0
+    # a request with the same prompt that was sent before: its blocks of the prompt are shared while it runs
+    parent_id: str | None = None
+    # set: the request is a beam search; its sampling parameters are greedy and without log-probabilities
+    beam_search: BeamSearchSpec | None = None
+    # what besides the token ids decides the contents of KV blocks: (first position concerned, key), e.g. the cache
+    # salt and the adapter's id at position 0, an image's hash where the image begins
+    content_keys: list[tuple[int, str]] = []
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -79,6 +105,18 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     rank: int
 
 
+class BeamSequence(msgspec.Struct, array_like=True, gc=False):
+    """One sequence of a beam search."""
+
+    # output only
+    token_ids: list[int]
+    cumulative_logprob: float
+    # None while it may still grow
+    finish_reason: FinishReason | None = None
+    # the stop token's id when one of stop_token_ids ended it (not for EOS)
+    stop_reason: int | None = None
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     """What one request got in one step."""
 
@@ -95,6 +133,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     num_cached_tokens: int = 0
     # a sentence for the client when finish_reason is ERROR
     error: str | None = None
+    # name of the class in ascend_vllm.errors that fits; None: RequestError
+    error_class: str | None = None
+    # of a beam search: its best sequences so far, best first, at its end and, if it streams, after every step.
+    # new_token_ids is empty then.
+    beams: list[BeamSequence] | None = None
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -108,6 +151,13 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     # tokens of this step
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    # sequences whose blocks are in CPU memory; they are also among the waiting
+    num_swapped: int = 0
+    # fraction of the CPU pool's blocks in use, 0 … 1
+    cpu_cache_usage: float = 0.0
+    # tokens looked up in the prefix cache, and those found
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -134,6 +184,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=True, gc=False):
     max_model_len: int
     # seconds from the start of the process
     load_time_s: float
+    num_cpu_blocks: int = 0
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag=True, gc=False):

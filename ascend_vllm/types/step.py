@@ -10,10 +10,35 @@ Letters: R rows scheduled in a step, S rows that sample in a step, K number of l
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 import numpy as np
 
 from ascend_vllm.sampling_params import SamplingParams
+
+# a row's length when nothing limits it
+UNLIMITED = 1 << 31
+
+
+class MoveKind(enum.IntEnum):
+    """From which of the two block pools to which a block's contents are copied."""
+
+    # device to device: a shared block gets a copy that its new owner may write
+    COPY = 0
+    # device to CPU pool
+    SWAP_OUT = 1
+    # CPU pool to device
+    SWAP_IN = 2
+
+
+class KVCacheSize(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks that the workers have."""
+
+    # on the device
+    num_blocks: int
+    # in CPU memory, for preempted rows; 0: there is no swapping
+    num_cpu_blocks: int = 0
 
 
 class NewRow(msgspec.Struct, array_like=True, gc=False):
@@ -24,7 +49,7 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     # prompt, and what was generated before a preemption
     token_ids: list[int]
     num_prompt_tokens: int
-    # tokens whose KV is in the cache already (a cached prefix); the row computes from here
+    # tokens whose KV is in the cache already (a cached prefix, a forked or a swapped row); the row computes from here
     num_computed_tokens: int
     block_ids: list[int]
     sampling_params: SamplingParams
@@ -32,10 +57,16 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     seed: int
     # ids that end the sequence; the sampler forbids them while fewer than min_tokens are generated
     stop_token_ids: list[int]
+    # tokens at which the sequence ends whatever they are; several steps at once do not go on behind them
+    max_num_tokens: int = UNLIMITED
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
-    """One step for the workers. Applied in the order of the fields."""
+    """One step for the workers.
+
+    Applied in this order: freed_slots, block_moves, new_rows, forks, new_blocks, replaced_blocks; then the rows
+    compute.
+    """
 
     step_id: int
     # slots whose rows ended or were preempted since the last step; their contents are void
@@ -48,8 +79,18 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: list[int]
     # block ids appended to rows that were in their slot before: (slot, ids)
     new_blocks: list[tuple[int, list[int]]]
-    # forward steps to run with sampled ids fed back on the device (multi-step decoding)
+    # forward steps to run with sampled ids fed back on the device (multi-step decoding). Above 1 every row of the
+    # step misses one token, and blocks are there for as many more as its max_num_tokens leaves it.
     num_steps: int = 1
+    # contents to copy before anything is computed: (MoveKind, source block, target block), strictly in this order,
+    # since a later move may overwrite the source of an earlier one
+    block_moves: list[tuple[int, int, int]] = []
+    # blocks put in the place of others: (slot, index in the row's block table, block id)
+    replaced_blocks: list[tuple[int, int, int]] = []
+    # (slot, source slot, token): the row in `slot` becomes a copy of the one in `source slot` up to its computed
+    # tokens (parameters, blocks, everything), followed by this token instead of what it sampled last (beam search).
+    # The source may be the slot itself; if it is another one, that one is forked from itself in the same step.
+    forks: list[tuple[int, int, int]] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -60,11 +101,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 class StepLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities of the sampled tokens; rows that asked for none hold padding."""
 
-    # [S, 1+K] int32: the sampled token, then the K most likely ones, best first
+    # [S, N, 1+K] int32: the sampled token, then the K most likely ones, best first
     token_ids: np.ndarray
-    # [S, 1+K] float32
+    # [S, N, 1+K] float32
     logprobs: np.ndarray
-    # [S] int32: 1 + number of vocabulary entries more likely than the sampled token
+    # [S, N] int32: 1 + number of vocabulary entries more likely than the sampled token
     ranks: np.ndarray
 
 
@@ -74,7 +115,7 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     step_id: int
     # [S] int32: the slots that sampled, in the order of SchedulerOutput.slots
     slots: np.ndarray
-    # [S, N] int64: sampled ids
+    # [S, N] int64: sampled ids; those after the one that ends a row are void
     sampled_token_ids: np.ndarray
-    # None when no sampling row asked for log-probabilities (N is 1 otherwise)
+    # None when no sampling row asked for log-probabilities
     logprobs: StepLogprobs | None = None

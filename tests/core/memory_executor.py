@@ -22,7 +22,7 @@ from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
-from ascend_vllm.types.step import NewRow, SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepLogprobs, StepOutput
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -85,8 +85,8 @@ class MemoryExecutor(Executor):
         self.fail_next: Exception | None = None
         self.is_shut_down = False
 
-    def initialize(self) -> int:
-        return self.num_blocks
+    def initialize(self) -> KVCacheSize:
+        return KVCacheSize(self.num_blocks)
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()
@@ -168,9 +168,9 @@ def _logprobs(tokens: list[int], width: int) -> StepLogprobs:
     top = np.broadcast_to(np.arange(width), (count, width))
     sampled = np.array(tokens).reshape(-1, 1)
     return StepLogprobs(
-        token_ids=np.concatenate([sampled, top], axis=1).astype(np.int32),
-        logprobs=np.concatenate([-sampled, -top], axis=1).astype(np.float32),
-        ranks=np.array(tokens, np.int32) + 1,
+        token_ids=np.concatenate([sampled, top], axis=1).astype(np.int32)[:, None],
+        logprobs=np.concatenate([-sampled, -top], axis=1).astype(np.float32)[:, None],
+        ranks=(np.array(tokens, np.int32) + 1)[:, None],
     )
 
 

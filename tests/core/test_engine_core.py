@@ -58,6 +58,10 @@ def test_utilities() -> None:
         "num_preemptions": 0,
         "num_prompt_tokens": 9,
         "num_generation_tokens": 0,
+        "num_swapped": 0,
+        "cpu_cache_usage": 0.0,
+        "num_prefix_queries": 0,
+        "num_prefix_hits": 0,
     }
     assert core.call_utility("check_health", []) is None
     msgspec.msgpack.encode([core.audit(), core.stats()])

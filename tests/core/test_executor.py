@@ -7,7 +7,7 @@ import pytest
 from ascend_vllm.core.engine_core import build
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.executor.base import UniProcExecutor, create_executor
-from ascend_vllm.types.step import SchedulerOutput
+from ascend_vllm.types.step import KVCacheSize, SchedulerOutput
 from tests.core.memory_executor import assert_all_free, make_request, run
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
@@ -16,7 +16,7 @@ from tests.worker.worker_driver import make_config
 def test_life_of_the_in_process_executor() -> None:
     executor = create_executor(make_config(tiny_model("qwen2-tied"), num_gpu_blocks_override=32))
     assert isinstance(executor, UniProcExecutor)
-    assert executor.initialize() == 32
+    assert executor.initialize() == KVCacheSize(32)
     executor.check_health()
     future = executor.execute_model(SchedulerOutput(0, [], [], [3], [1], []))
     assert future.done()

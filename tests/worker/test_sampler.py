@@ -54,5 +54,5 @@ def test_more_logprobs_than_vocabulary_gives_all_of_it() -> None:
     sampler = make_sampler(SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE + 5))
     _, logprobs = sampler.sample(torch.randn(1, VOCAB_SIZE), np.array([0]))
     assert logprobs is not None
-    assert sorted(logprobs.token_ids[0, 1:].tolist()) == list(range(VOCAB_SIZE))
-    np.testing.assert_allclose(np.exp(logprobs.logprobs[0, 1:]).sum(), 1.0, rtol=1e-5)
+    assert sorted(logprobs.token_ids[0, 0, 1:].tolist()) == list(range(VOCAB_SIZE))
+    np.testing.assert_allclose(np.exp(logprobs.logprobs[0, 0, 1:]).sum(), 1.0, rtol=1e-5)

@@ -74,13 +74,13 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 def assert_reports(found: StepLogprobs, row: int, token: int, expected: torch.Tensor, num_logprobs: int) -> None:
     """Compares one row of a report with [V] expected log-probabilities."""
-    assert found.token_ids[row, 0] == token
-    np.testing.assert_allclose(found.logprobs[row, 0], expected[token], atol=1e-4)
-    assert found.ranks[row] == 1 + int((expected > expected[token]).sum())
+    assert found.token_ids[row, 0, 0] == token
+    np.testing.assert_allclose(found.logprobs[row, 0, 0], expected[token], atol=1e-4)
+    assert found.ranks[row, 0] == 1 + int((expected > expected[token]).sum())
     top = expected.topk(num_logprobs)
-    np.testing.assert_allclose(found.logprobs[row, 1 : 1 + num_logprobs], top.values, atol=1e-4)
+    np.testing.assert_allclose(found.logprobs[row, 0, 1 : 1 + num_logprobs], top.values, atol=1e-4)
     reachable = top.values > -torch.inf
-    found_ids = found.token_ids[row, 1 : 1 + num_logprobs]
+    found_ids = found.token_ids[row, 0, 1 : 1 + num_logprobs]
     assert found_ids[reachable.numpy()].tolist() == top.indices[reachable].tolist()
 
 
@@ -99,7 +99,7 @@ def test_raw_logprobs_are_those_of_the_model(worker: Worker, directory: str) -> 
             before = {name: list(row.tokens) for name, row in driver.rows.items()}
             found = driver.step().logprobs
             assert found is not None
-            assert found.token_ids.shape == found.logprobs.shape == (4, 1 + 5)
+            assert found.token_ids.shape == found.logprobs.shape == (4, 1, 1 + 5)
             for index, (name, params) in enumerate(asked.items()):
                 if params.logprobs is None:
                     assert not found.logprobs[index].any()

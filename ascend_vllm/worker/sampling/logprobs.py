@@ -64,11 +64,11 @@ def report(
     ranks = (logprobs > own).sum(-1) + 1
     top = logprobs.topk(num_logprobs, dim=-1)
     result = StepLogprobs(
-        token_ids=np.zeros((num_rows, 1 + num_logprobs), np.int32),
-        logprobs=np.zeros((num_rows, 1 + num_logprobs), np.float32),
-        ranks=np.zeros(num_rows, np.int32),
+        token_ids=np.zeros((num_rows, 1, 1 + num_logprobs), np.int32),
+        logprobs=np.zeros((num_rows, 1, 1 + num_logprobs), np.float32),
+        ranks=np.zeros((num_rows, 1), np.int32),
     )
-    result.token_ids[rows] = torch.cat((ids, top.indices), -1).cpu().numpy()
-    result.logprobs[rows] = torch.cat((own, top.values), -1).cpu().numpy()
-    result.ranks[rows] = ranks.cpu().numpy()
+    result.token_ids[rows, 0] = torch.cat((ids, top.indices), -1).cpu().numpy()
+    result.logprobs[rows, 0] = torch.cat((own, top.values), -1).cpu().numpy()
+    result.ranks[rows, 0] = ranks.cpu().numpy()
     return result
