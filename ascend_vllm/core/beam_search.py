@@ -46,7 +46,8 @@ def beam_score(cumulative_logprob: float, length: int, length_penalty: float) ->
         length: tokens of prompt and output, at least 1; a final end-of-sequence token does not count.
         length_penalty: beyond −32 … 32 it is taken as the nearer end.
     """
-    return cumulative_logprob / float(length) ** max(-_MAX_LENGTH_PENALTY, min(length_penalty, _MAX_LENGTH_PENALTY))
+    divisor: float = float(length) ** max(-_MAX_LENGTH_PENALTY, min(length_penalty, _MAX_LENGTH_PENALTY))
+    return cumulative_logprob / divisor
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,8 +83,8 @@ class BeamSearch:
         max_model_len: for the greatest possible length of early_stopping "never".
 
     Attributes:
-        num_candidates: most likely next tokens that each live beam must bring to `advance`. Each beam has no more than
-            len(end_token_ids) candidates that end, so that `width` others are always among them.
+        num_candidates: most likely next tokens that each live beam must bring to `advance`. No more of them end than
+            beams live times len(end_token_ids), so that `width` others are always left.
         is_done: the search is over.
     """
 
@@ -169,11 +170,14 @@ class BeamSearch:
         self._end()
 
     def best(self) -> list[BeamSequence]:
-        """The `num_returned` best sequences so far by score, best first; live ones have no finish_reason."""
+        """The `num_returned` best sequences so far by score, best first; live ones have no finish_reason.
+
+        Fewer if there are not so many. The lists are the search's own: they are not to be changed.
+        """
         ranked = self._finished + [
             _Finished(
                 self._score(beam.cumulative_logprob, self._num_prompt_tokens + len(beam.token_ids)),
-                BeamSequence(beam.token_ids.copy(), beam.cumulative_logprob),
+                BeamSequence(beam.token_ids, beam.cumulative_logprob),
             )
             for beam in self._live
         ]
