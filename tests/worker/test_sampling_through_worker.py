@@ -113,7 +113,7 @@ def test_zero_logprobs_are_the_sampled_token_alone(worker: Worker, directory: st
         driver.add("row", make_prompt(5), SamplingParams(temperature=1.5, logprobs=0), seed=3)
         found = driver.step().logprobs
         assert found is not None
-        assert found.token_ids.shape == (1, 1)
+        assert found.token_ids.shape == (1, 1, 1)
         expected = torch.log_softmax(last_logits(directory, make_prompt(5)), -1)
         assert_reports(found, 0, driver.output("row")[0], expected, 0)
 
