@@ -5,32 +5,39 @@ The states and the changes between them::
     WAITING ──▶ RUNNING ──▶ FINISHED_STOPPED | FINISHED_LENGTH
                  │   ▲
                  ▼   │
-               PREEMPTED          every state ──▶ FINISHED_ABORTED | FINISHED_ERROR
+         PREEMPTED | SWAPPED      every state ──▶ FINISHED_ABORTED | FINISHED_ERROR
 
-and WAITING or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that cannot be held.
+and WAITING or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that cannot be held. PREEMPTED has lost its blocks and
+computes them again, SWAPPED has them in CPU memory.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
+from typing import TYPE_CHECKING
 
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+
+if TYPE_CHECKING:
+    from ascend_vllm.core.beam_group import BeamGroup
 
 NO_SLOT = -1
 _SEED_MASK = (1 << 63) - 1
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is; everything after PREEMPTED is an end."""
+    """Where a request is; everything after SWAPPED is an end."""
 
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    SWAPPED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
 
 _S = RequestStatus
@@ -38,9 +45,10 @@ _S = RequestStatus
 LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
     _S.RUNNING: frozenset(
-        {_S.PREEMPTED, _S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}
+        {_S.PREEMPTED, _S.SWAPPED, _S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}
     ),
     _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.SWAPPED: frozenset({_S.RUNNING, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
     _S.FINISHED_STOPPED: frozenset(),
     _S.FINISHED_LENGTH: frozenset(),
     _S.FINISHED_ABORTED: frozenset(),
@@ -63,7 +71,8 @@ class Request:
     """One sequence on its way through the scheduler.
 
     Scheduling knows one pair of numbers: `num_computed_tokens`, whose KV is in the cache (or will be when the
-    steps handed out are done), chases `num_tokens`, the tokens known.
+    steps handed out are done), chases `num_tokens`, the tokens known, with the `num_pending_tokens` that those steps
+    will have sampled.
 
     Args:
         message: the request as the API server sent it.
@@ -74,28 +83,47 @@ class Request:
         token_ids: prompt, then output.
         is_finished: whether it has ended, in any way.
         slot: its row in the workers; NO_SLOT unless it runs.
-        block_ids: KV blocks it owns, in the order of its tokens.
+        block_ids: KV blocks it holds on the device, in the order of its tokens.
+        cpu_block_ids: KV blocks it holds in CPU memory, while SWAPPED.
+        block_hashes: of the blocks that its tokens fill (core/block_hash.py).
+        num_cached_blocks: how many of its first blocks the prefix cache has been told of.
+        num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
+        content_keys: what besides the token ids decides its KV, as in EngineCoreRequest.
+        parent_id: the request whose prompt's blocks it may share.
+        beam_group: the beam search that it is, or that it is a row of.
+        max_num_tokens: tokens at which it ends whatever they are.
         seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
             so that a resumed request goes on with the same stream.
         stop_reason: the id among its stop_token_ids that ended it.
         first_scheduled_time: seconds of time.monotonic().
+        num_pending_tokens: tokens that steps handed out will have sampled.
         num_counted_prompt_tokens: prompt tokens that statistics have counted.
+        end_ids: ids that end it, once it has min_num_tokens.
+        min_num_tokens: tokens before which it cannot end.
     """
 
     __slots__ = (
-        "_end_ids",
-        "_max_num_tokens",
-        "_min_num_tokens",
         "arrival_time",
+        "beam_group",
+        "block_hashes",
         "block_ids",
+        "content_keys",
+        "cpu_block_ids",
+        "end_ids",
         "eos_token_id",
         "first_scheduled_time",
         "is_finished",
+        "max_num_tokens",
+        "min_num_tokens",
+        "num_cached_blocks",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "parent_id",
         "priority",
         "request_id",
         "sampling_params",
@@ -112,26 +140,34 @@ class Request:
         self.sampling_params: SamplingParams = params
         self.arrival_time = message.arrival_time
         self.priority = message.priority
+        self.parent_id = message.parent_id
+        self.beam_group: BeamGroup | None = None
         self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
         self.status = RequestStatus.WAITING
         self.is_finished = False
         self.token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
+        self.cpu_block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.num_cached_blocks = 0
+        self.num_cached_tokens = 0
+        self.content_keys = message.content_keys
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0
         self.first_scheduled_time: float | None = None
         self.stop_reason: int | None = None
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
-        self._end_ids = frozenset(params.stop_token_ids or ()) | (
+        self.end_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if self.eos_token_id is None else frozenset({self.eos_token_id})
         )
-        self._min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self._max_num_tokens = max_model_len + 1
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        self.max_num_tokens = max_model_len + 1
         if params.max_tokens is not None:
-            self._max_num_tokens = min(self._max_num_tokens, self.num_prompt_tokens + params.max_tokens)
+            self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + params.max_tokens)
 
     def __repr__(self) -> str:
         return (
@@ -152,7 +188,12 @@ class Request:
     @property
     def end_token_ids(self) -> list[int]:
         """Ids that end the sequence: end-of-sequence unless ignored, and its stop_token_ids."""
-        return sorted(self._end_ids)
+        return sorted(self.end_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens that no step has been given yet."""
+        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -170,16 +211,31 @@ class Request:
         self.status = status
         self.is_finished = status in FINISH_REASONS
 
+    def make_row(self, request_id: str) -> Request:
+        """A further row of a beam search: the same tokens, but neither slot nor blocks."""
+        row = copy.copy(self)
+        row.request_id = request_id
+        row.token_ids = self.token_ids.copy()
+        row.block_hashes = self.block_hashes.copy()
+        row.slot = NO_SLOT
+        row.block_ids, row.cpu_block_ids = [], []
+        row.num_pending_tokens = 0
+        return row
+
     def append_output(self, token_ids: list[int]) -> int:
         """Takes the tokens a step sampled, up to the one that ends the sequence.
 
         Returns:
             How many were taken; what follows an end is void. `status` tells whether it has ended.
         """
+        if self.num_tokens + len(token_ids) < self.max_num_tokens and self.end_ids.isdisjoint(token_ids):
+            self.token_ids += token_ids
+            self.num_tokens += len(token_ids)
+            return len(token_ids)
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
             self.num_tokens += 1
-            if token_id in self._end_ids or self.num_tokens >= self._max_num_tokens:
+            if token_id in self.end_ids or self.num_tokens >= self.max_num_tokens:
                 end = self._end(token_id)
                 if end is not None:
                     self.transition(end)
@@ -188,10 +244,10 @@ class Request:
 
     def _end(self, token_id: int) -> RequestStatus | None:
         """How the sequence ends with its newest token, if it does; a stop wins over reaching a limit."""
-        if self.num_tokens >= self._min_num_tokens:
+        if self.num_tokens >= self.min_num_tokens:
             if token_id == self.eos_token_id:
                 return RequestStatus.FINISHED_STOPPED
-            if token_id in self._end_ids:
+            if token_id in self.end_ids:
                 self.stop_reason = token_id
                 return RequestStatus.FINISHED_STOPPED
-        return RequestStatus.FINISHED_LENGTH if self.num_tokens >= self._max_num_tokens else None
+        return RequestStatus.FINISHED_LENGTH if self.num_tokens >= self.max_num_tokens else None
