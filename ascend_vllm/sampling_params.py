@@ -1,13 +1,14 @@
 """How a request is sampled: `SamplingParams`, with vLLM's fields, defaults and validation texts.
 
-The positional order of the fields is vLLM 0.6.3's; fields that came later follow, keyword-only in practice.
+The positional order of the fields is vLLM 0.6.3's; fields of other versions follow, keyword-only in practice.
 Where 0.6.3 and today's vLLM disagree on a range, the wider one holds (top_k 0 disables, repetition_penalty
-above 2 is allowed).
+above 2 is allowed). The fields of beam search are 0.6.0's.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import math
 from typing import Any
@@ -22,6 +23,20 @@ logger = init_logger(__name__)
 # by less lose their precision (both values are vLLM's).
 SAMPLING_EPS = 1e-5
 MIN_TEMPERATURE = 1e-2
+
+# Fields that change a distribution, or need the text while beams are chosen, and the values that do not: the only
+# ones that beam search, which compares the model's own log-probabilities of token ids, can take.
+_NEUTRAL_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_p": (0.0,),
+    "stop": ([],),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+}
 
 _INTEGERS = ("best_of", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
@@ -47,7 +62,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     Args:
         n: sequences to return.
-        best_of: sequences to generate, of which the best `n` by cumulative log-probability are returned.
+        best_of: sequences to generate, of which the best `n` by cumulative log-probability are returned; with beam
+            search the number of beams. None: `n`.
         presence_penalty: −2 … 2, subtracted once from every token generated before.
         frequency_penalty: −2 … 2, subtracted for each time a token was generated before.
         repetition_penalty: > 0, divides (multiplies, if negative) the logits of tokens in prompt or output.
@@ -68,13 +84,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         include_stop_str_in_output: keep the stop string in the text.
         logit_bias: added to the logits of these ids, each within −100 … 100.
         allowed_token_ids: only these ids can be sampled.
+        use_beam_search: search for the most likely sequences instead of sampling. Needs temperature=0 and at least 2
+            beams; the fields that change probabilities, `stop` and log-probabilities cannot be used with it.
+        length_penalty: beams are compared by cumulative log-probability / length ** length_penalty, the length being
+            that of prompt and output.
+        early_stopping: when to stop once as many sequences as beams have ended: True: at once; False: when no beam is
+            better now; "never": when none can become better; None: not before the beams are at their end, as vLLM
+            0.6.3's beam search does it, which also takes a single beam.
 
     Raises:
         ValueError: a value is out of range; the text names the field.
+        TypeError: a value is of the wrong type; likewise.
 
     Example::
 
         SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
+        SamplingParams(use_beam_search=True, n=4, temperature=0, length_penalty=0.5)
     """
 
     n: int = 1
@@ -102,12 +127,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str | None = False
 
     def __post_init__(self) -> None:
         self._normalize()
         self._verify()
-        if self.temperature < SAMPLING_EPS:
+        if self.use_beam_search:
+            self._verify_beam_search()
             self._make_greedy()
+            return
+        self._verify_no_beam_search()
+        if self.temperature < SAMPLING_EPS:
+            self._verify_greedy()
+            self._make_greedy()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to generate, of which `n` are returned; with beam search the number of beams."""
+        return self.best_of or self.n
 
     @property
     def sampling_type(self) -> SamplingType:
@@ -153,6 +192,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._verify_filters()
         self._verify_lengths()
         self._verify_stop()
+        if type(self.use_beam_search) is not bool:
+            raise TypeError(f"use_beam_search must be a bool, got {type(self.use_beam_search).__name__}")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty must be a finite number, got {self.length_penalty}.")
 
     def _verify_counts(self) -> None:
         if not isinstance(self.n, int):
@@ -219,11 +262,96 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
             )
 
+    def _verify_no_beam_search(self) -> None:
+        if self.early_stopping is not False:
+            raise ValueError("early_stopping is not effective and must be False when not using beam search.")
+        if self.length_penalty != 1.0:
+            raise ValueError(
+                "length_penalty is not effective and must be the default value of 1.0 when not using beam search."
+            )
+        if self.output_kind is RequestOutputKind.DELTA and self.num_sequences != self.n:
+            raise ValueError("best_of must equal n to use output_kind=DELTA")
+
+    def _verify_beam_search(self) -> None:
+        if self.num_sequences == 1 and self.early_stopping is not None:
+            raise ValueError("best_of must be greater than 1 when using beam search. Got 1.")
+        if self.temperature >= SAMPLING_EPS:
+            raise ValueError("temperature must be 0 when using beam search.")
+        if self.top_p < 1.0 - SAMPLING_EPS:
+            raise ValueError("top_p must be 1 when using beam search.")
+        if self.top_k not in (-1, 0):
+            raise ValueError("top_k must be -1 when using beam search.")
+        rule = self.early_stopping
+        if not (rule is None or isinstance(rule, bool) or rule == "never"):
+            raise ValueError(f"early_stopping must be True, False, or 'never', got {rule}.")
+        for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+            if getattr(self, name) not in neutral:
+                raise ValueError(f"{name} cannot be used with beam search.")
+
+    def _verify_greedy(self) -> None:
+        if self.num_sequences > 1:
+            raise ValueError(f"n must be 1 when using greedy sampling, got {self.num_sequences}.")
+
     def _make_greedy(self) -> None:
-        sequences = max(self.n, self.best_of or 1)
-        if sequences > 1:
-            raise ValueError(f"n must be 1 when using greedy sampling, got {sequences}.")
         self.temperature = 0.0
         self.top_p = 1.0
         self.top_k = -1
         self.min_p = 0.0
+
+
+@dataclasses.dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`, with vLLM's names and order.
+
+    Args:
+        beam_width: beams, and sequences to return.
+        max_tokens: most tokens to generate.
+        ignore_eos: go on after the end-of-sequence token.
+        temperature: must be 0, since beams are compared by the model's own probabilities.
+        length_penalty: sequences are compared by cumulative log-probability / length ** length_penalty.
+        include_stop_str_in_output: keep the text of the token that ended a sequence.
+        skip_special_tokens: leave special tokens out of the text.
+        early_stopping: when to stop once `beam_width` sequences have ended, see `SamplingParams`; None, vLLM's
+            present rule: not before the beams are at their end.
+
+    Raises:
+        ValueError: a value is out of range; the text names the field.
+        TypeError: a value is of the wrong type; likewise.
+
+    Example::
+
+        llm.beam_search(["Hello, my name is"], BeamSearchParams(beam_width=4, max_tokens=32))
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    _: dataclasses.KW_ONLY
+    skip_special_tokens: bool = True
+    early_stopping: bool | str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.beam_width) is not int:
+            raise TypeError(f"beam_width must be an integer, got {type(self.beam_width).__name__}")
+        if self.beam_width < 1:
+            raise ValueError(f"beam_width must be at least 1, got {self.beam_width}.")
+        self.to_sampling_params()
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The same search as the engine takes it."""
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            best_of=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            early_stopping=self.early_stopping,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
