@@ -5,8 +5,11 @@ Each is a function, so that a value is read when it is needed and tests can chan
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
+
+from ascend_vllm.errors import ConfigError
 
 
 def cpu_kvcache_space_gib() -> float | None:
@@ -63,3 +66,24 @@ def max_n_sequences() -> int:
 def keep_alive_on_engine_death() -> bool:
     """`VLLM_KEEP_ALIVE_ON_ENGINE_DEATH`: 1 lets the HTTP server stay, answering errors, when the engine has died."""
     return os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") == "1"
+
+
+def engine_iteration_timeout_s() -> float | None:
+    """`VLLM_ENGINE_ITERATION_TIMEOUT_S`: the seconds that one step of the engine may take, 60 by default.
+
+    After that the engine counts as dead and the server ends. 0 means no limit.
+    """
+    # docstrings here are answers of the demo model, so it is said here: raises ConfigError if it is no number
+    value = os.environ.get("VLLM_ENGINE_ITERATION_TIMEOUT_S", "") or "60"
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"VLLM_ENGINE_ITERATION_TIMEOUT_S must be a number of seconds, got {value!r}.")
+    return seconds or None
+
+
+def server_dev_mode() -> bool:
+    """`VLLM_SERVER_DEV_MODE`: 1 adds routes for development to the server, such as POST /reset_prefix_cache."""
+    return os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine import arg_limits
 from ascend_vllm.engine.arg_fields import Flag, Kind, flags_of
 from ascend_vllm.engine.arg_parser import AUTO_LENGTH
 from ascend_vllm.errors import ConfigError
@@ -84,22 +86,29 @@ def check_flags(args: EngineArgs) -> None:
         raise ConfigError(f"num_scheduler_steps ({args.num_scheduler_steps}) must be greater than or equal to 1.")
     if args.num_lookahead_slots < 0:
         raise ConfigError(f"num_lookahead_slots ({args.num_lookahead_slots}) must be greater than or equal to 0.")
+    if args.num_scheduler_steps > 1 and (args.speculative_model or args.speculative_config):
+        raise ConfigError("Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)")
     if args.gpu_memory_utilization > 1.0:
         raise ConfigError(f"GPU memory utilization must be less than 1.0. Got {args.gpu_memory_utilization}.")
     if args.gpu_memory_utilization <= 0.0:
         raise ConfigError(f"--gpu-memory-utilization must be above 0, got {args.gpu_memory_utilization}.")
     if args.rope_theta is not None and args.rope_theta <= 0:
         raise ConfigError(f"--rope-theta must be above 0, got {args.rope_theta}.")
+    if args.queue_timeout_s is not None and not args.queue_timeout_s > 0:
+        raise ConfigError(f"--queue-timeout-s must be above 0, got {args.queue_timeout_s}.")
     _at_least(
         args, 0, "swap_space", "cpu_offload_gb", "scheduler_delay_factor", "max_logprobs", "tokenizer_pool_size"
     )
+    _at_least(args, 0, "long_prefill_token_threshold")
     _at_least(args, 1, "max_num_seqs", "num_gpu_blocks_override", "max_num_queued_reqs")
     _at_least(args, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "stream_interval")
     if not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"--seed must fit in 64 bits, got {args.seed}.")
-    # the default is not reserved by anything, and must not keep a small machine from starting
+    # the default must not keep a small machine from starting
     if args.swap_space != type(args).swap_space:
         _check_swap_space(args.swap_space)
+    if args.preemption_mode == "swap" and not args.swap_space:
+        raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
 
 
 def check_length(name: str, value: int | None, *, auto_allowed: bool = False) -> None:
@@ -130,9 +139,24 @@ def check_config(config: EngineConfig) -> None:
     """Checks across the sections of a finished configuration.
 
     Raises:
-        ConfigError: the budget of a step fits neither the longest sequence nor the number of sequences.
+        ConfigError: the budget of a step does not fit the rest; or features exclude one another.
     """
-    scheduler = config.scheduler
+    _check_budget(config)
+    _check_partial_prefills(config.scheduler)
+    if config.cache.enable_prefix_caching and any(arg_limits.window_of_layers(config.model.hf_config)):
+        raise ConfigError(
+            "Prefix caching is not supported with sliding window. Run with --disable-sliding-window to use prefix "
+            "caching."
+        )
+    if config.model.hidden_size % config.model.num_heads and not config.model.hf_config.get("head_dim"):
+        raise ConfigError(
+            f"config.json: hidden_size ({config.model.hidden_size}) must be divisible by num_attention_heads "
+            f"({config.model.num_heads}) unless head_dim is given."
+        )
+
+
+def _check_budget(config: EngineConfig) -> None:
+    scheduler, block_size = config.scheduler, config.cache.block_size
     budget, longest = scheduler.max_num_batched_tokens, scheduler.max_model_len
     if budget < longest and not scheduler.enable_chunked_prefill:
         raise ConfigError(
@@ -145,8 +169,27 @@ def check_config(config: EngineConfig) -> None:
             f"max_num_batched_tokens ({budget}) must be greater than or equal to max_num_seqs "
             f"({scheduler.max_num_seqs})."
         )
-    if config.model.hidden_size % config.model.num_heads and not config.model.hf_config.get("head_dim"):
+    if scheduler.enable_chunked_prefill and config.cache.enable_prefix_caching and budget % block_size:
         raise ConfigError(
-            f"config.json: hidden_size ({config.model.hidden_size}) must be divisible by num_attention_heads "
-            f"({config.model.num_heads}) unless head_dim is given."
+            "When enabling chunked prefill and prefix caching, max_num_batched_tokens (chunk size) must be dividable "
+            f"by block size, but got chunk_size ({budget}) % block_size ({block_size}) = {budget % block_size}"
+        )
+
+
+def _check_partial_prefills(scheduler: SchedulerConfig) -> None:
+    partial, long_partial = scheduler.max_num_partial_prefills, scheduler.max_long_partial_prefills
+    if partial < 1:
+        raise ConfigError(f"max_num_partial_prefills ({partial}) must be greater than or equal to 1.")
+    if partial > 1:
+        if not scheduler.enable_chunked_prefill:
+            raise ConfigError("Chunked prefill must be enabled to set max_num_partial_prefills > 1.")
+        if scheduler.long_prefill_token_threshold > scheduler.max_model_len:
+            raise ConfigError(
+                f"long_prefill_token_threshold ({scheduler.long_prefill_token_threshold}) cannot be greater than the "
+                f"max_model_len ({scheduler.max_model_len})."
+            )
+    if not 1 <= long_partial <= partial:
+        raise ConfigError(
+            f"max_long_partial_prefills ({long_partial}) must be greater than or equal to 1 and less than or equal "
+            f"to max_num_partial_prefills ({partial})."
         )

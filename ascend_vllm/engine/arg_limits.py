@@ -34,6 +34,11 @@ _STRETCHED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope
 LONG_CONTEXT = 32768
 _CHUNK_BUDGET = 512
 _MIN_BUDGET = 2048
+# of the longest sequence: where a prompt begins to be long if several may be cut at a time
+_LONG_PREFILL_SHARE = 0.04
+
+# architectures whose layers heed a window; for others it may stand in config.json and mean nothing
+_WINDOWED_ARCHITECTURES = frozenset({"MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFacts) -> str:
@@ -72,6 +77,30 @@ def sliding_window(hf_config: Mapping[str, Any]) -> int | None:
         return None
     window = hf_config.get("sliding_window")
     return None if window is None else int(window)
+
+
+def window_of_layers(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window of every layer, as the models of this package read the config; None: the layer sees everything."""
+    window = sliding_window(hf_config)
+    num_layers = int(hf_config.get("num_hidden_layers", 0))
+    architecture = (hf_config.get("architectures") or [None])[0]
+    if window is None or architecture not in _WINDOWED_ARCHITECTURES:
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (window,) * num_layers
+    if not hf_config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    layer_types = hf_config.get("layer_types")
+    if layer_types is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in layer_types[:num_layers])
+    first = int(hf_config.get("max_window_layers", 0))
+    return tuple(window if index >= first else None for index in range(num_layers))
+
+
+def window_of_all_layers(hf_config: Mapping[str, Any]) -> int | None:
+    """The window if every layer has it, so that KV blocks that left it are of no use; else None."""
+    windows = set(window_of_layers(hf_config))
+    return windows.pop() if len(windows) == 1 else None
 
 
 def without_sliding_window(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,10 +179,27 @@ def resolve_chunked_prefill(requested: bool | None, max_model_len: int, hf_confi
 
 
 def resolve_max_num_batched_tokens(
-    requested: int | None, *, chunked_prefill: bool, max_model_len: int, max_num_seqs: int
+    requested: int | None,
+    *,
+    chunked_prefill: bool,
+    max_model_len: int,
+    max_num_seqs: int,
+    multi_step: bool = False,
+    multiple_of: int = 1,
 ) -> int:
-    """The tokens of a step: as requested, else enough for the longest prompt and for every sequence."""
+    """The tokens of a step: as requested, else enough for the longest prompt and for every sequence.
+
+    Chunks are small, so that running answers keep flowing; several steps at once make the answers wait anyway, and
+    there chunks are as large as whole prompts.
+    """
     if requested is not None:
         return requested
-    budget = _CHUNK_BUDGET if chunked_prefill else max(max_model_len, _MIN_BUDGET)
-    return max(budget, max_num_seqs)
+    budget = _CHUNK_BUDGET if chunked_prefill and not multi_step else max(max_model_len, _MIN_BUDGET)
+    return -(-max(budget, max_num_seqs) // multiple_of) * multiple_of
+
+
+def resolve_long_prefill_threshold(requested: int, max_num_partial_prefills: int, max_model_len: int) -> int:
+    """The tokens beyond which a prompt is long: as requested, else a share of the longest if several may be cut."""
+    if requested or max_num_partial_prefills <= 1:
+        return requested
+    return int(max_model_len * _LONG_PREFILL_SHARE)

@@ -57,6 +57,10 @@ class EngineArgs(
             self.enable_log_requests = False
         elif not self.enable_log_requests:
             self.disable_log_requests = True
+        if self.disable_async_output_proc:
+            self.async_scheduling = False
+        elif not self.async_scheduling:
+            self.disable_async_output_proc = True
 
     @classmethod
     def add_cli_args(cls, parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -105,7 +109,7 @@ class EngineArgs(
             hf_config = arg_limits.without_sliding_window(hf_config)
         dtype = arg_limits.resolve_dtype(self.dtype, hf_config, facts)
         model = self._model_config(directory, hf_config, dtype, longest)
-        cache = self._cache_config(block_size)
+        cache = self._cache_config(block_size, hf_config)
         if is_auto:
             longest = _fitting_length(model, cache, facts.name)
             model = self._model_config(directory, hf_config, dtype, longest)
@@ -113,7 +117,7 @@ class EngineArgs(
             model=model,
             load=self._load_config(),
             cache=cache,
-            scheduler=self._scheduler_config(hf_config, longest),
+            scheduler=self._scheduler_config(hf_config, longest, block_size),
             parallel=ParallelConfig(),
             device=DeviceConfig(device=facts.name),
             observability=ObservabilityConfig(log_stats=not self.disable_log_stats),
@@ -172,7 +176,7 @@ class EngineArgs(
         listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         return LoadConfig(load_format=self.load_format, ignore_patterns=listed, use_tqdm=self.use_tqdm_on_load)
 
-    def _cache_config(self, block_size: int) -> CacheConfig:
+    def _cache_config(self, block_size: int, hf_config: dict[str, Any]) -> CacheConfig:
         kv_cache_bytes = _as_length(self.kv_cache_memory_bytes)
         arg_checks.check_length("--kv-cache-memory-bytes", kv_cache_bytes)
         return CacheConfig(
@@ -183,14 +187,21 @@ class EngineArgs(
             swap_space_gib=float(self.swap_space),
             cache_dtype=self.kv_cache_dtype,
             enable_prefix_caching=self.enable_prefix_caching,
+            sliding_window=arg_limits.window_of_all_layers(hf_config),
         )
 
-    def _scheduler_config(self, hf_config: dict[str, Any], longest: int) -> SchedulerConfig:
+    def _scheduler_config(self, hf_config: dict[str, Any], longest: int, block_size: int) -> SchedulerConfig:
         chunked = arg_limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, hf_config)
         requested = _as_length(self.max_num_batched_tokens)
         arg_checks.check_length("--max-num-batched-tokens", requested)
         budget = arg_limits.resolve_max_num_batched_tokens(
-            requested, chunked_prefill=chunked, max_model_len=longest, max_num_seqs=self.max_num_seqs
+            requested,
+            chunked_prefill=chunked,
+            max_model_len=longest,
+            max_num_seqs=self.max_num_seqs,
+            multi_step=self.num_scheduler_steps > 1,
+            # chunks of cached prompts end where blocks end
+            multiple_of=block_size if chunked and self.enable_prefix_caching else 1,
         )
         return SchedulerConfig(
             max_num_batched_tokens=budget,
@@ -198,6 +209,18 @@ class EngineArgs(
             max_model_len=longest,
             enable_chunked_prefill=chunked,
             max_num_queued_reqs=self.max_num_queued_reqs,
+            num_scheduler_steps=self.num_scheduler_steps,
+            multi_step_stream_outputs=self.multi_step_stream_outputs,
+            policy=self.scheduling_policy,
+            preemption_mode=self.preemption_mode,
+            delay_factor=float(self.scheduler_delay_factor),
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            max_long_partial_prefills=self.max_long_partial_prefills,
+            long_prefill_token_threshold=arg_limits.resolve_long_prefill_threshold(
+                self.long_prefill_token_threshold, self.max_num_partial_prefills, longest
+            ),
+            async_scheduling=self.async_scheduling,
+            queue_timeout_s=None if self.queue_timeout_s is None else float(self.queue_timeout_s),
         )
 
 

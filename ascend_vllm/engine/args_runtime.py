@@ -45,8 +45,8 @@ class CacheArgs:
     )
     swap_space: float = flag(
         4,
-        "The CPU memory in GiB, per device, into which the KV cache of preempted requests may be swapped. "
-        "Only swap preemption uses it, nothing is reserved otherwise.",
+        "The CPU memory in GiB, per device, to which the KV cache of preempted requests may be swapped; 0 turns "
+        "swapping off.",
         kind="float",
         example="--swap-space 8",
     )
@@ -65,15 +65,16 @@ class CacheArgs:
     )
     enable_prefix_caching: bool = flag(
         False,
-        "Keeps the KV cache of prompts and reuses it for requests that begin with the same text.",
+        "Keeps the KV cache of earlier requests and reuses it for requests that begin with the same text. Answers "
+        "stay the same and begin sooner.",
         kind="flag",
-        unsupported="prefix caching is not available in this version; leave the flag out",
+        example="--enable-prefix-caching",
     )
     use_v2_block_manager: bool = flag(
         True,
         "Chooses the newer of two block managers. There is only one here, so the flag changes nothing.",
         kind="flag",
-        unsupported="there is only one block manager, and it cannot be turned off",
+        no_effect="there is only one block manager",
     )
     enable_sleep_mode: bool = flag(
         False,
@@ -109,6 +110,25 @@ class SchedulerArgs:
         kind="bool",
         example="--enable-chunked-prefill --max-num-batched-tokens 512",
     )
+    max_num_partial_prefills: int = flag(
+        1,
+        "The largest number of prompts that may be partly read at the same time under chunked prefill.",
+        kind="int",
+        example="--enable-chunked-prefill --max-num-partial-prefills 4",
+    )
+    max_long_partial_prefills: int = flag(
+        1,
+        "How many of the prompts that are partly read at the same time may be long ones.",
+        kind="int",
+        example="--enable-chunked-prefill --max-num-partial-prefills 4 --max-long-partial-prefills 2",
+    )
+    long_prefill_token_threshold: int = flag(
+        0,
+        "The number of tokens above which a prompt counts as long; one step reads at most so many tokens of it. With "
+        "0 no prompt is long, unless --max-num-partial-prefills is above 1: then 4 percent of --max-model-len count.",
+        kind="int",
+        example="--enable-chunked-prefill --long-prefill-token-threshold 1024",
+    )
     max_num_queued_reqs: int | None = flag(
         None,
         "The largest number of requests that may wait. Beyond it new requests are refused with HTTP status 503; "
@@ -122,41 +142,49 @@ class SchedulerArgs:
         kind="length",
         unsupported="the queue is limited by requests, not by tokens; use --max-num-queued-reqs",
     )
+    queue_timeout_s: float | None = flag(
+        None,
+        "The longest time in seconds that a request may wait for its first step. Requests that wait longer are "
+        "answered with HTTP status 503; without it they wait as long as it takes.",
+        kind="float",
+        example="--queue-timeout-s 30",
+    )
     scheduling_policy: str = flag(
         "fcfs",
-        "The order in which waiting requests are served: fcfs is first come, first served.",
+        "The order in which waiting requests are served: fcfs is first come, first served; priority takes the "
+        "request with the lowest priority number first.",
         kind="str",
         choices=("fcfs", "priority"),
-        unsupported="requests are served in the order of their arrival in this version",
+        example="--scheduling-policy priority",
     )
     preemption_mode: str | None = flag(
         None,
         "What happens to a running request when the KV cache is full: recompute drops its cache and computes it "
-        "again later.",
+        "again later, swap moves it to CPU memory and back. Without it requests of several sequences are swapped and "
+        "others recomputed.",
         kind="str",
         choices=("recompute", "swap"),
-        unsupported="a preempted request is always recomputed; swapping to CPU memory is not available",
-        allowed=("recompute",),
         example="--preemption-mode recompute",
     )
     scheduler_delay_factor: float = flag(
         0.0,
         "Holds new prompts back for this many times the duration of the last prompt step, to collect larger batches.",
         kind="float",
-        unsupported="prompts are started as soon as there is room",
+        example="--scheduler-delay-factor 0.5",
     )
     num_scheduler_steps: int = flag(
         1,
-        "The number of tokens that are computed for each request before the scheduler runs again.",
+        "The number of tokens that are computed for each request before the scheduler runs again. A larger number "
+        "makes tokens cheaper, and new requests wait a little longer.",
         kind="int",
-        unsupported="several steps per scheduler call are not available in this version; leave it at 1",
+        example="--num-scheduler-steps 8",
     )
     multi_step_stream_outputs: bool = flag(
         True,
-        "Whether streaming sends every token of a group of steps on its own. It matters only when "
-        "--num-scheduler-steps is above 1.",
+        "Whether streaming sends every token of a group of steps on its own; false sends the group at once. It "
+        "matters only when --num-scheduler-steps is above 1.",
         kind="bool",
-        no_effect="every step makes one token, and every token is streamed",
+        example="--num-scheduler-steps 8 --multi-step-stream-outputs=false",
     )
     num_lookahead_slots: int = flag(
         0,
@@ -166,15 +194,18 @@ class SchedulerArgs:
     )
     disable_async_output_proc: bool = flag(
         False,
-        "Makes the engine finish the text of one step before it starts the next one.",
+        "Makes the engine finish all work on one step before it starts the next one.",
         kind="flag",
-        no_effect="text is always made in the server process, beside the steps of the engine",
+        opposite="async_scheduling",
+        example="--disable-async-output-proc",
     )
     async_scheduling: bool = flag(
-        False,
-        "Plans the next step of the engine while the current one is still running.",
+        True,
+        "Plans the next step of the engine while the current one is still running. This is on unless "
+        "--disable-async-output-proc is given.",
         kind="flag",
-        unsupported="planning ahead is not available in this version",
+        opposite="disable_async_output_proc",
+        example="--no-async-scheduling",
     )
     stream_interval: int = flag(
         1,

@@ -14,13 +14,18 @@ import psutil
 import pytest
 import transformers
 
+from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine import arg_limits
 from ascend_vllm.engine.arg_checks import check_block_size
 from ascend_vllm.engine.arg_hf_config import read_hf_config
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
+from ascend_vllm.models.blocks import DecoderForCausalLM
+from ascend_vllm.models.registry import resolve_model_class
 from ascend_vllm.platforms.facts import CPU, NPU
+from tests.tiny_models import TINY_MODELS, tiny_model
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -72,7 +77,8 @@ def test_defaults(make_model: MakeModel) -> None:
     assert config.scheduler.max_num_batched_tokens == 4096
     assert config.scheduler.max_num_seqs == 256
     assert config.scheduler.enable_chunked_prefill is False
-    assert config.cache.block_size == CPU.default_block_size
+    assert config.scheduler == SchedulerConfig(4096, 256, 4096, async_scheduling=True)
+    assert config.cache == CacheConfig(CPU.default_block_size)
     assert config.device.device == "cpu"
     assert config.observability.log_stats is True
     assert config.load.ignore_patterns == ("original/**/*",)
@@ -110,6 +116,42 @@ def test_values_reach_their_section(make_model: MakeModel) -> None:
     assert scheduler.max_num_batched_tokens == 2048  # never below that without --max-num-batched-tokens
     assert (config.load.load_format, config.load.ignore_patterns, config.load.use_tqdm) == ("dummy", ("x*",), False)
     assert config.observability.log_stats is False
+
+
+def test_scheduling_flags_reach_their_section(make_model: MakeModel) -> None:
+    config = config_of(
+        make_model(),
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        num_scheduler_steps=8,
+        multi_step_stream_outputs=False,
+        scheduling_policy="priority",
+        preemption_mode="swap",
+        scheduler_delay_factor=1,
+        max_num_partial_prefills=4,
+        max_long_partial_prefills=2,
+        long_prefill_token_threshold=100,
+        disable_async_output_proc=True,
+        queue_timeout_s=3,
+    )
+    assert config.cache.enable_prefix_caching is True
+    scheduler = config.scheduler
+    assert (scheduler.num_scheduler_steps, scheduler.multi_step_stream_outputs) == (8, False)
+    assert (scheduler.policy, scheduler.preemption_mode, scheduler.delay_factor) == ("priority", "swap", 1.0)
+    assert (scheduler.max_num_partial_prefills, scheduler.max_long_partial_prefills) == (4, 2)
+    assert scheduler.long_prefill_token_threshold == 100
+    assert scheduler.async_scheduling is False
+    assert scheduler.queue_timeout_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("partial", "requested", "threshold"), [(1, 0, 0), (1, 50, 50), (2, 0, 163), (2, 50, 50)], ids=str
+)
+def test_where_a_prompt_is_long(partial: int, requested: int, threshold: int, make_model: MakeModel) -> None:
+    values = {"max_num_partial_prefills": partial, "long_prefill_token_threshold": requested}
+    config = config_of(make_model(), enable_chunked_prefill=True, **values)
+    # 4 percent of 4096 is 163.84
+    assert config.scheduler.long_prefill_token_threshold == threshold
 
 
 def test_config_survives_the_way_to_the_core(make_model: MakeModel) -> None:
@@ -478,6 +520,12 @@ def test_wrong_max_model_len(value: int | str, message: str, make_model: MakeMod
         ({"enable_chunked_prefill": True}, 512),
         ({"enable_chunked_prefill": True, "max_num_seqs": 600}, 600),
         ({"max_num_batched_tokens": "8k"}, 8000),
+        ({"num_scheduler_steps": 8}, 4096),
+        ({"num_scheduler_steps": 8, "enable_chunked_prefill": True}, 4096),
+        ({"num_scheduler_steps": 8, "enable_chunked_prefill": True, "max_model_len": 100}, 2048),
+        ({"enable_chunked_prefill": True, "enable_prefix_caching": True}, 512),
+        # a budget nobody asked for is a whole number of blocks
+        ({"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_seqs": 600}, 608),
     ],
     ids=str,
 )
@@ -515,6 +563,60 @@ def test_disable_sliding_window(make_model: MakeModel) -> None:
     assert changed.hf_config["layer_types"] == ["full_attention"] * 2
 
 
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_windows_are_those_of_the_layers(name: str) -> None:
+    """The configuration and the models read config.json alike."""
+    config = config_of(tiny_model(name))
+    hf_config = config.model.hf_config
+    model_class = resolve_model_class(config.model.architecture)
+    assert issubclass(model_class, DecoderForCausalLM) or config.model.architecture == "OPTForCausalLM"
+    windows: list[int | None] = [None] * config.model.num_layers
+    if issubclass(model_class, DecoderForCausalLM):
+        windows = [model_class.layer_options(hf_config, i).sliding_window for i in range(config.model.num_layers)]
+    assert list(arg_limits.window_of_layers(hf_config)) == windows
+    assert config.cache.sliding_window == (windows[0] if len(set(windows)) == 1 else None)
+
+
+ALL, SOME = {"max_window_layers": 0}, {"max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "is_cacheable"),
+    [
+        (MISTRAL, 1024, False),
+        (MISTRAL | {"sliding_window": None}, None, True),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64} | ALL, 64, False),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64} | SOME, None, False),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, None, True),
+        (QWEN2 | {"use_sliding_window": False, "sliding_window": 64} | ALL, None, True),
+        (
+            QWEN2
+            | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 2}
+            | SOME,
+            64,
+            False,
+        ),
+        # a Llama does not look at it
+        (QWEN2 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": 64}, None, True),
+    ],
+    ids=range(8),
+)
+def test_windows(config: dict[str, Any], window: int | None, is_cacheable: bool, make_model: MakeModel) -> None:
+    directory = make_model(config)
+    assert config_of(directory).cache.sliding_window == window
+    if is_cacheable:
+        assert config_of(directory, enable_prefix_caching=True).cache.enable_prefix_caching
+    else:
+        with pytest.raises(ConfigError) as caught:
+            config_of(directory, enable_prefix_caching=True)
+        assert str(caught.value) == (
+            "Prefix caching is not supported with sliding window. Run with --disable-sliding-window to use prefix "
+            "caching."
+        )
+    disabled = config_of(directory, enable_prefix_caching=True, disable_sliding_window=True).cache
+    assert (disabled.enable_prefix_caching, disabled.sliding_window) == (True, None)
+
+
 # ---- checks --------------------------------------------------------------------------------------------------
 
 MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
@@ -534,6 +636,40 @@ MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
             "max_num_batched_tokens (100) must be greater than or equal to max_num_seqs (256).",
         ),
         ({"num_scheduler_steps": 0}, "num_scheduler_steps (0) must be greater than or equal to 1."),
+        (
+            {"num_scheduler_steps": 2, "speculative_model": "[ngram]"},
+            "Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)",
+        ),
+        (
+            {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 1000},
+            "When enabling chunked prefill and prefix caching, max_num_batched_tokens (chunk size) must be dividable "
+            "by block size, but got chunk_size (1000) % block_size (32) = 8",
+        ),
+        ({"max_num_partial_prefills": 0}, "max_num_partial_prefills (0) must be greater than or equal to 1."),
+        ({"max_num_partial_prefills": 2}, "Chunked prefill must be enabled to set max_num_partial_prefills > 1."),
+        (
+            {"max_num_partial_prefills": 2, "enable_chunked_prefill": True, "long_prefill_token_threshold": 4097},
+            "long_prefill_token_threshold (4097) cannot be greater than the max_model_len (4096).",
+        ),
+        (
+            {"max_long_partial_prefills": 2},
+            "max_long_partial_prefills (2) must be greater than or equal to 1 and less than or equal to "
+            "max_num_partial_prefills (1).",
+        ),
+        (
+            {"max_long_partial_prefills": 0},
+            "max_long_partial_prefills (0) must be greater than or equal to 1 and less than or equal to "
+            "max_num_partial_prefills (1).",
+        ),
+        (
+            {"long_prefill_token_threshold": -1},
+            "--long-prefill-token-threshold must be at least 0, got -1.",
+        ),
+        ({"scheduler_delay_factor": -0.5}, "--scheduler-delay-factor must be at least 0, got -0.5."),
+        ({"preemption_mode": "drop"}, "--preemption-mode must be one of ['recompute', 'swap'], got 'drop'."),
+        ({"preemption_mode": "swap", "swap_space": 0}, "--preemption-mode swap needs --swap-space above 0."),
+        ({"queue_timeout_s": 0}, "--queue-timeout-s must be above 0, got 0."),
+        ({"queue_timeout_s": float("nan")}, "--queue-timeout-s must be above 0, got nan."),
         ({"num_lookahead_slots": -1}, "num_lookahead_slots (-1) must be greater than or equal to 0."),
         ({"gpu_memory_utilization": 1.5}, "GPU memory utilization must be less than 1.0. Got 1.5."),
         ({"gpu_memory_utilization": 0}, "--gpu-memory-utilization must be above 0, got 0."),
@@ -599,3 +735,5 @@ def test_refusals_come_before_files_are_read() -> None:
         config_of("/no/such/dir", enable_lora=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--tensor-parallel-size 2 is not supported"):
         config_of("/no/such/dir", tensor_parallel_size=2)
+    with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):
+        config_of("/no/such/dir", num_lookahead_slots=1)

@@ -120,9 +120,27 @@ def test_opposite_switches_stay_in_step(parser: FlexibleArgumentParser, words: l
     assert parsed.disable_log_requests is args.disable_log_requests is not logged
 
 
+@pytest.mark.parametrize(
+    ("words", "overlapped"),
+    [
+        ([], True),
+        (["--disable-async-output-proc"], False),
+        (["--no-async-scheduling"], False),
+        (["--async-scheduling"], True),
+        (["--disable-async-output-proc", "--async-scheduling"], True),
+    ],
+)
+def test_both_names_of_overlap(parser: FlexibleArgumentParser, words: list[str], overlapped: bool) -> None:
+    args = EngineArgs.from_cli_args(parser.parse_args(words))
+    assert args.async_scheduling is not args.disable_async_output_proc
+    assert args.async_scheduling is overlapped
+
+
 def test_opposite_switches_of_python_callers() -> None:
     assert EngineArgs(disable_log_requests=True).enable_log_requests is False
     assert EngineArgs(enable_log_requests=False).disable_log_requests is True
+    assert EngineArgs(disable_async_output_proc=True).async_scheduling is False
+    assert EngineArgs(async_scheduling=False).disable_async_output_proc is True
 
 
 @pytest.mark.parametrize(
