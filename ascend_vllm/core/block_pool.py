@@ -1,14 +1,22 @@
-"""The KV blocks that exist: which are free, and how many sequences hold each of the others."""
+"""The KV blocks that exist: which are free, how many sequences hold each of the others, and what they hold."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 
 class BlockPool:
     """Blocks 0 … num_blocks-1 with reference counts. Taking and giving back cost O(1) a block.
 
-    The block given back last is taken first: on a CPU its memory is the likeliest to be in a cache.
+    A block may be *cached*: entered under the hash of its contents, so that another sequence can find it. It stays
+    so when nobody holds it, as one of the free blocks, until it is taken for something else. Free blocks are taken in
+    this order:
+
+    1. those that are not cached. The block given back last is taken first: on a CPU its memory is the likeliest
+       to be in a cache.
+    2. cached ones, the least recently used first. Of a sequence the last block goes first, because without the
+       blocks before it none is of use.
 
     Args:
         num_blocks: how many there are; 0 is legal and leaves nothing to take.
@@ -16,62 +24,143 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # a stack; block 0 lies on top at first
+        # free and not cached: a stack; block 0 lies on top at first
         self._free = list(range(num_blocks - 1, -1, -1))
+        # free and cached, least recently used first. An OrderedDict is a linked list: a plain dict's first key
+        # costs a walk over all that were removed before it.
+        self._free_cached: collections.OrderedDict[int, None] = collections.OrderedDict()
         # [num_blocks] sequences that hold a block
         self._reference_counts = [0] * num_blocks
+        # [num_blocks] hash under which a block is cached
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._ids_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
-        return len(self._free)
+        """Blocks nobody holds, cached or not."""
+        return len(self._free) + len(self._free_cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose contents can be found, held or not."""
+        return len(self._ids_by_hash)
 
     @property
     def usage(self) -> float:
         """Fraction of blocks held, 0 … 1."""
-        return 1.0 - len(self._free) / self.num_blocks if self.num_blocks else 0.0
+        return 1.0 - self.num_free / self.num_blocks if self.num_blocks else 0.0
+
+    def reference_count(self, block_id: int) -> int:
+        """Sequences that hold a block."""
+        return self._reference_counts[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes free blocks, each with one reference.
+        """Takes free blocks, each with one reference. What they held is forgotten.
 
         Raises:
             ValueError: fewer are free, or count is negative; nothing is taken.
         """
-        if not 0 <= count <= len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
+        if not 0 <= count <= self.num_free:
+            raise ValueError(f"{count} blocks asked for, {self.num_free} are free")
         if count == 0:
             return []
         block_ids = self._free[: -count - 1 : -1]
         del self._free[-count:]
+        for _ in range(count - len(block_ids)):
+            block_id, _ = self._free_cached.popitem(last=False)
+            self._drop_hash(block_id)
+            block_ids.append(block_id)
         for block_id in block_ids:
             self._reference_counts[block_id] = 1
         return block_ids
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """Adds a reference to blocks that someone holds.
+        """Adds a reference to blocks that someone holds, or that are cached.
 
         Raises:
-            ValueError: a block is free; the ones before it have their reference.
+            ValueError: a block is free and not cached; the ones before it have their reference.
         """
+        counts = self._reference_counts
         for block_id in block_ids:
-            if self._reference_counts[block_id] == 0:
-                raise ValueError(f"block {block_id} is free and cannot be shared")
-            self._reference_counts[block_id] += 1
+            if counts[block_id] == 0:
+                if self._hashes[block_id] is None:
+                    raise ValueError(f"block {block_id} is free and cannot be shared")
+                del self._free_cached[block_id]
+            counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drops a reference to each block; those without any are free. An empty sequence is fine.
 
         Raises:
-            ValueError: a block is free already; the ones before it are released.
+            ValueError: a block is free already; the ones behind it are released.
         """
-        # last block first, so that a sequence's first block is the next to be taken
+        # last block first, so that a sequence's first block is the next to be taken, or the last to be forgotten
         for block_id in reversed(block_ids):
             count = self._reference_counts[block_id]
             if count == 0:
                 raise ValueError(f"block {block_id} is released twice")
             self._reference_counts[block_id] = count - 1
             if count == 1:
-                self._free.append(block_id)
+                if self._hashes[block_id] is None:
+                    self._free.append(block_id)
+                else:
+                    self._free_cached[block_id] = None
+
+    # ---- contents ------------------------------------------------------------------------------------------
+
+    def find(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Cached blocks of the longest run of hashes, from the first on. Costs one look-up a block."""
+        block_ids = []
+        get = self._ids_by_hash.get
+        for block_hash in block_hashes:
+            block_id = get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def block_hash(self, block_id: int) -> bytes | None:
+        """Hash under which a block is cached; None if it is not."""
+        return self._hashes[block_id]
+
+    def cache(self, block_id: int, block_hash: bytes) -> None:
+        """Enters a block under its contents' hash. If another block has it, or the block has one, nothing changes.
+
+        Raises:
+            ValueError: nobody holds the block.
+        """
+        if self._reference_counts[block_id] == 0:
+            raise ValueError(f"block {block_id} is free and holds nothing")
+        if self._hashes[block_id] is None and block_hash not in self._ids_by_hash:
+            self._hashes[block_id] = block_hash
+            self._ids_by_hash[block_hash] = block_id
+
+    def uncache(self, block_id: int) -> None:
+        """Makes a block that someone holds unfindable, since it will be written; one that is not cached is fine.
+
+        Raises:
+            ValueError: nobody holds the block.
+        """
+        if self._reference_counts[block_id] == 0:
+            raise ValueError(f"block {block_id} is free and not written")
+        self._drop_hash(block_id)
+
+    def uncache_all(self) -> None:
+        """Forgets all contents; blocks that are held stay held."""
+        for block_id in self._ids_by_hash.values():
+            self._hashes[block_id] = None
+        self._ids_by_hash.clear()
+        # the most recently used one comes to lie on top
+        self._free += self._free_cached
+        self._free_cached.clear()
+
+    def _drop_hash(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._ids_by_hash[block_hash]
+            self._hashes[block_id] = None
+
+    # ---- audit ---------------------------------------------------------------------------------------------
 
     def violations(self, owners: Sequence[Sequence[int]]) -> list[str]:
         """What is wrong with the accounts, as sentences; none if all is well.
@@ -88,9 +177,31 @@ class BlockPool:
             for block_id, count in enumerate(self._reference_counts)
             if count != held[block_id]
         ]
-        free = set(self._free)
-        if len(free) != len(self._free):
+        return wrong + self._free_violations() + self._hash_violations()
+
+    def _free_violations(self) -> list[str]:
+        wrong = []
+        free = [*self._free, *self._free_cached]
+        if len(set(free)) != len(free):
             wrong.append("a block is twice in the free list")
-        if free != {block_id for block_id, count in enumerate(self._reference_counts) if count == 0}:
+        if set(free) != {block_id for block_id, count in enumerate(self._reference_counts) if count == 0}:
             wrong.append("the free list and the reference counts disagree")
+        wrong += [
+            f"block {block_id} is cached and in the wrong free list"
+            for block_id in self._free
+            if self._hashes[block_id]
+        ]
+        wrong += [
+            f"block {block_id} is not cached and in the wrong free list"
+            for block_id in self._free_cached
+            if self._hashes[block_id] is None
+        ]
         return wrong
+
+    def _hash_violations(self) -> list[str]:
+        by_block = {
+            block_id: block_hash for block_id, block_hash in enumerate(self._hashes) if block_hash is not None
+        }
+        if by_block == {block_id: block_hash for block_hash, block_id in self._ids_by_hash.items()}:
+            return []
+        return ["the table of hashes and the blocks' hashes disagree"]
