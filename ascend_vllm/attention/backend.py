@@ -82,6 +82,19 @@ class AttentionBackend(abc.ABC):
         """Shape of one layer's cache, keys and values together."""
 
     @abc.abstractmethod
+    def copy_blocks(
+        self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+    ) -> None:
+        """Copies whole blocks of one layer; all sources are read before a target is written.
+
+        Args:
+            source: a cache of `kv_cache_shape`.
+            source_blocks: [C] int64, on source's device.
+            target: likewise, of any number of blocks and on any device; may be `source`.
+            target_blocks: [C] int64, on target's device, none twice.
+        """
+
+    @abc.abstractmethod
     def prepare(self, batch: ForwardBatch) -> Any:
         """What all layers of a step share, made once per step; handed to `forward` as `metadata`."""
 

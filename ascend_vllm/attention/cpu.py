@@ -34,6 +34,12 @@ class CpuAttention(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         return (2, num_blocks, spec.num_kv_heads, self.block_size, spec.head_size)
 
+    def copy_blocks(
+        self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+    ) -> None:
+        blocks = source.index_select(1, source_blocks)
+        target.index_copy_(1, target_blocks, blocks.to(target.device))
+
     def prepare(self, batch: ForwardBatch) -> None:
         """Nothing: the op reads the batch's tensors where they are, and its plan costs less than handing one on."""
 

@@ -70,10 +70,10 @@ class UniProcExecutor(Executor):
     def initialize(self) -> KVCacheSize:
         worker = self._require_worker()
         worker.load_model()
-        num_blocks = worker.determine_num_blocks()
-        check_kv_cache_size(num_blocks, self.config)
-        worker.initialize_cache(num_blocks)
-        return KVCacheSize(num_blocks)
+        size = KVCacheSize(worker.determine_num_blocks(), worker.determine_num_cpu_blocks())
+        check_kv_cache_size(size.num_blocks, self.config)
+        worker.initialize_cache(size.num_blocks, size.num_cpu_blocks)
+        return size
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()

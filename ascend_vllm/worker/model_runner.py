@@ -8,6 +8,7 @@ import torch
 from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import LOGPROBS
@@ -21,6 +22,7 @@ class ModelRunner:
         model: on `device`.
         backend: serves all layers of the model.
         kv_caches: one per layer, of the backend's shape.
+        mover: copies their blocks.
         batch: empty slots.
         logprobs_mode: "raw_logprobs" or "processed_logprobs".
         device: where everything computes.
@@ -31,6 +33,7 @@ class ModelRunner:
         model: CausalLM,
         backend: AttentionBackend,
         kv_caches: list[torch.Tensor],
+        mover: BlockMover,
         batch: InputBatch,
         logprobs_mode: str,
         device: torch.device,
@@ -38,6 +41,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._kv_caches = kv_caches
+        self._mover = mover
         self._batch = batch
         self._sampler = Sampler(batch, logprobs_mode, device)
         self._device = device
@@ -52,6 +56,7 @@ class ModelRunner:
         Raises:
             ValueError: the step does not fit its rows, or asks for log-probabilities of several steps.
         """
+        self._mover.move(step.block_moves)
         self._batch.apply(step)
         if not step.slots:
             return _nothing_sampled(step.step_id)

@@ -25,6 +25,7 @@ from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
@@ -57,7 +58,7 @@ class Worker:
 
         worker = Worker(config)
         worker.load_model()
-        worker.initialize_cache(worker.determine_num_blocks())
+        worker.initialize_cache(worker.determine_num_blocks(), worker.determine_num_cpu_blocks())
         output = worker.execute_model(step)
     """
 
@@ -129,33 +130,45 @@ class Worker:
             num_blocks = min(num_blocks, usable)
         return num_blocks
 
-    def initialize_cache(self, num_blocks: int) -> None:
+    def determine_num_cpu_blocks(self) -> int:
+        """Number of blocks that --swap-space has room for in CPU memory; 0 if no row is ever swapped."""
+        config = self._config
+        if config.scheduler.preemption_mode == "recompute":
+            return 0
+        return int(config.cache.swap_space_gib * GIB) // self._block_bytes()
+
+    def initialize_cache(self, num_blocks: int, num_cpu_blocks: int = 0) -> None:
         """Allocates the KV cache and runs the model once, so that the first request finds everything warm.
+
+        Args:
+            num_blocks: on the device.
+            num_cpu_blocks: of the pool that preempted rows are swapped to. Its memory is taken as it is written.
 
         Raises:
             ConfigError: the memory is not there.
         """
         config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
-        shapes = [backend.kv_cache_shape(num_blocks, spec) for spec in model.attention_specs]
-        sizes = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
-        try:
-            memory = self._platform.allocate(sum(sizes), self._device)
-        except (OSError, MemoryError) as error:
-            raise ConfigError(
-                f"cannot allocate a KV cache of {num_blocks} blocks ({sum(sizes) / GIB:.2f} GiB): {error}; "
-                "lower --num-gpu-blocks-override or --kv-cache-memory-bytes."
-            ) from error
-        parts = torch.split(memory, sizes)
-        kv_caches = [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        kv_caches = self._allocate_caches(
+            num_blocks, self._device, "KV cache", "--num-gpu-blocks-override or --kv-cache-memory-bytes"
+        )
+        cpu_caches = []
+        if num_cpu_blocks:
+            cpu_caches = self._allocate_caches(num_cpu_blocks, torch.device("cpu"), "swap pool", "--swap-space")
         batch = InputBatch(
             num_slots=config.scheduler.max_num_seqs,
             max_model_len=config.scheduler.max_model_len,
             block_size=config.cache.block_size,
             vocab_size=config.model.vocab_size,
         )
-        self._runner = ModelRunner(model, backend, kv_caches, batch, config.model.logprobs_mode, self._device)
+        mover = BlockMover(backend, kv_caches, cpu_caches)
+        self._runner = ModelRunner(model, backend, kv_caches, mover, batch, config.model.logprobs_mode, self._device)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, config.cache.block_size, sum(sizes) / GIB
+            "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
+            num_blocks,
+            config.cache.block_size,
+            num_blocks * self._block_bytes() / GIB,
+            num_cpu_blocks,
+            num_cpu_blocks * self._block_bytes() / GIB,
         )
         self._warm_up(self._runner, num_blocks)
 
@@ -181,6 +194,25 @@ class Worker:
         loaded = self._model_in_use
         shapes = (loaded.backend.kv_cache_shape(1, spec) for spec in loaded.model.attention_specs)
         return sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
+
+    def _allocate_caches(self, num_blocks: int, device: torch.device, what: str, flags: str) -> list[torch.Tensor]:
+        """A cache for each attention layer.
+
+        Raises:
+            ConfigError: the memory is not there; the text names what it is for and the flags that size it.
+        """
+        loaded = self._model_in_use
+        shapes = [loaded.backend.kv_cache_shape(num_blocks, spec) for spec in loaded.model.attention_specs]
+        sizes = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
+        try:
+            memory = self._platform.allocate(sum(sizes), device)
+        except (OSError, MemoryError) as error:
+            raise ConfigError(
+                f"cannot allocate a {what} of {num_blocks} blocks ({sum(sizes) / GIB:.2f} GiB): {error}; "
+                f"lower {flags}."
+            ) from error
+        parts = torch.split(memory, sizes)
+        return [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _warm_up(self, runner: ModelRunner, num_blocks: int) -> None:
         """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""

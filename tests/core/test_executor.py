@@ -14,9 +14,11 @@ from tests.worker.worker_driver import make_config
 
 
 def test_life_of_the_in_process_executor() -> None:
-    executor = create_executor(make_config(tiny_model("qwen2-tied"), num_gpu_blocks_override=32))
+    # 12 KiB a block
+    config = make_config(tiny_model("qwen2-tied"), num_gpu_blocks_override=32, swap_space_gib=12 * 50 / 2**20)
+    executor = create_executor(config)
     assert isinstance(executor, UniProcExecutor)
-    assert executor.initialize() == KVCacheSize(32)
+    assert executor.initialize() == KVCacheSize(32, 50)
     executor.check_health()
     future = executor.execute_model(SchedulerOutput(0, [], [], [3], [1], []))
     assert future.done()

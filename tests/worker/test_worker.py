@@ -12,7 +12,7 @@ from ascend_vllm.attention.backend import AttentionSpec
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import cpu
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.step import SchedulerOutput
+from ascend_vllm.types.step import MoveKind, SchedulerOutput
 from ascend_vllm.worker.plugins import ATTENTION_BACKENDS, select_attention_backend
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
@@ -50,6 +50,63 @@ def test_a_tiny_model_takes_no_more_than_its_slots_can_fill(loaded: Worker) -> N
 def test_kept_prefixes_may_use_all_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 4 * 10_000 * BLOCK_BYTES)
     assert loaded_with(enable_prefix_caching=True).determine_num_blocks() == 10_000
+
+
+def test_the_swap_pool_has_the_blocks_that_fit_its_size() -> None:
+    assert loaded_with(swap_space_gib=100 * BLOCK_BYTES / 2**30).determine_num_cpu_blocks() == 100
+    assert loaded_with(swap_space_gib=(100 * BLOCK_BYTES - 1) / 2**30).determine_num_cpu_blocks() == 99
+
+
+@pytest.mark.parametrize("mode", [None, "swap"])
+def test_without_swap_space_there_is_no_pool(mode: str | None) -> None:
+    assert loaded_with(swap_space_gib=0.0, preemption_mode=mode).determine_num_cpu_blocks() == 0
+
+
+def test_a_pool_that_nothing_can_be_swapped_to_is_not_made() -> None:
+    assert loaded_with(swap_space_gib=4.0, preemption_mode="recompute").determine_num_cpu_blocks() == 0
+
+
+def test_a_swap_pool_takes_memory_when_it_is_written() -> None:
+    worker = loaded_with(num_gpu_blocks_override=4, swap_space_gib=2.0)
+    before = resident_bytes()
+    num_cpu_blocks = worker.determine_num_cpu_blocks()
+    worker.initialize_cache(4, num_cpu_blocks)
+    last = num_cpu_blocks - 1
+    worker.execute_model(SchedulerOutput(0, [], [], [], [], [], block_moves=[(MoveKind.SWAP_OUT, 1, last)]))
+    assert resident_bytes() - before < 1 << 28
+
+
+def test_more_swap_space_than_memory_names_the_flag(loaded: Worker) -> None:
+    with pytest.raises(ConfigError, match=r"swap pool .*--swap-space"):
+        loaded.initialize_cache(4, (1 << 46) // BLOCK_BYTES)
+
+
+def test_a_row_comes_back_from_the_pool_as_it_went() -> None:
+    """Its blocks are others' in between, and it returns to blocks and a slot that were not its own."""
+    worker = loaded_with(num_gpu_blocks_override=8, swap_space_gib=10 * BLOCK_BYTES / 2**30)
+    worker.initialize_cache(8, worker.determine_num_cpu_blocks())
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.2)
+    prompt = make_prompt(40)
+    with Driver(worker) as driver:
+        driver.free_blocks = list(range(8))
+        driver.add("row", prompt, params, seed=6)
+        for _ in range(20):
+            driver.step()
+        expected = driver.output("row")
+    with Driver(worker) as driver:
+        driver.free_blocks = list(range(8))
+        driver.add("row", prompt, params, seed=6)
+        for _ in range(5):
+            driver.step()
+        gone = driver.swap_out("row", cpu_blocks=[9, 2, 5])
+        driver.add("other", make_prompt(100), GREEDY)
+        driver.step()
+        driver.free("other")
+        driver.add("newcomer", make_prompt(3), GREEDY)
+        driver.swap_in("row", gone, params, cpu_blocks=[9, 2, 5], seed=6)
+        for _ in range(15):
+            driver.step()
+        assert driver.output("row") == expected
 
 
 def test_no_room_for_a_block_names_the_flags(monkeypatch: pytest.MonkeyPatch, loaded: Worker) -> None:

@@ -16,7 +16,7 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.step import NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import MoveKind, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
 
 BLOCK_SIZE = 16
@@ -102,6 +102,7 @@ class Driver:
 
     def __init__(self, worker: Worker, num_slots: int = 16) -> None:
         self.worker = worker
+        self.block_size = worker._config.cache.block_size
         self.rows: dict[str, Row] = {}
         self.free_slots = list(range(num_slots))
         self.free_blocks = list(range(NUM_BLOCKS))
@@ -150,6 +151,36 @@ class Driver:
         self.pending.freed_slots.append(row.slot)
         return row
 
+    def swap_out(self, name: str, cpu_blocks: Sequence[int]) -> Row:
+        """A row leaves its slot; its blocks go to the CPU pool."""
+        row = self.free(name)
+        for source, target in zip(row.blocks, cpu_blocks, strict=True):
+            self.pending.block_moves.append((MoveKind.SWAP_OUT, source, target))
+        return row
+
+    def swap_in(
+        self, name: str, gone: Row, params: SamplingParams, cpu_blocks: Sequence[int], *, seed: int = 0
+    ) -> None:
+        """A row that was swapped out enters a slot again, with what it had computed."""
+        row = Row(self.free_slots.pop(0), gone.tokens, gone.num_prompt_tokens, gone.computed, [])
+        self.rows[name] = row
+        self._grow(row, len(cpu_blocks) * self.block_size)
+        for source, target in zip(cpu_blocks, row.blocks, strict=True):
+            self.pending.block_moves.append((MoveKind.SWAP_IN, source, target))
+        self.pending.new_rows.append(
+            NewRow(
+                row.slot,
+                name,
+                list(row.tokens),
+                row.num_prompt_tokens,
+                row.computed,
+                list(row.blocks),
+                params,
+                seed,
+                [],
+            )
+        )
+
     def step(self, counts: dict[str, int] | None = None, num_steps: int = 1) -> StepOutput:
         """Runs some rows (all of them, each with all it misses, by default) and appends what they sample."""
         if counts is None:
@@ -183,7 +214,7 @@ class Driver:
         return row.tokens[row.num_prompt_tokens :]
 
     def _grow(self, row: Row, length: int) -> list[int]:
-        added = [self.free_blocks.pop() for _ in range(-(-length // BLOCK_SIZE) - len(row.blocks))]
+        added = [self.free_blocks.pop() for _ in range(-(-length // self.block_size) - len(row.blocks))]
         row.blocks += added
         return added
 
