@@ -214,6 +214,7 @@ def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed]:
         block_size=config.cache.block_size,
         max_model_len=config.scheduler.max_model_len,
         load_time_s=time.time() - psutil.Process().create_time(),
+        num_cpu_blocks=core.num_cpu_blocks,
     )
 
 

@@ -127,7 +127,7 @@ class AsyncLLM:
             return
         self._is_ready = True
         self._input.max_model_len = ready.max_model_len
-        self._metrics.set_num_gpu_blocks(ready.num_gpu_blocks)
+        self._metrics.set_num_blocks(ready.num_gpu_blocks, ready.num_cpu_blocks)
         if self.config.observability.log_stats:
             self._log_task = asyncio.get_running_loop().create_task(self._log_stats(), name="engine-log")
 

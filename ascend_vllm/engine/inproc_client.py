@@ -32,6 +32,7 @@ class InprocCoreClient:
             block_size=config.cache.block_size,
             max_model_len=config.scheduler.max_model_len,
             load_time_s=0.0,
+            num_cpu_blocks=self._core.num_cpu_blocks,
         )
 
     @property

@@ -47,7 +47,7 @@ class LLMEngine:
         self.tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.from_config(config.model)
         self.metrics = EngineMetrics(config)
         self._client = InprocCoreClient(config)
-        self.metrics.set_num_gpu_blocks(self._client.ready.num_gpu_blocks)
+        self.metrics.set_num_blocks(self._client.ready.num_gpu_blocks, self._client.ready.num_cpu_blocks)
         self._make_processors()
 
     @classmethod

@@ -2,7 +2,7 @@
 
 The numbers live in plain Python objects that the event loop updates once a step; text is made of them when somebody
 asks. Names that vLLM changed over time are all there, so that dashboards of any age find theirs. Metrics of features
-that do not exist here (CPU swap, LoRA, speculation, multimodal caches) are left out.
+that do not exist here (LoRA, speculation, multimodal caches) are left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import bisect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -36,6 +37,8 @@ _REQUEST_BUCKETS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60
 _N_BUCKETS = [1, 2, 5, 10, 20]
 _ITERATION_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 _FINISH_REASONS = ("stop", "length", "abort", "error")
+# named after the flags that refuse requests
+_QUEUE_FULL, _QUEUE_TIMEOUT = _REJECTION_REASONS = ("max_num_queued_reqs", "queue_timeout")
 
 
 class Histogram:
@@ -83,25 +86,26 @@ class EngineMetrics(Collector):
         self._config = config
         self._model_name = config.model.served_model_names[0]
         self._num_gpu_blocks: int | None = None
+        self._num_cpu_blocks: int | None = None
         self._scheduler = SchedulerStats(0, 0, 0.0, 0)
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_cached_tokens = 0
-        self._num_rejections = 0
+        self._num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
         self._successes = dict.fromkeys(_FINISH_REASONS, 0)
         self._throughput = (0.0, 0.0)
         self._make_histograms(config.scheduler.max_model_len)
-        self._log = _LogLine()
+        self._log = _LogLine(config.cache.enable_prefix_caching)
         if config.observability.log_stats:
             self.registry.register(self)
 
-    def set_num_gpu_blocks(self, num_gpu_blocks: int) -> None:
-        """Says how many KV blocks the engine has; known once it has started."""
-        self._num_gpu_blocks = num_gpu_blocks
+    def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        """Says how many KV blocks the engine has, on the device and for swapping; known once it has started."""
+        self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
 
     def count_rejection(self) -> None:
         """Counts a request that the full queue refused."""
-        self._num_rejections += 1
+        self._num_rejections[_QUEUE_FULL] += 1
 
     def record(self, scheduler: SchedulerStats | None, step: StepStats) -> None:
         """Takes a step in.
@@ -118,6 +122,7 @@ class EngineMetrics(Collector):
         self._num_prompt_tokens += step.num_prompt_tokens
         self._num_generation_tokens += step.num_generation_tokens
         self._num_cached_tokens += step.num_cached_tokens
+        self._num_rejections[_QUEUE_TIMEOUT] += step.num_queue_timeouts
         for seconds in step.first_token_s:
             self.time_to_first_token.observe(seconds)
         for seconds, count in step.inter_token_s:
@@ -142,7 +147,9 @@ class EngineMetrics(Collector):
 
     def set_idle(self) -> None:
         """Says that nothing runs or waits any more, and so no KV block is in use."""
-        self._scheduler = SchedulerStats(0, 0, 0.0, self._scheduler.num_preemptions)
+        self._scheduler = msgspec.structs.replace(
+            self._scheduler, num_running=0, num_waiting=0, num_swapped=0, kv_cache_usage=0.0, cpu_cache_usage=0.0
+        )
 
     def log_if_due(self, now: float | None = None) -> None:
         """Logs the engine's state if the last time is at least five seconds ago and something happened since.
@@ -178,20 +185,18 @@ class EngineMetrics(Collector):
     def _collect_gauges(self) -> Iterator[Metric]:
         stats = self._scheduler
         prompt_throughput, generation_throughput = self._throughput
-        hit_rate = -1.0
-        if self._config.cache.enable_prefix_caching:
-            hit_rate = self._num_cached_tokens / max(self._num_prompt_tokens, 1)
+        is_caching = self._config.cache.enable_prefix_caching
         for name, documentation, value in (
             ("num_requests_running", "Sequences that are being computed.", stats.num_running),
-            ("num_requests_waiting", "Sequences that wait to be computed.", stats.num_waiting),
-            ("num_requests_swapped", "Sequences swapped to CPU memory; there are none.", 0),
+            ("num_requests_waiting", "Sequences that wait to be computed.", stats.num_waiting - stats.num_swapped),
+            ("num_requests_swapped", "Sequences swapped to CPU memory.", stats.num_swapped),
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
             ("gpu_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
-            ("cpu_cache_usage_perc", "Share of swap blocks in use; there are none.", 0),
+            ("cpu_cache_usage_perc", "Share of CPU blocks for swapping in use, 1 is all.", stats.cpu_cache_usage),
             (
                 "gpu_prefix_cache_hit_rate",
-                "Share of prompt tokens found in the prefix cache; -1: it is off.",
-                hit_rate,
+                "Share of looked-up prompt tokens found in the prefix cache; -1: it is off.",
+                _hit_rate(stats) if is_caching else -1,
             ),
             ("cpu_prefix_cache_hit_rate", "There is no prefix cache in swap blocks: -1.", -1),
             ("avg_prompt_throughput_toks_per_s", "Prompt tokens per second of the last log line.", prompt_throughput),
@@ -213,10 +218,10 @@ class EngineMetrics(Collector):
             "enable_prefix_caching": cache.enable_prefix_caching,
             "gpu_memory_utilization": cache.gpu_memory_utilization,
             "is_attention_free": False,
-            "num_cpu_blocks": 0,
+            "num_cpu_blocks": self._num_cpu_blocks,
             "num_gpu_blocks": self._num_gpu_blocks,
             "num_gpu_blocks_override": cache.num_gpu_blocks_override,
-            "sliding_window": self._config.model.hf_config.get("sliding_window"),
+            "sliding_window": cache.sliding_window,
             "swap_space_bytes": int(cache.swap_space_gib * 2**30),
         }
         values = tuple(str(value) for value in info.values())
@@ -227,6 +232,8 @@ class EngineMetrics(Collector):
     def _collect_counters(self) -> Iterator[Metric]:
         for name, documentation, value in (
             ("num_preemptions", "Preemptions of sequences.", self._scheduler.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self._scheduler.num_prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", self._scheduler.num_prefix_hits),
             ("prompt_tokens", "Prompt tokens.", self._num_prompt_tokens),
             ("generation_tokens", "Generated tokens.", self._num_generation_tokens),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self._num_cached_tokens),
@@ -242,8 +249,8 @@ class EngineMetrics(Collector):
         yield self._family(
             CounterMetricFamily,
             "admission_rejections",
-            "Requests refused because the queue was full.",
-            [(("max_num_queued_reqs",), self._num_rejections)],
+            "Requests refused because the queue was full or they waited in it for too long.",
+            [((reason,), count) for reason, count in self._num_rejections.items()],
             ["reason"],
         )
 
@@ -296,11 +303,15 @@ class EngineMetrics(Collector):
 class _LogLine:
     """Throughput since the last line.
 
+    Args:
+        is_caching: the prefix cache is on, and its hit rate is told.
+
     Attributes:
         throughput: prompt and generation tokens per second of the last line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_caching: bool) -> None:
+        self._is_caching = is_caching
         self.throughput = (0.0, 0.0)
         self._last_time: float | None = None
         self._last_counts = (0, 0)
@@ -322,12 +333,22 @@ class _LogLine:
         due, self._was_busy = busy or self._was_busy, busy
         if not due:
             return None
-        return (
+        line = (
             f"Avg prompt throughput: {self.throughput[0]:.1f} tokens/s, "
             f"Avg generation throughput: {self.throughput[1]:.1f} tokens/s, "
-            f"Running: {stats.num_running} reqs, Swapped: 0 reqs, Pending: {stats.num_waiting} reqs, "
-            f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, CPU KV cache usage: 0.0%."
+            f"Running: {stats.num_running} reqs, Swapped: {stats.num_swapped} reqs, "
+            f"Pending: {stats.num_waiting - stats.num_swapped} reqs, "
+            f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
+            f"CPU KV cache usage: {100 * stats.cpu_cache_usage:.1f}%."
         )
+        if self._is_caching:
+            # swapped blocks are never looked up
+            line += f" Prefix cache hit rate: GPU: {100 * _hit_rate(stats):.2f}%, CPU: 0.00%"
+        return line
+
+
+def _hit_rate(stats: SchedulerStats) -> float:
+    return stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
 
 
 def make_process_registry() -> CollectorRegistry:

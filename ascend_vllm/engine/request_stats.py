@@ -53,6 +53,7 @@ class StepStats:
         num_prompt_tokens: of prompts whose first token came in this step; a prompt of n sequences counts once.
         num_generation_tokens: sampled tokens.
         num_cached_tokens: prompt tokens that came from the prefix cache.
+        num_queue_timeouts: requests that waited for too long and were refused.
         first_token_s: per request, arrival to first token.
         inter_token_s: (seconds per token, tokens) per sequence that had a token before.
     """
@@ -60,6 +61,7 @@ class StepStats:
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_cached_tokens: int = 0
+    num_queue_timeouts: int = 0
     first_token_s: list[float] = dataclasses.field(default_factory=list)
     inter_token_s: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     finished_sequences: list[FinishedSequence] = dataclasses.field(default_factory=list)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ascend_vllm.engine.metrics import EngineMetrics, Histogram
+from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import FinishReason, SchedulerStats
 from tests.engine.engine_for_tests import FakeEngine, make_config
 
@@ -40,8 +42,11 @@ def metrics(byte_level: Tokenizer) -> EngineMetrics:
     engine.output.abort("b", engine.stats)
     engine.give([8], "c", now=13.0, first_scheduled_time=12.0, finish_reason=FinishReason.STOP)
     metrics = EngineMetrics(make_config(max_model_len=64))
-    metrics.set_num_gpu_blocks(17)
-    metrics.record(SchedulerStats(2, 1, 0.25, 3, num_prompt_tokens=6, num_generation_tokens=3), engine.stats)
+    metrics.set_num_blocks(17, 5)
+    scheduler = SchedulerStats(2, 3, 0.25, 3, num_prompt_tokens=6, num_generation_tokens=3)
+    scheduler.num_swapped, scheduler.cpu_cache_usage = 2, 0.4
+    scheduler.num_prefix_queries, scheduler.num_prefix_hits = 200, 50
+    metrics.record(scheduler, engine.stats)
     metrics.count_rejection()
     return metrics
 
@@ -51,10 +56,14 @@ def test_numbers(metrics: EngineMetrics) -> None:
     expected = {
         "num_requests_running": 2,
         "num_requests_waiting": 1,
-        "num_requests_swapped": 0,
+        "num_requests_swapped": 2,
         "gpu_cache_usage_perc": 0.25,
         "kv_cache_usage_perc": 0.25,
+        "cpu_cache_usage_perc": 0.4,
         "gpu_prefix_cache_hit_rate": -1,
+        "cpu_prefix_cache_hit_rate": -1,
+        "prefix_cache_queries_total": 200,
+        "prefix_cache_hits_total": 50,
         "num_preemptions_total": 3,
         "prompt_tokens_total": 6,
         "generation_tokens_total": 3,
@@ -76,6 +85,42 @@ def test_numbers(metrics: EngineMetrics) -> None:
     for reason, count in (("length", 1), ("abort", 1), ("stop", 1), ("error", 0)):
         assert found["vllm:request_success_total", (("finished_reason", reason),)] == count
     assert found["vllm:admission_rejections_total", (("reason", "max_num_queued_reqs"),)] == 1
+    assert found["vllm:admission_rejections_total", (("reason", "queue_timeout"),)] == 0
+
+
+def test_requests_that_waited_too_long_are_rejections(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    for request_id in ("late", "wrong"):
+        engine.add(SamplingParams(n=2), request_id, queue=OutputQueue(RequestOutputKind.DELTA))
+    engine.give([], "late", finish_reason=FinishReason.ERROR, error="late", error_class="EngineBusyError")
+    # its second sequence is gone with the first: the request counts once
+    engine.give([], "late", 1, finish_reason=FinishReason.ERROR, error="late", error_class="EngineBusyError")
+    engine.give([], "wrong", finish_reason=FinishReason.ERROR, error="wrong")
+    metrics = EngineMetrics(make_config())
+    metrics.record(None, engine.stats)
+    found = samples(metrics)
+    assert found["vllm:admission_rejections_total", (("reason", "queue_timeout"),)] == 1
+    assert found["vllm:admission_rejections_total", (("reason", "max_num_queued_reqs"),)] == 0
+    assert found["vllm:request_success_total", (("finished_reason", "error"),)] == 4
+
+
+def test_the_hit_rate_of_the_prefix_cache(byte_level: Tokenizer, log: pytest.LogCaptureFixture) -> None:
+    config = make_config()
+    cache = msgspec.structs.replace(config.cache, enable_prefix_caching=True)
+    metrics = EngineMetrics(msgspec.structs.replace(config, cache=cache))
+    assert samples(metrics)["vllm:gpu_prefix_cache_hit_rate", ()] == 0
+    stats = SchedulerStats(1, 0, 0.5, 0, num_prefix_queries=160, num_prefix_hits=90)
+    metrics.log_if_due(100.0)
+    metrics.record(stats, FakeEngine(byte_level).stats)
+    found = samples(metrics)
+    assert found["vllm:gpu_prefix_cache_hit_rate", ()] == 0.5625
+    assert found["vllm:cpu_prefix_cache_hit_rate", ()] == -1
+    metrics.log_if_due(105.0)
+    assert log.messages[0].endswith(
+        "CPU KV cache usage: 0.0%. Prefix cache hit rate: GPU: 56.25%, CPU: 0.00%",
+    )
+    metrics.set_idle()
+    assert samples(metrics)["vllm:gpu_prefix_cache_hit_rate", ()] == 0.5625
 
 
 def test_buckets(metrics: EngineMetrics) -> None:
@@ -108,6 +153,7 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
 def test_cache_config_info(metrics: EngineMetrics) -> None:
     (labels,) = [dict(rest) for name, rest in samples(metrics) if name == "vllm:cache_config_info"]
     assert labels["num_gpu_blocks"] == "17"
+    assert labels["num_cpu_blocks"] == "5"
     assert labels["block_size"] == "16"
     assert labels["num_gpu_blocks_override"] == "None"
     assert labels["swap_space_bytes"] == str(4 * 2**30)
@@ -127,7 +173,10 @@ def test_an_idle_engine_runs_nothing(metrics: EngineMetrics) -> None:
     metrics.set_idle()
     found = samples(metrics)
     assert found["vllm:num_requests_running", ()] == found["vllm:kv_cache_usage_perc", ()] == 0
+    assert found["vllm:num_requests_waiting", ()] == found["vllm:num_requests_swapped", ()] == 0
+    assert found["vllm:cpu_cache_usage_perc", ()] == 0
     assert found["vllm:num_preemptions_total", ()] == 3
+    assert found["vllm:prefix_cache_hits_total", ()] == 50
 
 
 @pytest.fixture
@@ -145,12 +194,12 @@ def test_the_log_line(byte_level: Tokenizer, log: pytest.LogCaptureFixture) -> N
     metrics = EngineMetrics(make_config())
     metrics.log_if_due(100.0)
     engine.give([5] * 30, now=11.0)
-    metrics.record(SchedulerStats(1, 2, 0.125, 0), engine.stats)
+    metrics.record(SchedulerStats(1, 5, 0.125, 0, num_swapped=3, cpu_cache_usage=0.5), engine.stats)
     for now in (104.9, 105.0, 109.0):
         metrics.log_if_due(now)
     assert log.messages == [
         "Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 6.0 tokens/s, Running: 1 reqs, "
-        "Swapped: 0 reqs, Pending: 2 reqs, GPU KV cache usage: 12.5%, CPU KV cache usage: 0.0%."
+        "Swapped: 3 reqs, Pending: 2 reqs, GPU KV cache usage: 12.5%, CPU KV cache usage: 50.0%."
     ]
     found = samples(metrics)
     assert found["vllm:avg_generation_throughput_toks_per_s", ()] == 6.0
