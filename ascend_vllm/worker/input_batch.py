@@ -93,6 +93,8 @@ class InputBatch:
         self.prompt_lens = np.zeros(num_slots, np.int64)
         # [M] int64, host
         self.num_blocks = np.zeros(num_slots, np.int64)
+        # [M] int64, host: tokens at which the row ends whatever they are
+        self.max_num_tokens = np.zeros(num_slots, np.int64)
         # [2, M] int64, host: the next two, in one array because every step reads both
         self._lengths = np.zeros((2, num_slots), np.int64)
         # [M] int64, host: tokens whose KV is in the cache
@@ -109,14 +111,18 @@ class InputBatch:
         The loops are over rows that enter, leave or grow by a block, not over all rows of the step.
 
         Raises:
-            ValueError: a row is longer than a slot.
+            ValueError: a row is longer than a slot, or a block is to be replaced that it does not have.
         """
         for slot in step.freed_slots:
             self.sampling.clear(slot)
         for row in step.new_rows:
             self._enter(row)
+        if step.forks:
+            self._fork(*np.array(step.forks, np.int64).T)
         for slot, block_ids in step.new_blocks:
             self._append_blocks(slot, block_ids)
+        if step.replaced_blocks:
+            self._replace_blocks(*np.array(step.replaced_blocks, np.int64).T)
 
     def build(self, slots: Int64Array, num_scheduled: Int64Array) -> HostBatch:
         """The batch in which some slots compute their next tokens.
@@ -176,9 +182,36 @@ class InputBatch:
         self.num_tokens[row.slot] = length
         self.prompt_lens[row.slot] = row.num_prompt_tokens
         self.num_computed_tokens[row.slot] = row.num_computed_tokens
+        # one more than max_model_len: a full sequence samples a last token
+        self.max_num_tokens[row.slot] = min(row.max_num_tokens, self._max_model_len + 1)
         self.num_blocks[row.slot] = 0
         self._append_blocks(row.slot, row.block_ids)
         self.sampling.set(row)
+
+    def _fork(self, targets: Int64Array, sources: Int64Array, token_ids: Int64Array) -> None:
+        """Makes rows copies of others up to their computed tokens, each with another token behind them."""
+        ends = self.num_computed_tokens[sources]
+        moved = targets != sources
+        # assignments by index read everything before they write
+        to, of = targets[moved], sources[moved]
+        if len(to):
+            width, num_blocks = int(ends[moved].max()), int(self.num_blocks[of].max())
+            self.token_ids[to, :width] = self.token_ids[of, :width]
+            self.block_table[to, :num_blocks] = self.block_table[of, :num_blocks]
+            for column in (self.prompt_lens, self.num_blocks, self.max_num_tokens, self.num_computed_tokens):
+                column[to] = column[of]
+            self.sampling.copy(of, to)
+        self.token_ids[targets, ends] = token_ids
+        self.num_tokens[targets] = ends + 1
+
+    def _replace_blocks(self, slots: Int64Array, indices: Int64Array, block_ids: Int64Array) -> None:
+        wrong = np.flatnonzero((indices < 0) | (indices >= self.num_blocks[slots]))
+        if len(wrong):
+            slot, index = slots[wrong[0]], indices[wrong[0]]
+            raise ValueError(
+                f"slot {slot} has {self.num_blocks[slot]} blocks, the step replaces the one of index {index}"
+            )
+        self.block_table[slots, indices] = block_ids
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         first = int(self.num_blocks[slot])

@@ -65,6 +65,11 @@ class RaggedTable:
         self._start[slot], self._count[slot] = self._end, len(ids)
         self._end = span.stop
 
+    def copy(self, sources: Int64Array, targets: Int64Array) -> None:
+        """Gives some slots the lists of others. They share memory: a list is replaced, never changed."""
+        self._start[targets] = self._start[sources]
+        self._count[targets] = self._count[sources]
+
     def gather(self, slots: Int64Array) -> tuple[Int64Array, Int64Array, Float32Array]:
         """All entries of some slots' lists, in order.
 

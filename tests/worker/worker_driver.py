@@ -151,6 +151,26 @@ class Driver:
         self.pending.freed_slots.append(row.slot)
         return row
 
+    def fork(self, name: str, source: str, token: int) -> None:
+        """A row becomes a copy of another up to its computed tokens, followed by a token.
+
+        They share full blocks; a block begun is copied for the new row.
+        """
+        original = self.rows[source]
+        tokens = [*original.tokens[: original.computed], token]
+        if name == source:
+            original.tokens = tokens
+            self.pending.forks.append((original.slot, original.slot, token))
+            return
+        row = Row(self.free_slots.pop(), tokens, original.num_prompt_tokens, original.computed, [*original.blocks])
+        self.rows[name] = row
+        self.pending.forks.append((row.slot, original.slot, token))
+        if row.computed % self.block_size:
+            index, copy = row.computed // self.block_size, self.free_blocks.pop()
+            self.pending.block_moves.append((MoveKind.COPY, row.blocks[index], copy))
+            self.pending.replaced_blocks.append((row.slot, index, copy))
+            row.blocks[index] = copy
+
     def swap_out(self, name: str, cpu_blocks: Sequence[int]) -> Row:
         """A row leaves its slot; its blocks go to the CPU pool."""
         row = self.free(name)

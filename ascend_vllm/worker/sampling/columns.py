@@ -6,12 +6,14 @@ Letters: M slots.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ascend_vllm.sampling_params import SAMPLING_EPS
 from ascend_vllm.types.step import NewRow
-from ascend_vllm.worker.ragged import RaggedTable
+from ascend_vllm.worker.ragged import Int64Array, RaggedTable
 
 # What a row needs beyond the arg-max of its logits, as bits: the union over a step's rows decides what the
 # sampler does at all. Plain integers, since they meet numpy columns every step.
@@ -57,10 +59,25 @@ class SamplingColumns:
         self.min_tokens = np.zeros(num_slots, np.int32)
         # [M] int32, host: most likely tokens to report beside the sampled one; NO_LOGPROBS: report nothing
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        # ids forbidden below min_tokens; ids and what is added to their logits; the only ids allowed
+        # ids that end the row, forbidden below min_tokens; ids and what is added to their logits; the only ids allowed
         self.stop_ids = RaggedTable(num_slots)
         self.logit_bias = RaggedTable(num_slots)
         self.allowed_ids = RaggedTable(num_slots)
+        self._tables = (self.stop_ids, self.logit_bias, self.allowed_ids)
+        # all of the above but the tables
+        self._columns: tuple[npt.NDArray[Any], ...] = (
+            self.features,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.frequency_penalty,
+            self.presence_penalty,
+            self.seed,
+            self.min_tokens,
+            self.num_logprobs,
+        )
 
     def set(self, row: NewRow) -> None:
         """Takes over the parameters of a row that enters its slot."""
@@ -75,7 +92,7 @@ class SamplingColumns:
         self.seed[slot] = row.seed
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        stop_ids = self._known(row.stop_token_ids) if params.min_tokens else []
+        stop_ids = self._known(row.stop_token_ids)
         bias = {token: value for token, value in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
         self.stop_ids.set(slot, stop_ids)
         self.logit_bias.set(slot, list(bias), list(bias.values()))
@@ -85,8 +102,15 @@ class SamplingColumns:
     def clear(self, slot: int) -> None:
         """Forgets a row that has left its slot."""
         self.features[slot] = 0
-        for table in (self.stop_ids, self.logit_bias, self.allowed_ids):
+        for table in self._tables:
             table.set(slot, ())
+
+    def copy(self, sources: Int64Array, targets: Int64Array) -> None:
+        """Gives some slots the parameters of others; all are read before one is written."""
+        for column in self._columns:
+            column[targets] = column[sources]
+        for table in self._tables:
+            table.copy(sources, targets)
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         return [token for token in token_ids if 0 <= token < self._vocab_size]
@@ -99,6 +123,6 @@ class SamplingColumns:
             | (PENALTIES if penalised else 0)
             | (LOGIT_BIAS if has_bias else 0)
             | (ALLOWED_IDS if params.allowed_token_ids is not None else 0)
-            | (MIN_TOKENS if has_stop_ids else 0)
+            | (MIN_TOKENS if has_stop_ids and params.min_tokens > 0 else 0)
             | (LOGPROBS if params.logprobs is not None else 0)
         )
