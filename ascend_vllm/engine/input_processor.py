@@ -1,7 +1,8 @@
 """From what a caller asks to what the engine core runs.
 
 A prompt is tokenised, its length and the sampling parameters are checked against the model, and the request becomes
-one `EngineCoreRequest` per sequence. Every mistake is a `RequestError` raised here, before anything is queued.
+one `EngineCoreRequest` per sequence, or a single one for a beam search. Every mistake is a `RequestError` raised
+here, before anything is queued.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any, TypedDict
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError
-from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreRequest
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
+
+# of the integers that a message to the core can hold
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 # A row's random stream is keyed by 63 bits.
 _SEED_MASK = (1 << 63) - 1
@@ -59,8 +63,9 @@ class ProcessedRequest:
         prompt_token_ids: its ids.
         params: the caller's sampling parameters.
         arrival_time: seconds of time.monotonic().
-        core_requests: one per sequence, in the order of their index. Their ids are unique in the life of the
-            engine, so that late outputs of an aborted request never meet a new one with the same id.
+        core_requests: one per sequence, in the order of their index, or the beam search alone. Their ids are unique
+            in the life of the engine, so that late outputs of an aborted request never meet a new one with the same
+            id.
     """
 
     request_id: str
@@ -86,6 +91,7 @@ class InputProcessor:
         self.max_model_len = config.scheduler.max_model_len
         self._tokenizer = tokenizer
         self._model = config.model
+        self._has_priorities = config.scheduler.policy == "priority"
         self._vocab_size = config.model.vocab_size
         self._serial = itertools.count()
         eos_ids = _eos_ids(config.model.generation_config, config.model.hf_config)
@@ -100,6 +106,8 @@ class InputProcessor:
         params: SamplingParams,
         priority: int = 0,
         arrival_time: float | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> ProcessedRequest:
         """Checks a request and makes its core requests.
 
@@ -107,18 +115,20 @@ class InputProcessor:
             request_id: the caller's id.
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             params: as the caller gave them; not changed.
-            priority: 0, since requests are served in the order of their arrival.
+            priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             arrival_time: seconds of time.monotonic(); None: now.
+            cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
             RequestError: the request is wrong; nothing has been queued.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self._check_params(params, priority)
+        self._check_params(params)
+        self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
             token_ids = self._need_tokenizer().encode(_need_text(text))
-        return self._build(request_id, text, token_ids, params, arrival_time)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
 
     async def process_async(
         self,
@@ -127,14 +137,17 @@ class InputProcessor:
         params: SamplingParams,
         priority: int = 0,
         arrival_time: float | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> ProcessedRequest:
         """`process`, tokenising off the event loop."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self._check_params(params, priority)
+        self._check_params(params)
+        self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
             token_ids = await self._need_tokenizer().encode_async(_need_text(text))
-        return self._build(request_id, text, token_ids, params, arrival_time)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
@@ -147,22 +160,31 @@ class InputProcessor:
         text: str | None,
         token_ids: list[int],
         params: SamplingParams,
+        priority: int,
         arrival_time: float,
+        cache_salt: str | None,
     ) -> ProcessedRequest:
         if params.truncate_prompt_tokens is not None:
             token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=text is not None)
         self._check_prompt(token_ids)
         core_params = self._make_core_params(params, len(token_ids))
         eos_id = None if params.ignore_eos else self._eos_id
+        beam_search = _make_beam_search(params)
+        # the sequences share the blocks of the first one's prompt
+        first_id = f"{request_id}.{next(self._serial)}"
         core_requests = [
             EngineCoreRequest(
-                request_id=f"{request_id}.{next(self._serial)}",
+                request_id=f"{request_id}.{next(self._serial)}" if index else first_id,
                 prompt_token_ids=token_ids,
                 sampling_params=core_params.clone(seed=derive_seed(params.seed, index)),
                 eos_token_id=eos_id,
                 arrival_time=arrival_time,
+                priority=priority,
+                parent_id=first_id if index else None,
+                beam_search=beam_search,
+                content_keys=[] if cache_salt is None else [(0, f"salt:{cache_salt}")],
             )
-            for index in range(params.n)
+            for index in range(1 if beam_search is not None else params.num_sequences)
         ]
         return ProcessedRequest(request_id, text, token_ids, params, arrival_time, core_requests)
 
@@ -173,9 +195,16 @@ class InputProcessor:
         stop_ids = dict.fromkeys(
             [*(params.stop_token_ids or []), *([] if params.ignore_eos else self._other_eos_ids)]
         )
+        # which sequences of best_of are the best ones is decided by the log-probabilities of their tokens
+        is_scored = params.num_sequences > params.n and not params.use_beam_search
         return params.clone(
             n=1,
             best_of=None,
+            logprobs=0 if is_scored and params.logprobs is None else params.logprobs,
+            # the search has a record of its own
+            use_beam_search=False,
+            length_penalty=1.0,
+            early_stopping=False,
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
             stop=[],
@@ -200,9 +229,18 @@ class InputProcessor:
             )
         return self._tokenizer
 
-    def _check_params(self, params: SamplingParams, priority: int) -> None:
-        if priority != 0:
+    def _check_routing(self, priority: int, cache_salt: str | None) -> None:
+        """What decides when a request runs and whose cached prefixes it may use."""
+        if priority != 0 and not self._has_priorities:
             raise RequestError(f"Got priority {priority} but Priority scheduling is not enabled.", "priority")
+        if type(priority) is not int or not _INT64_MIN <= priority <= _INT64_MAX:
+            raise RequestError(f"priority must be a signed 64-bit integer, got {priority!r}.", "priority")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+        if cache_salt is not None:
+            _check_unicode("cache_salt", cache_salt)
+
+    def _check_params(self, params: SamplingParams) -> None:
         self._check_supported(params)
         self._check_token_fields(params)
         limit = self._model.max_logprobs
@@ -211,7 +249,7 @@ class InputProcessor:
                 f"Requested sample logprobs of {params.logprobs}, which is greater than max allowed: {limit}",
                 "logprobs",
             )
-        if params.seed is not None and not -(1 << 63) <= params.seed < 1 << 63:
+        if params.seed is not None and not _INT64_MIN <= params.seed <= _INT64_MAX:
             raise RequestError(f"seed must be a signed 64-bit integer, got {params.seed}.", "seed")
         if self._tokenizer is None and params.detokenize:
             raise RequestError("detokenize must be false: the engine runs with --skip-tokenizer-init", "detokenize")
@@ -220,12 +258,10 @@ class InputProcessor:
         """Fields of `SamplingParams` whose feature this version does not have."""
         if params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not supported in this version.", "prompt_logprobs")
-        if params.best_of is not None and params.best_of != params.n:
-            raise RequestError(
-                f"best_of other than n is not supported in this version, got n={params.n} and "
-                f"best_of={params.best_of}.",
-                "best_of",
-            )
+        # checked by SamplingParams too, but output_kind is often set later
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        if is_delta and params.num_sequences != params.n and not params.use_beam_search:
+            raise RequestError("best_of must equal n to use output_kind=DELTA", "best_of")
 
     def _check_token_fields(self, params: SamplingParams) -> None:
         size = self._vocab_size
@@ -309,11 +345,28 @@ def _need_text(text: str | None) -> str:
     """The text of a prompt that has no ids, in characters that UTF-8 can write."""
     if not text:
         raise RequestError("Prompt cannot be empty", "prompt")
+    _check_unicode("prompt", text)
+    return text
+
+
+def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"prompt is not valid Unicode text: {error}", "prompt") from None
-    return text
+        raise RequestError(f"{name} is not valid Unicode text: {error}", name) from None
+
+
+def _make_beam_search(params: SamplingParams) -> BeamSearchSpec | None:
+    """The search that is asked for, if one is."""
+    if not params.use_beam_search:
+        return None
+    return BeamSearchSpec(
+        width=params.num_sequences,
+        num_returned=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        stream=params.output_kind is RequestOutputKind.CUMULATIVE,
+    )
 
 
 def _eos_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:

@@ -7,14 +7,18 @@ either puts `RequestOutput`s into the requests' own queues (async engine) or ret
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import time
+from collections.abc import Sequence
+from typing import TypeAlias
 
+from ascend_vllm.engine.beam_output import BeamSearchState
 from ascend_vllm.engine.input_processor import ProcessedRequest
-from ascend_vllm.engine.request_stats import FinishedRequest, FinishedSequence, StepStats
+from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
 from ascend_vllm.engine.sequence_state import SequenceState
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.errors import RequestError
+from ascend_vllm.errors import EngineBusyError, EngineDeadError, ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
@@ -22,29 +26,42 @@ from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, Fini
 
 logger = init_logger(__name__)
 
+# Outputs that wait for a consumer who gets each token of a step by itself; he is slow if there are more.
+_MAX_TOKEN_OUTPUTS = 256
+
+# names in EngineCoreOutput.error_class → what the consumer of the request gets; RequestError for any other
+_ERRORS: dict[str, type[RequestError] | type[EngineDeadError]] = {
+    error.__name__: error for error in (RequestError, ModelNotFoundError, EngineBusyError, EngineDeadError)
+}
+
 
 class OutputQueue:
-    """Outputs of one request on their way to its consumer; holds at most one.
+    """Outputs of one request on their way to its consumer.
 
     Outputs that arrive while the consumer is busy are merged, so that a slow consumer costs neither memory nor
     tokens: it gets fewer, larger pieces.
 
     Args:
         kind: how outputs merge: DELTA pieces are joined, otherwise the latest one stays.
+        max_outputs: as many wait apart; only those beyond are merged.
     """
 
-    def __init__(self, kind: RequestOutputKind) -> None:
+    def __init__(self, kind: RequestOutputKind, max_outputs: int = 1) -> None:
         self._kind = kind
-        self._output: RequestOutput | None = None
+        self._max_outputs = max_outputs
+        self._outputs: collections.deque[RequestOutput] = collections.deque()
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
         """Adds an output."""
-        if self._output is None or self._kind is not RequestOutputKind.DELTA:
-            self._output = output
+        outputs = self._outputs
+        if len(outputs) < self._max_outputs:
+            outputs.append(output)
+        elif self._kind is RequestOutputKind.DELTA:
+            _merge_deltas(outputs[-1], output)
         else:
-            _merge_deltas(self._output, output)
+            outputs[-1] = output
         self._ready.set()
 
     def put_error(self, error: Exception) -> None:
@@ -60,15 +77,18 @@ class OutputQueue:
             EngineDeadError: the engine died.
         """
         await self._ready.wait()
-        output = self._output
-        if output is not None:
-            self._output = None
-            if self._error is None:
+        if self._outputs:
+            output = self._outputs.popleft()
+            if not self._outputs and self._error is None:
                 self._ready.clear()
             return output
         if self._error is None:
             raise RuntimeError("an output queue was woken without an output")
         raise self._error
+
+
+# what a core request stands for
+AnySequence: TypeAlias = SequenceState | BeamSearchState
 
 
 @dataclasses.dataclass
@@ -85,7 +105,7 @@ class ProcessedOutputs:
 
 
 class _RequestState:
-    """One request: its sequences and its times."""
+    """One request: its sequences, or its beam search as if it were one, and its times."""
 
     __slots__ = (
         "core_ids",
@@ -93,6 +113,7 @@ class _RequestState:
         "max_tokens",
         "metrics",
         "num_cached_tokens",
+        "num_returned",
         "num_unfinished",
         "queue",
         "request",
@@ -102,29 +123,35 @@ class _RequestState:
     def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue | None) -> None:
         self.request = request
         self.queue = queue
-        self.kind = request.params.output_kind
-        self.sequences = [
-            SequenceState(index, request.params, request.prompt_token_ids, tokenizer)
-            for index in range(len(request.core_requests))
-        ]
+        params, prompt_token_ids = request.params, request.prompt_token_ids
+        self.kind = params.output_kind
+        self.num_returned = params.n
+        self.sequences: Sequence[AnySequence]
+        if request.core_requests[0].beam_search is not None:
+            self.sequences = [BeamSearchState(params, prompt_token_ids, tokenizer)]
+        else:
+            is_scored = len(request.core_requests) > params.n
+            self.sequences = [
+                SequenceState(index, params, prompt_token_ids, tokenizer, is_scored)
+                for index in range(len(request.core_requests))
+            ]
         self.core_ids = [core_request.request_id for core_request in request.core_requests]
         self.num_unfinished = len(self.sequences)
         self.max_tokens = request.core_requests[0].sampling_params.max_tokens or 0
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
 
-    def make_output(self, changed: list[SequenceState]) -> RequestOutput | None:
+    def make_output(self, changed: Sequence[AnySequence]) -> RequestOutput | None:
         """The output due after a change of some sequences, if one is."""
         finished = self.num_unfinished == 0
         if self.kind is RequestOutputKind.DELTA:
-            outputs = [sequence.make_output(self.kind) for sequence in changed]
+            outputs = [output for sequence in changed for output in sequence.make_outputs(self.kind)]
         elif self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         else:
-            outputs = [sequence.make_output(self.kind) for sequence in self.sequences]
-            if finished and len(outputs) > 1:
-                # best first; a stable sort, so without log-probabilities the order of creation
-                outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+            outputs = [output for sequence in self.sequences for output in sequence.make_outputs(self.kind)]
+            if len(self.sequences) > 1:
+                outputs = self._choose(outputs, finished)
         return RequestOutput(
             self.request.request_id,
             self.request.prompt,
@@ -136,19 +163,34 @@ class _RequestState:
             self.num_cached_tokens,
         )
 
+    def _choose(self, outputs: list[CompletionOutput], finished: bool) -> list[CompletionOutput]:
+        """Best first, at the end; of best_of sequences the best ones at any time, numbered by their rank."""
+        are_chosen = len(outputs) > self.num_returned
+        if finished or are_chosen:
+            # a stable sort, so that equal ones, and all without log-probabilities, keep the order of creation
+            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+        if are_chosen:
+            del outputs[self.num_returned :]
+            for rank, output in enumerate(outputs):
+                output.index = rank
+        return outputs
+
 
 class OutputProcessor:
     """Holds the requests of an engine and turns core outputs into theirs.
 
     Args:
         tokenizer: None under --skip-tokenizer-init.
+        stream_each_token: tokens that come several in a step are told one by one; otherwise together. Requests that
+            want the final output only get just that.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_each_token: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._stream_each_token = stream_each_token
         self._requests: dict[str, _RequestState] = {}
         # core request id → its request and its sequence
-        self._sequences: dict[str, tuple[_RequestState, SequenceState]] = {}
+        self._sequences: dict[str, tuple[_RequestState, AnySequence]] = {}
 
     @property
     def num_requests(self) -> int:
@@ -171,6 +213,10 @@ class OutputProcessor:
         """Where a request's outputs go; None if it has ended or has no queue."""
         state = self._requests.get(request_id)
         return None if state is None else state.queue
+
+    def make_queue(self, kind: RequestOutputKind) -> OutputQueue:
+        """A queue for a request's outputs."""
+        return OutputQueue(kind, _MAX_TOKEN_OUTPUTS if self._stream_each_token else 1)
 
     def add(self, request: ProcessedRequest, queue: OutputQueue | None = None) -> None:
         """Opens the state of a request.
@@ -197,35 +243,59 @@ class OutputProcessor:
             stats: filled.
             now: seconds of time.monotonic(); None: now.
         """
-        now = time.monotonic() if now is None else now
-        processed = ProcessedOutputs()
-        sequences = self._sequences
-        # requests of several sequences: one output a step, whatever number of them got something
-        changed: dict[str, tuple[_RequestState, list[SequenceState]]] = {}
+        step = _Step(stats, time.monotonic() if now is None else now)
+        # several tokens to be told one by one
+        several: list[EngineCoreOutput] = []
         for output in outputs.outputs:
-            found = sequences.get(output.request_id)
+            found = self._sequences.get(output.request_id)
             if found is None:
                 continue
             state, sequence = found
             if output.finish_reason is FinishReason.ERROR and state.queue is not None:
-                self._fail(state, output, stats, now, processed)
-                changed.pop(state.request.request_id, None)
+                self._fail(state, output, step)
                 continue
-            _record_tokens(state, sequence, output, stats, now)
-            if sequence.update(output) and output.finish_reason is None:
-                processed.stopped_ids.append(output.request_id)
-            if sequence.finish_reason is not None:
-                if output.error is not None:
-                    logger.warning("Request %s failed: %s", state.request.request_id, output.error)
-                del sequences[output.request_id]
-                self._finish_sequence(state, sequence, stats, now)
-            if len(state.sequences) == 1:
-                _deliver(state, [sequence], processed)
+            _record_tokens(state, sequence, output, step)
+            if (
+                self._stream_each_token
+                and len(output.new_token_ids) > 1
+                and state.kind is not RequestOutputKind.FINAL_ONLY
+            ):
+                several.append(output)
             else:
-                changed.setdefault(state.request.request_id, (state, []))[1].append(sequence)
-        for state, changed_sequences in changed.values():
-            _deliver(state, changed_sequences, processed)
-        return processed
+                self._take(state, sequence, output, step)
+        step.deliver()
+        if several:
+            self._take_one_by_one(several, step)
+        return step.processed
+
+    def _take(self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
+        """Adds to a sequence what it got, and ends it if it has ended."""
+        if sequence.update(output) and output.finish_reason is None:
+            step.processed.stopped_ids.append(output.request_id)
+        if sequence.finish_reason is not None:
+            if output.error is not None:
+                logger.warning("Request %s failed: %s", state.request.request_id, output.error)
+            del self._sequences[output.request_id]
+            self._finish_sequence(state, sequence, step)
+        if len(state.sequences) == 1:
+            _deliver(state, (sequence,), step.processed)
+        else:
+            step.changed.setdefault(state.request.request_id, (state, []))[1].append(sequence)
+
+    def _take_one_by_one(self, outputs: list[EngineCoreOutput], step: _Step) -> None:
+        """Adds the first token of each of the outputs, then the second, and so on, as steps of their own."""
+        ends = {output.request_id for output in outputs if output.finish_reason is not None}
+        stopped_ids = step.processed.stopped_ids
+        num_stopped = len(stopped_ids)
+        for position in range(max(len(output.new_token_ids) for output in outputs)):
+            for output in outputs:
+                found = self._sequences.get(output.request_id)
+                # it had fewer tokens, or a stop string ended it before its last one
+                if found is not None and position < len(output.new_token_ids):
+                    self._take(*found, _one_token(output, position), step)
+            step.deliver()
+        # the core knows of those that it ended itself, if later than the stop string did
+        stopped_ids[num_stopped:] = [id_ for id_ in stopped_ids[num_stopped:] if id_ not in ends]
 
     def abort(self, request_id: str, stats: StepStats) -> list[str]:
         """Ends a request early; its consumer gets an output with finish_reason "abort".
@@ -236,14 +306,14 @@ class OutputProcessor:
         state = self._requests.get(request_id)
         if state is None:
             return []
-        now = time.monotonic()
+        step = _Step(stats, time.monotonic())
         running = {
             core_id: self._sequences.pop(core_id)[1] for core_id in state.core_ids if core_id in self._sequences
         }
         for sequence in running.values():
-            sequence.abort()
-            self._finish_sequence(state, sequence, stats, now)
-        _deliver(state, list(running.values()), ProcessedOutputs())
+            sequence.end(FinishReason.ABORT)
+            self._finish_sequence(state, sequence, step)
+        _deliver(state, list(running.values()), step.processed)
         return list(running)
 
     def fail_all(self, error: Exception) -> None:
@@ -254,35 +324,73 @@ class OutputProcessor:
         self._requests.clear()
         self._sequences.clear()
 
-    def _fail(
-        self,
-        state: _RequestState,
-        output: EngineCoreOutput,
-        stats: StepStats,
-        now: float,
-        processed: ProcessedOutputs,
-    ) -> None:
+    def _fail(self, state: _RequestState, output: EngineCoreOutput, step: _Step) -> None:
         """Ends a request, and all its sequences, with the core's words."""
+        step.changed.pop(state.request.request_id, None)
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
             if self._sequences.pop(core_id, None) is None:
                 continue
-            sequence.finish_reason = FinishReason.ERROR
-            self._finish_sequence(state, sequence, stats, now)
+            sequence.end(FinishReason.ERROR)
+            self._finish_sequence(state, sequence, step)
             if core_id != output.request_id:
-                processed.stopped_ids.append(core_id)
+                step.processed.stopped_ids.append(core_id)
         if state.queue is not None:
-            state.queue.put_error(RequestError(output.error or "the engine could not run the request"))
+            error = _ERRORS.get(output.error_class or "", RequestError)
+            # the one thing for which the core calls itself busy is that a request waited for too long
+            step.stats.num_queue_timeouts += error is EngineBusyError
+            state.queue.put_error(error(output.error or "the engine could not run the request"))
 
-    def _finish_sequence(self, state: _RequestState, sequence: SequenceState, stats: StepStats, now: float) -> None:
+    def _finish_sequence(self, state: _RequestState, sequence: AnySequence, step: _Step) -> None:
         state.num_unfinished -= 1
-        stats.finished_sequences.append(FinishedSequence(str(sequence.finish_reason), len(sequence.token_ids)))
+        summaries = sequence.summaries()
+        step.stats.finished_sequences += summaries
+        if isinstance(sequence, BeamSearchState):
+            # not until now is it known which of the tokens are returned
+            step.stats.num_generation_tokens += sum(summary.num_generation_tokens for summary in summaries)
         if state.num_unfinished == 0:
-            state.metrics.finished_time = now
+            state.metrics.finished_time = step.now
             del self._requests[state.request.request_id]
-            stats.finished_requests.append(_summarize(state, now))
+            step.stats.finished_requests.append(_summarize(state, step.now))
 
 
-def _deliver(state: _RequestState, changed: list[SequenceState], processed: ProcessedOutputs) -> None:
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """A step while it is processed.
+
+    Attributes:
+        stats: filled.
+        now: seconds of time.monotonic().
+        processed: what it came to so far.
+        changed: by id, requests of several sequences and those that got something: one output, whatever their number.
+    """
+
+    stats: StepStats
+    now: float
+    processed: ProcessedOutputs = dataclasses.field(default_factory=ProcessedOutputs)
+    changed: dict[str, tuple[_RequestState, list[AnySequence]]] = dataclasses.field(default_factory=dict)
+
+    def deliver(self) -> None:
+        """Sends the outputs of `changed`."""
+        for state, sequences in self.changed.values():
+            _deliver(state, sequences, self.processed)
+        self.changed.clear()
+
+
+def _one_token(output: EngineCoreOutput, position: int) -> EngineCoreOutput:
+    """One of several tokens, as if it came alone; the end comes with the last one."""
+    is_last = position == len(output.new_token_ids) - 1
+    logprobs = output.new_logprobs
+    return EngineCoreOutput(
+        output.request_id,
+        [output.new_token_ids[position]],
+        None if logprobs is None else [logprobs[position]],
+        output.finish_reason if is_last else None,
+        output.stop_reason if is_last else None,
+        error=output.error if is_last else None,
+    )
+
+
+def _deliver(state: _RequestState, changed: Sequence[AnySequence], processed: ProcessedOutputs) -> None:
     """Sends the output that is due, if one is, to the request's queue or to the caller of `process`."""
     output = state.make_output(changed)
     if output is None:
@@ -293,17 +401,18 @@ def _deliver(state: _RequestState, changed: list[SequenceState], processed: Proc
         processed.request_outputs.append(output)
 
 
-def _record_tokens(
-    state: _RequestState, sequence: SequenceState, output: EngineCoreOutput, stats: StepStats, now: float
-) -> None:
-    """Times and counts of a sequence's new tokens."""
-    metrics = state.metrics
-    if output.first_scheduled_time is not None and metrics.first_scheduled_time is None:
-        metrics.first_scheduled_time = output.first_scheduled_time
-        state.num_cached_tokens = output.num_cached_tokens
-        stats.num_cached_tokens += output.num_cached_tokens
+def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
+    """Times and counts of a sequence's new tokens, or of a step of a beam search."""
+    metrics, stats, now = state.metrics, step.stats, step.now
+    if output.first_scheduled_time is not None:
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = output.first_scheduled_time
+        # the other sequences of a request share the first one's prompt, which counts once
+        if sequence is state.sequences[0]:
+            state.num_cached_tokens = output.num_cached_tokens
+            stats.num_cached_tokens += output.num_cached_tokens
     num_tokens = len(output.new_token_ids)
-    if num_tokens == 0:
+    if num_tokens == 0 and output.beams is None:
         return
     stats.num_generation_tokens += num_tokens
     if metrics.first_token_time is None:
@@ -311,6 +420,7 @@ def _record_tokens(
         stats.num_prompt_tokens += len(state.request.prompt_token_ids)
         stats.first_token_s.append(now - metrics.arrival_time)
     if sequence.last_token_time is not None:
+        num_tokens = num_tokens or 1  # a beam search goes on by one
         stats.inter_token_s.append(((now - sequence.last_token_time) / num_tokens, num_tokens))
     elif num_tokens > 1:  # several tokens in the first step: they came at once
         stats.inter_token_s.append((0.0, num_tokens - 1))
@@ -320,11 +430,13 @@ def _record_tokens(
 def _summarize(state: _RequestState, now: float) -> FinishedRequest:
     metrics = state.metrics
     scheduled, first, last = metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time
-    num_tokens = max(len(sequence.token_ids) for sequence in state.sequences)
+    num_tokens = max(sequence.num_tokens for sequence in state.sequences)
+    if first == last and num_tokens > 1:
+        first = None  # all came at once, as at the end of a beam search: when the first was there is not known
     decode_s = None if first is None or last is None else last - first
     return FinishedRequest(
         num_prompt_tokens=len(state.request.prompt_token_ids),
-        n=len(state.sequences),
+        n=state.num_returned,
         max_tokens=state.max_tokens,
         e2e_s=now - metrics.arrival_time,
         queue_s=None if scheduled is None else scheduled - metrics.arrival_time,

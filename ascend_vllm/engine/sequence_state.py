@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ascend_vllm.engine.detokenization import IncrementalDetokenizer, NoDetokenizer
+from ascend_vllm.engine.request_stats import FinishedSequence
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import CompletionOutput, Logprob, PositionLogprobs
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -21,8 +22,11 @@ class SequenceState:
         params: the request's sampling parameters.
         prompt_token_ids: the prompt.
         tokenizer: None: no text.
+        is_scored: its cumulative log-probability is told even if the request shows no log-probabilities; the core
+            must send those of the sampled tokens.
 
     Attributes:
+        index: of the sequence in its request.
         token_ids: all tokens, the stop token included.
         text: all text, without what stopped it.
         finish_reason: None while it runs.
@@ -34,6 +38,7 @@ class SequenceState:
         "_detokenizer",
         "_held_back",
         "_include_stop",
+        "_is_scored",
         "_logprobs",
         "_min_tokens",
         "_num_logprobs",
@@ -50,7 +55,12 @@ class SequenceState:
     )
 
     def __init__(
-        self, index: int, params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Tokenizer | None
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        is_scored: bool = False,
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
@@ -74,14 +84,24 @@ class SequenceState:
         self._held_back = 0 if self._include_stop else max(map(len, self._stops), default=1) - 1
         self._num_logprobs = params.logprobs
         self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self._is_scored = is_scored or params.logprobs is not None
         self._cumulative_logprob = 0.0
         self._num_sent_chars = 0
         self._num_sent_tokens = 0
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over the tokens; None unless log-probabilities were asked for."""
-        return None if self._logprobs is None else self._cumulative_logprob
+        """Sum over the tokens; None unless log-probabilities were asked for or decide between sequences."""
+        return self._cumulative_logprob if self._is_scored else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
+    def summaries(self) -> list[FinishedSequence]:
+        """What the metrics count of it at its end."""
+        return [FinishedSequence(str(self.finish_reason), len(self.token_ids))]
 
     def update(self, output: EngineCoreOutput) -> bool:
         """Takes the tokens of a step.
@@ -92,7 +112,7 @@ class SequenceState:
         token_ids, reason = output.new_token_ids, output.finish_reason
         # STOP means that the last token ended the sequence: its text is not part of the text.
         num_with_text = len(token_ids) - (reason is FinishReason.STOP and not self._include_stop)
-        if self._stops or self._logprobs is not None:
+        if self._stops or self._is_scored:
             for position, token_id in enumerate(token_ids):
                 piece = self._detokenizer.push((token_id,)) if position < num_with_text else ""
                 self.text += piece
@@ -114,13 +134,13 @@ class SequenceState:
             self.finish_reason, self.stop_reason = reason, output.stop_reason
         return False
 
-    def abort(self) -> None:
+    def end(self, reason: FinishReason) -> None:
         """Ends it from outside; what was held back becomes text."""
         self.text += self._detokenizer.finish()
-        self.finish_reason = FinishReason.ABORT
+        self.finish_reason = reason
 
-    def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """What a caller gets now: the new part for DELTA, otherwise everything."""
+    def make_outputs(self, kind: RequestOutputKind) -> list[CompletionOutput]:
+        """What a caller gets now, one entry: the new part for DELTA, otherwise everything."""
         text, token_ids, logprobs = self.text, self.token_ids, self._logprobs
         end = len(text)
         if self.finish_reason is None:
@@ -136,15 +156,17 @@ class SequenceState:
             logprobs = None if logprobs is None else logprobs.copy()
         self._num_sent_chars = end
         reason = self.finish_reason
-        return CompletionOutput(
-            self.index,
-            text,
-            token_ids,
-            self.cumulative_logprob,
-            logprobs,
-            None if reason is None else str(reason),
-            self.stop_reason,
-        )
+        return [
+            CompletionOutput(
+                self.index,
+                text,
+                token_ids,
+                self.cumulative_logprob,
+                logprobs,
+                None if reason is None else str(reason),
+                self.stop_reason,
+            )
+        ]
 
     def _find_stop(self, num_new_chars: int) -> bool:
         """Looks for a stop string that ends in the new text; cuts the text there."""
@@ -164,11 +186,11 @@ class SequenceState:
         A token that is part of a character is shown as the text it completed, or "", so that the tokens' texts
         join to the whole text.
         """
+        self._cumulative_logprob += entry.logprobs[0]
         logprobs, num_logprobs = self._logprobs, self._num_logprobs
         if logprobs is None or num_logprobs is None:
             return
         sampled = entry.token_ids[0]
-        self._cumulative_logprob += entry.logprobs[0]
         text = self._token_text(sampled)
         if text is not None and _REPLACEMENT in text:
             text = piece

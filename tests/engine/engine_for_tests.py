@@ -23,6 +23,7 @@ def make_config(
     vocab_size: int = 600,
     generation_config: dict[str, Any] | None = None,
     max_num_queued_reqs: int | None = None,
+    policy: str = "fcfs",
     log_stats: bool = True,
     **hf_config: Any,
 ) -> EngineConfig:
@@ -45,6 +46,7 @@ def make_config(
             max_num_seqs=4,
             max_model_len=max_model_len,
             max_num_queued_reqs=max_num_queued_reqs,
+            policy=policy,
         ),
         parallel=ParallelConfig(),
         device=DeviceConfig(),
@@ -57,12 +59,13 @@ class FakeEngine:
 
     Args:
         tokenizer: of the "model".
+        stream_each_token: see `OutputProcessor`.
         config: see `make_config`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, **config: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer, stream_each_token: bool = False, **config: Any) -> None:
         self.input = InputProcessor(make_config(**config), tokenizer)
-        self.output = OutputProcessor(tokenizer)
+        self.output = OutputProcessor(tokenizer, stream_each_token)
         self.stats = StepStats()
         # request id → ids of its core requests
         self.core_ids: dict[str, list[str]] = {}

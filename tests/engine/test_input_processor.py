@@ -10,8 +10,8 @@ import pytest
 from ascend_vllm.engine.input_processor import InputProcessor, derive_seed
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError
-from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreRequest
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
 from tests.engine.engine_for_tests import make_config
 
 
@@ -68,7 +68,6 @@ def test_wrong_prompts(byte_level: Tokenizer, prompt: Any, words: str) -> None:
     [
         ({"logprobs": 21}, "Requested sample logprobs of 21, which is greater than max allowed: 20", "logprobs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is not supported", "prompt_logprobs"),
-        ({"best_of": 3, "n": 2}, "best_of other than n is not supported", "best_of"),
         (
             {"logit_bias": {600: 1.0, 3: 1.0}},
             "token_id(s) [600] in logit_bias contain out-of-vocab token ids. Vocabulary size: 600",
@@ -89,6 +88,76 @@ def test_wrong_params(byte_level: Tokenizer, params: dict[str, Any], words: str,
 def test_priority_needs_its_policy(byte_level: Tokenizer) -> None:
     with pytest.raises(RequestError, match="Got priority 1 but Priority scheduling is not enabled"):
         processor(byte_level).process("r", "a", SamplingParams(), priority=1)
+    inputs = processor(byte_level, policy="priority")
+    assert [core.priority for core in inputs.process("r", "a", SamplingParams(n=2), priority=-7).core_requests] == [
+        -7,
+        -7,
+    ]
+    with pytest.raises(RequestError, match="priority must be a signed 64-bit integer") as error:
+        inputs.process("r", "a", SamplingParams(), priority=1 << 63)
+    assert error.value.param == "priority"
+
+
+def test_a_cache_salt_is_part_of_what_blocks_hold(byte_level: Tokenizer) -> None:
+    inputs = processor(byte_level)
+    cores = inputs.process("r", "a", SamplingParams(n=2), cache_salt="mine").core_requests
+    assert [core.content_keys for core in cores] == [[(0, "salt:mine")]] * 2
+    assert inputs.process("r", "a", SamplingParams()).core_requests[0].content_keys == []
+    for wrong in ("", 3, "\ud800"):
+        with pytest.raises(RequestError, match="cache_salt") as error:
+            inputs.process("r", "a", SamplingParams(), cache_salt=wrong)  # type: ignore[arg-type]
+        assert error.value.param == "cache_salt"
+
+
+def test_best_of_cannot_be_streamed_in_pieces(byte_level: Tokenizer) -> None:
+    params = SamplingParams(n=1, best_of=2)
+    params.output_kind = RequestOutputKind.DELTA
+    with pytest.raises(RequestError, match="best_of must equal n to use output_kind=DELTA"):
+        processor(byte_level).process("r", "a", params)
+    params.best_of = 1
+    processor(byte_level).process("r", "a", params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "logprobs"),
+    [
+        ({"n": 3}, 3, None),
+        ({"n": 2, "best_of": 2}, 2, None),
+        ({"n": 2, "best_of": 4}, 4, 0),
+        ({"best_of": 2, "logprobs": 3}, 2, 3),
+    ],
+)
+def test_sequences_share_the_prompt_of_the_first(
+    byte_level: Tokenizer, fields: dict[str, Any], count: int, logprobs: int | None
+) -> None:
+    cores = processor(byte_level).process("r", "a", SamplingParams(**fields)).core_requests
+    first = cores[0].request_id
+    assert [core.parent_id for core in cores] == [None] + [first] * (count - 1)
+    assert [core.sampling_params.logprobs for core in cores] == [logprobs] * count
+    assert all(core.beam_search is None for core in cores)
+    assert len({core.request_id for core in cores}) == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec"),
+    [
+        ({"n": 2}, BeamSearchSpec(2, 2, stream=True)),
+        (
+            {"n": 1, "best_of": 3, "length_penalty": 2.0, "early_stopping": "never"},
+            BeamSearchSpec(3, 1, 2.0, "never"),
+        ),
+        ({"early_stopping": None}, BeamSearchSpec(1, 1, 1.0, None)),
+    ],
+)
+def test_a_beam_search_is_one_request_of_the_core(
+    byte_level: Tokenizer, fields: dict[str, Any], spec: BeamSearchSpec
+) -> None:
+    kind = RequestOutputKind.CUMULATIVE if spec.stream else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(use_beam_search=True, temperature=0.0, max_tokens=5, output_kind=kind, **fields)
+    (core,) = processor(byte_level).process("r", "a", params).core_requests
+    assert (core.beam_search, core.parent_id) == (spec, None)
+    # what is left is a greedy sequence
+    assert core.sampling_params == SamplingParams(temperature=0.0, max_tokens=5, output_kind=kind)
 
 
 @pytest.mark.parametrize(("asked", "got"), [(None, 54), (5, 5), (54, 54), (1000, 54)])
