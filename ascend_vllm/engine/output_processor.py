@@ -146,6 +146,8 @@ class _RequestState:
         finished = self.num_unfinished == 0
         if self.kind is RequestOutputKind.DELTA:
             outputs = [output for sequence in changed for output in sequence.make_outputs(self.kind)]
+            if not outputs and not finished:
+                return None
         elif self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         else:

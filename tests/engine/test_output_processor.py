@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
-from ascend_vllm.types.messages import EngineCoreOutput, FinishReason, TokenLogprobs
+from ascend_vllm.types.messages import BeamSequence, EngineCoreOutput, FinishReason, TokenLogprobs
 from tests.engine.engine_for_tests import FakeEngine
 
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
@@ -321,3 +322,257 @@ def test_decoding_text_takes_microseconds(byte_level: Tokenizer) -> None:
     for step in steps:
         engine.step(*step)
     assert (time.perf_counter() - start) / (64 * len(ids)) < 60e-6
+
+
+def scored(token_id: int, logprob: float) -> dict[str, list[TokenLogprobs]]:
+    return {"new_logprobs": [TokenLogprobs([token_id], [logprob], 1)]}
+
+
+@pytest.mark.parametrize("kind", [FINAL, CUMULATIVE])
+def test_the_best_of_several_are_returned(byte_level: Tokenizer, kind: RequestOutputKind) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=2, best_of=4, output_kind=kind))
+    for index, (token_id, logprob) in enumerate([(5, -3.0), (6, -1.0), (7, -2.0), (8, -1.0)]):
+        outputs = engine.give([token_id], index=index, **scored(token_id, logprob))
+    if kind is CUMULATIVE:
+        assert [(part.index, part.token_ids) for part in outputs[0].outputs] == [(0, [6]), (1, [8])]
+    else:
+        assert outputs == []
+    for index, logprob in enumerate([-0.5, -2.5, -1.0, -2.5]):
+        outputs = engine.give([9], index=index, finish_reason=FinishReason.LENGTH, **scored(9, logprob))
+    assert outputs[0].finished
+    best = [(part.index, part.token_ids, part.cumulative_logprob, part.logprobs) for part in outputs[0].outputs]
+    # of equal ones the first
+    assert best == [(0, [7, 9], -3.0, None), (1, [5, 9], -3.5, None)]
+    assert engine.stats.finished_requests[0].n == 2
+    assert len(engine.stats.finished_sequences) == 4
+
+
+def test_the_best_of_several_with_their_logprobs(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=1, best_of=2, logprobs=0, output_kind=FINAL))
+    engine.give([5], finish_reason=FinishReason.LENGTH, **scored(5, -2.0))
+    (output,) = engine.give([6], index=1, finish_reason=FinishReason.LENGTH, **scored(6, -1.0))
+    (best,) = output.outputs
+    assert (best.index, best.token_ids, best.logprobs[0][6].logprob) == (0, [6], -1.0)
+
+
+def test_a_stop_string_ends_one_of_the_best_of(byte_level: Tokenizer) -> None:
+    (stop_id,) = one_letter_ids(byte_level, "x")
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=1, best_of=2, stop="x", output_kind=FINAL))
+    assert engine.give([stop_id], index=1, **scored(stop_id, -0.5)) == []
+    assert engine.stopped == [engine.core_ids["r"][1]]
+    (output,) = engine.give([5], finish_reason=FinishReason.LENGTH, **scored(5, -1.0))
+    (best,) = output.outputs
+    assert (best.text, best.stop_reason, best.cumulative_logprob) == ("", "x", -0.5)
+
+
+def beam(ids: list[int], logprob: float, reason: FinishReason | None = None, **fields: Any) -> BeamSequence:
+    return BeamSequence(ids, logprob, reason, **fields)
+
+
+def add_beams(engine: FakeEngine, queue: OutputQueue | None = None, **fields: Any) -> None:
+    engine.add(SamplingParams(use_beam_search=True, temperature=0.0, **fields), queue=queue)
+    assert len(engine.core_ids["r"]) == 1
+
+
+def test_beams_come_whole_and_best_first_after_every_step(byte_level: Tokenizer) -> None:
+    brown, fox = byte_level.encode(" brown"), byte_level.encode(" fox")
+    eos = byte_level.eos_token_id
+    engine = FakeEngine(byte_level)
+    add_beams(engine, n=2)
+    (output,) = engine.give([], beams=[beam(brown, -1.0), beam(fox, -2.0)], first_scheduled_time=10.5, now=11.0)
+    assert [(part.index, part.text) for part in output.outputs] == [(0, " brown"), (1, " fox")]
+    assert [part.finish_reason for part in output.outputs] == [None, None]
+    best = [beam([*fox, eos], -2.5, FinishReason.STOP), beam([*brown, 7], -2.0, FinishReason.STOP, stop_reason=7)]
+    (output,) = engine.give([], beams=best, finish_reason=FinishReason.STOP, now=11.5)
+    assert output.finished
+    assert [
+        (part.index, part.text, part.token_ids, part.cumulative_logprob, part.finish_reason, part.stop_reason)
+        for part in output.outputs
+    ] == [(0, " fox", [*fox, eos], -2.5, "stop", None), (1, " brown", [*brown, 7], -2.0, "stop", 7)]
+    assert all(part.logprobs is None for part in output.outputs)
+    assert engine.output.num_requests == engine.output.num_sequences == 0
+    stats = engine.stats
+    assert stats.first_token_s == [1.0]
+    assert stats.inter_token_s == [(0.5, 1)]
+    num_tokens = len(brown) + len(fox) + 2
+    assert stats.num_generation_tokens == num_tokens
+    assert sum(sequence.num_generation_tokens for sequence in stats.finished_sequences) == num_tokens
+    (request,) = stats.finished_requests
+    assert (request.n, request.queue_s, request.prefill_s, request.decode_s) == (2, 0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL])
+def test_beams_that_come_at_the_end_only(byte_level: Tokenizer, kind: RequestOutputKind) -> None:
+    ids = byte_level.encode(" brown fox")
+    engine = FakeEngine(byte_level)
+    add_beams(engine, n=1, best_of=2, output_kind=kind)
+    assert engine.give([], first_scheduled_time=10.5, num_cached_tokens=2) == []
+    (output,) = engine.give(
+        [], beams=[beam(ids, -1.0, FinishReason.LENGTH)], finish_reason=FinishReason.LENGTH, now=12.0
+    )
+    (part,) = output.outputs
+    assert (output.finished, part.text, part.token_ids, part.finish_reason) == (True, " brown fox", ids, "length")
+    assert output.num_cached_tokens == 2
+    (request,) = engine.stats.finished_requests
+    # all its tokens came at once
+    assert (request.prefill_s, request.decode_s, request.mean_token_s, request.inference_s) == (None, None, None, 1.5)
+    assert engine.stats.num_prompt_tokens == len(byte_level.encode("The quick"))
+
+
+@pytest.mark.parametrize(("fields", "text"), [({}, ""), ({"skip_special_tokens": False}, "<|im_end|>")])
+def test_special_tokens_of_beams(byte_level: Tokenizer, fields: dict[str, Any], text: str) -> None:
+    engine = FakeEngine(byte_level)
+    add_beams(engine, n=2, ignore_eos=True, output_kind=FINAL, **fields)
+    best = [beam([byte_level.eos_token_id], -1.0, FinishReason.LENGTH)]
+    (output,) = engine.give([], beams=best, finish_reason=FinishReason.LENGTH)
+    assert output.outputs[0].text == text
+
+
+async def test_aborted_beams_give_what_is_there(byte_level: Tokenizer) -> None:
+    fox = byte_level.encode(" fox")
+    engine, queue = FakeEngine(byte_level), OutputQueue(CUMULATIVE)
+    add_beams(engine, queue, n=2)
+    engine.give([], beams=[beam([*fox, 7], -1.0, FinishReason.STOP, stop_reason=7), beam(fox, -2.0)])
+    assert engine.output.abort("r", engine.stats) == engine.core_ids["r"]
+    output = await queue.get()
+    assert output.finished
+    assert [(part.text, part.finish_reason) for part in output.outputs] == [(" fox", "stop"), (" fox", "abort")]
+    assert [sequence.reason for sequence in engine.stats.finished_sequences] == ["stop", "abort"]
+
+
+async def test_beams_aborted_before_there_is_one(byte_level: Tokenizer) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(DELTA)
+    add_beams(engine, queue, n=2, best_of=3, output_kind=DELTA)
+    engine.output.abort("r", engine.stats)
+    parts = (await queue.get()).outputs
+    assert [(part.index, part.text, part.token_ids, part.finish_reason) for part in parts] == [
+        (0, "", [], "abort"),
+        (1, "", [], "abort"),
+    ]
+
+
+def test_an_error_of_the_core_ends_beams(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    add_beams(engine, OutputQueue(FINAL), n=2, output_kind=FINAL)
+    engine.give([], finish_reason=FinishReason.ERROR, error="no memory")
+    assert [sequence.reason for sequence in engine.stats.finished_sequences] == ["error", "error"]
+    assert engine.output.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "num_timeouts"),
+    [
+        (None, RequestError, 0),
+        ("EngineBusyError", EngineBusyError, 1),
+        ("EngineDeadError", EngineDeadError, 0),
+        ("ConfigError", RequestError, 0),
+        ("__class__", RequestError, 0),
+    ],
+)
+async def test_errors_of_the_core_have_their_class(
+    byte_level: Tokenizer, name: str | None, expected: type[Exception], num_timeouts: int
+) -> None:
+    engine, queue = FakeEngine(byte_level), OutputQueue(FINAL)
+    engine.add(SamplingParams(output_kind=FINAL), queue=queue)
+    engine.give([], finish_reason=FinishReason.ERROR, error="waited for too long", error_class=name)
+    with pytest.raises(Exception, match="waited for too long") as error:
+        await queue.get()
+    assert type(error.value) is expected
+    assert engine.stats.num_queue_timeouts == num_timeouts
+
+
+async def collect(queue: OutputQueue) -> list[RequestOutput]:
+    """All outputs of a request that has ended."""
+    outputs = [await queue.get()]
+    while not outputs[-1].finished:
+        outputs.append(await queue.get())
+    return outputs
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL])
+async def test_several_tokens_a_step(byte_level: Tokenizer, each: bool, kind: RequestOutputKind) -> None:
+    text = " brown fox jumps"
+    ids = byte_level.encode(text)
+    engine = FakeEngine(byte_level, stream_each_token=each)
+    queue = engine.output.make_queue(kind)
+    engine.add(SamplingParams(logprobs=0, output_kind=kind), queue=queue)
+    engine.give(ids, new_logprobs=logprobs_of(ids), finish_reason=FinishReason.LENGTH, stop_reason=None, now=11.0)
+    outputs = await collect(queue)
+    assert len(outputs) == (len(ids) if each and kind is not FINAL else 1)
+    assert [output.finished for output in outputs[:-1]] == [False] * (len(outputs) - 1)
+    pieces = [output.outputs[0] for output in outputs]
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    if kind is DELTA:
+        assert "".join(piece.text for piece in pieces) == text
+        assert [id_ for piece in pieces for id_ in piece.token_ids] == ids
+        assert sum(len(piece.logprobs) for piece in pieces) == len(ids)
+    else:
+        assert (pieces[-1].text, pieces[-1].token_ids, len(pieces[-1].logprobs)) == (text, ids, len(ids))
+        assert [len(piece.token_ids) for piece in pieces] == list(range(len(ids) - len(pieces) + 1, len(ids) + 1))
+    # whatever is told, the tokens came at once
+    assert engine.stats.inter_token_s == [(0.0, len(ids) - 1)]
+    assert engine.stats.num_generation_tokens == len(ids)
+
+
+async def test_several_tokens_a_step_of_several_sequences(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level, stream_each_token=True)
+    queue = engine.output.make_queue(DELTA)
+    engine.add(SamplingParams(n=3, output_kind=DELTA), queue=queue)
+    first, second, third = engine.core_ids["r"]
+    engine.step(
+        EngineCoreOutput(first, [5, 6, 7], finish_reason=FinishReason.LENGTH),
+        EngineCoreOutput(second, [8, 9], finish_reason=FinishReason.STOP),
+        EngineCoreOutput(third, [4], finish_reason=FinishReason.LENGTH),
+    )
+    outputs = await collect(queue)
+    assert [[(part.index, part.token_ids) for part in output.outputs] for output in outputs] == [
+        [(2, [4])],
+        [(0, [5]), (1, [8])],
+        [(0, [6]), (1, [9])],
+        [(0, [7])],
+    ]
+    assert engine.output.num_requests == 0
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_stop_string_within_several_tokens(byte_level: Tokenizer, ended: bool) -> None:
+    engine = FakeEngine(byte_level, stream_each_token=True)
+    engine.add(SamplingParams(stop="cat", output_kind=DELTA))
+    ids = one_letter_ids(byte_level, "acatbb")
+    outputs = engine.give(ids, finish_reason=FinishReason.LENGTH if ended else None)
+    assert "".join(output.outputs[0].text for output in outputs) == "a"
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 1, 1, 1]
+    assert [output.finished for output in outputs] == [False, False, False, True]
+    assert outputs[-1].outputs[0].stop_reason == "cat"
+    # the core is told exactly if it does not know
+    assert engine.stopped == ([] if ended else engine.core_ids["r"])
+
+
+async def test_a_slow_consumer_of_single_tokens_gets_larger_pieces_in_the_end(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level, stream_each_token=True, max_model_len=2000)
+    queue = engine.output.make_queue(DELTA)
+    engine.add(SamplingParams(output_kind=DELTA, max_tokens=None), queue=queue)
+    for _ in range(60):
+        engine.give([5] * 8)
+    engine.give([6] * 8, finish_reason=FinishReason.LENGTH)
+    sizes = [len(output.outputs[0].token_ids) for output in await collect(queue)]
+    assert sum(sizes) == 61 * 8
+    assert sizes[:-1] == [1] * 255
+
+
+def test_cached_tokens_are_those_of_the_first_sequence(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=2, output_kind=FINAL))
+    for index, cached in ((1, 9), (0, 4)):
+        outputs = engine.give(
+            [5],
+            index=index,
+            finish_reason=FinishReason.LENGTH,
+            first_scheduled_time=10.5 + index,
+            num_cached_tokens=cached,
+        )
+    assert outputs[0].num_cached_tokens == engine.stats.num_cached_tokens == 4
