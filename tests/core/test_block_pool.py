@@ -1,13 +1,10 @@
-"""Blocks: taken once, given back once, shared by reference count."""
+"""Blocks: taken once, given back once, shared by reference count, found by what they hold."""
 
 from __future__ import annotations
 
 import pytest
 
 from ascend_vllm.core.block_pool import BlockPool
-from ascend_vllm.core.kv_cache_manager import KVCacheManager
-from ascend_vllm.core.request import Request
-from tests.core.memory_executor import make_request
 
 
 def test_allocate_takes_each_block_once() -> None:
@@ -74,40 +71,105 @@ def test_violations_are_found() -> None:
     assert "the free list and the reference counts disagree" in pool.violations([blocks])
 
 
-def make_manager(num_blocks: int) -> tuple[KVCacheManager, Request]:
-    return KVCacheManager(num_blocks, block_size=4), Request(make_request("r", 4), 64, 0)
+def cached_pool(num_blocks: int, num_cached: int) -> tuple[BlockPool, list[int]]:
+    """A pool with one sequence whose blocks, all cached, were given back."""
+    pool = BlockPool(num_blocks)
+    blocks = pool.allocate(num_cached)
+    for block_id in blocks:
+        pool.cache(block_id, b"%d" % block_id)
+    pool.release(blocks)
+    return pool, blocks
 
 
-def test_slots_grow_by_whole_blocks() -> None:
-    manager, request = make_manager(4)
-    assert [len(manager.allocate_slots(request, n) or []) for n in (1, 4, 5, 8, 16)] == [1, 0, 1, 0, 2]
-    assert len(request.block_ids) == 4
-    assert manager.usage == 1.0
-    manager.free(request)
-    manager.free(request)
-    assert (request.block_ids, manager.usage) == ([], 0.0)
+def test_cached_blocks_are_found_until_they_are_taken() -> None:
+    pool, blocks = cached_pool(5, 3)
+    hashes = [b"0", b"1", b"2"]
+    assert (pool.num_free, pool.num_cached, pool.usage) == (5, 3, 0.0)
+    assert pool.find(hashes) == blocks
+    assert pool.find([b"0", b"other", b"2"]) == [0]
+    assert pool.find([b"other", b"0"]) == []
+    # what is not cached goes first, then the sequence's last block
+    assert pool.allocate(2) == [3, 4]
+    assert pool.find(hashes) == blocks
+    assert pool.allocate(1) == [2]
+    assert (pool.find(hashes), pool.block_hash(2)) == ([0, 1], None)
+    assert pool.allocate(2) == [1, 0]
+    assert (pool.find(hashes), pool.num_cached) == ([], 0)
+    assert pool.violations([[0, 1, 2, 3, 4]]) == []
 
 
-def test_failing_allocation_changes_nothing() -> None:
-    manager, request = make_manager(3)
-    assert manager.allocate_slots(request, 8) is not None
-    before = list(request.block_ids)
-    assert manager.allocate_slots(request, 16) is None
-    assert (request.block_ids, manager.pool.num_free) == (before, 1)
+def test_allocation_can_take_both_kinds_of_free_blocks() -> None:
+    pool, _ = cached_pool(4, 2)
+    assert pool.allocate(3) == [2, 3, 1]
+    assert pool.find([b"0", b"1"]) == [0]
+    assert pool.violations([[1, 2, 3]]) == []
 
 
-def test_reserved_blocks_stay_free() -> None:
-    manager, request = make_manager(3)
-    assert manager.allocate_slots(request, 8, num_reserved_blocks=2) is None
-    assert manager.allocate_slots(request, 8, num_reserved_blocks=1) is not None
+def test_least_recently_used_contents_go_first() -> None:
+    pool, (first, second, third) = cached_pool(3, 3)
+    # used again in another order
+    for block_id in (second, third, first):
+        pool.retain([block_id])
+        pool.release([block_id])
+    assert [pool.allocate(1) for _ in range(3)] == [[second], [third], [first]]
 
 
-def test_watermark_is_a_hundredth() -> None:
-    assert [KVCacheManager(n, 4).watermark_blocks for n in (50, 100, 250)] == [0, 1, 2]
+def test_a_found_block_is_held_like_any_other() -> None:
+    pool, blocks = cached_pool(3, 2)
+    pool.retain(blocks)
+    pool.retain(blocks[:1])
+    assert pool.num_free == 1
+    assert pool.violations([blocks, blocks[:1]]) == []
+    with pytest.raises(ValueError, match="2 blocks asked for, 1 are free"):
+        pool.allocate(2)
+    pool.release(blocks)
+    pool.release(blocks[:1])
+    assert (pool.num_free, pool.find([b"0", b"1"])) == (3, blocks)
+    assert pool.violations([]) == []
 
 
-def test_computed_tokens_without_a_place_are_found() -> None:
-    manager, request = make_manager(3)
-    manager.allocate_slots(request, 4)
-    request.num_computed_tokens = 5
-    assert manager.violations([request]) == ["request r has 5 computed tokens in 1 blocks of 4"]
+def test_contents_have_one_block_and_a_block_one_hash() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"a")
+    pool.cache(second, b"a")
+    pool.cache(first, b"b")
+    assert (pool.find([b"a"]), pool.find([b"b"])) == ([first], [])
+    assert (pool.block_hash(first), pool.block_hash(second)) == (b"a", None)
+    pool.release([first, second])
+    assert pool.allocate(1) == [second]
+
+
+def test_only_a_held_block_is_cached_or_written() -> None:
+    pool = BlockPool(1)
+    with pytest.raises(ValueError, match="block 0 is free and holds nothing"):
+        pool.cache(0, b"a")
+    with pytest.raises(ValueError, match="block 0 is free and not written"):
+        pool.uncache(0)
+    pool.allocate(1)
+    pool.cache(0, b"a")
+    pool.uncache(0)
+    pool.uncache(0)
+    assert (pool.find([b"a"]), pool.num_cached) == ([], 0)
+    assert pool.violations([[0]]) == []
+
+
+def test_all_contents_are_forgotten() -> None:
+    pool, blocks = cached_pool(4, 3)
+    pool.retain(blocks[:1])
+    pool.uncache_all()
+    assert (pool.find([b"0"]), pool.num_cached, pool.num_free) == ([], 0, 3)
+    assert pool.violations([blocks[:1]]) == []
+    pool.release(blocks[:1])
+    assert pool.allocate(4) == [0, 1, 2, 3]
+
+
+def test_violations_of_contents_are_found() -> None:
+    pool, blocks = cached_pool(3, 2)
+    pool._free.append(pool._free_cached.popitem()[0])
+    assert f"block {blocks[0]} is cached and in the wrong free list" in pool.violations([])
+    pool, blocks = cached_pool(3, 2)
+    pool._hashes[blocks[1]] = None
+    wrong = pool.violations([])
+    assert f"block {blocks[1]} is not cached and in the wrong free list" in wrong
+    assert "the table of hashes and the blocks' hashes disagree" in wrong
