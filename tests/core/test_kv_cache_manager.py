@@ -1,0 +1,784 @@
+"""Requests get their blocks, share them and give them back; nobody writes what another one reads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ascend_vllm.core.kv_cache_manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
+from ascend_vllm.core.request import Request
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreRequest
+from ascend_vllm.types.step import MoveKind
+
+COPY, SWAP_OUT, SWAP_IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
+
+Keys = list[tuple[int, str]]
+
+
+def make_request(request_id: str, prompt: list[int] | int, keys: Keys | None = None) -> Request:
+    """A request; an integer prompt is a length, of the same tokens for all."""
+    token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+    return Request(
+        EngineCoreRequest(request_id, token_ids, SamplingParams(), None, 0.0, content_keys=keys or []), 64, 0
+    )
+
+
+def append(request: Request, token_id: int) -> None:
+    """What a step does to a request that sampled."""
+    request.token_ids.append(token_id)
+    request.num_tokens += 1
+
+
+def compute(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> None:
+    """Gives a request its blocks, and computes its tokens up to a number."""
+    num_tokens = request.num_tokens if num_tokens is None else num_tokens
+    assert manager.allocate_slots(request, num_tokens) is not None
+    request.num_computed_tokens = num_tokens
+    manager.cache_full_blocks(request, num_tokens)
+
+
+def admit(manager: KVCacheManager, request: Request) -> int:
+    """Admits a request with what it finds in the prefix cache; returns how many blocks that was."""
+    shared = manager.find_cached_blocks(request)
+    assert manager.allocate_slots(request, request.num_tokens, shared=shared) == request.block_ids
+    request.num_computed_tokens = len(shared) * manager.block_size
+    return len(shared)
+
+
+def computed_pair(num_tokens: int, num_computed: int, **kwargs: int) -> tuple[KVCacheManager, Request, Request]:
+    """A manager (8 blocks of 4), a computed request and one forked off it."""
+    manager = KVCacheManager(8, 4, **kwargs)
+    parent, child = make_request("p", num_tokens), make_request("c", num_tokens)
+    compute(manager, parent)
+    assert manager.fork(child, parent, num_computed, num_tokens)
+    child.num_computed_tokens = num_computed
+    return manager, parent, child
+
+
+# ---- blocks for tokens -------------------------------------------------------------------------------------
+
+
+def test_slots_grow_by_whole_blocks() -> None:
+    manager, request = KVCacheManager(4, 4), make_request("r", 4)
+    assert [len(manager.allocate_slots(request, n) or []) for n in (1, 4, 5, 8, 16)] == [1, 0, 1, 0, 2]
+    assert len(request.block_ids) == 4
+    assert (manager.usage, manager.num_tokens, manager.num_free_blocks) == (1.0, 16, 0)
+    manager.free(request)
+    manager.free(request)
+    assert (request.block_ids, manager.usage) == ([], 0.0)
+
+
+def test_failing_allocation_changes_nothing() -> None:
+    manager, request = KVCacheManager(3, 4), make_request("r", 4)
+    assert manager.allocate_slots(request, 8) is not None
+    before = list(request.block_ids)
+    assert manager.allocate_slots(request, 16) is None
+    assert (request.block_ids, manager.num_free_blocks) == (before, 1)
+
+
+def test_reserved_blocks_stay_free() -> None:
+    manager, request = KVCacheManager(3, 4), make_request("r", 4)
+    assert manager.allocate_slots(request, 8, num_reserved_blocks=2) is None
+    assert manager.allocate_slots(request, 8, num_reserved_blocks=1) is not None
+
+
+def test_watermark_is_a_hundredth() -> None:
+    assert [KVCacheManager(n, 4).watermark_blocks for n in (50, 100, 250)] == [0, 1, 2]
+
+
+# ---- prefix cache ------------------------------------------------------------------------------------------
+
+
+def test_equal_prompts_share_full_blocks() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 10), make_request("b", 10)
+    assert manager.find_cached_blocks(first) == []
+    compute(manager, first)
+    assert admit(manager, second) == 2
+    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_ids[2] != first.block_ids[2]
+    assert manager.num_free_blocks == 4
+    assert manager.violations([first, second], copies_pending=False) == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (30, 3)]
+)
+def test_one_token_at_least_is_left_to_compute(num_tokens: int, num_blocks: int) -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    compute(manager, make_request("a", 12))
+    assert len(manager.find_cached_blocks(make_request("b", num_tokens))) == num_blocks
+
+
+def test_nothing_is_found_without_prefix_caching() -> None:
+    manager = KVCacheManager(8, 4)
+    request = make_request("a", 12)
+    compute(manager, request)
+    other = make_request("b", 12)
+    assert manager.find_cached_blocks(other) == []
+    assert (request.block_hashes, other.block_hashes, request.num_cached_blocks) == ([], [], 0)
+
+
+@pytest.mark.parametrize(("keys", "num_blocks"), [([(0, "salt")], 0), ([(5, "image")], 1), ([(11, "image")], 2)])
+def test_other_contents_are_not_found(keys: Keys, num_blocks: int) -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    compute(manager, make_request("a", 13))
+    assert len(manager.find_cached_blocks(make_request("b", 13, keys))) == num_blocks
+    compute(manager, make_request("c", 13, keys))
+    assert len(manager.find_cached_blocks(make_request("d", 13, keys))) == 3
+
+
+def test_blocks_are_cached_as_they_fill() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    request = make_request("a", 10)
+    found = []
+    for num_tokens in range(1, 11):
+        compute(manager, request, num_tokens)
+        found.append(len(manager.find_cached_blocks(make_request("b", 10))))
+    assert found == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert request.num_cached_blocks == len(request.block_hashes) == 2
+
+
+def test_the_next_turn_of_a_chat_finds_question_and_answer() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    turn = make_request("a", 6)
+    compute(manager, turn)
+    for token_id in (50, 51, 52):
+        append(turn, token_id)
+        compute(manager, turn)
+    manager.free(turn)
+    assert manager.usage == 0.0
+    assert admit(manager, make_request("b", [*turn.token_ids, 7, 8, 9])) == 2
+
+
+def test_equal_contents_are_cached_once() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 8), make_request("b", 8)
+    # both before either is computed
+    assert admit(manager, first) == admit(manager, second) == 0
+    compute(manager, first)
+    compute(manager, second)
+    assert second.num_cached_blocks == 2
+    assert manager.pool.num_cached == 2
+    assert manager.find_cached_blocks(make_request("c", 9)) == first.block_ids
+    assert manager.violations([first, second]) == []
+
+
+def test_found_blocks_without_owner_count_against_the_free_ones() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    first = make_request("a", 12)
+    compute(manager, first)
+    manager.free(first)
+    request = make_request("b", 16)
+    shared = manager.find_cached_blocks(request)
+    assert (len(shared), manager.num_free_blocks) == (3, 4)
+    assert manager.allocate_slots(request, 16, 1, shared) is None
+    assert manager.allocate_slots(request, 17, 0, shared) is None
+    assert (request.block_ids, manager.num_free_blocks, manager.find_cached_blocks(request)) == ([], 4, shared)
+    block_ids = manager.allocate_slots(request, 16, 0, shared)
+    assert block_ids == request.block_ids
+    assert block_ids is not request.block_ids
+    assert (request.block_ids[:3], request.num_cached_blocks, manager.num_free_blocks) == (shared, 3, 0)
+
+
+def test_found_blocks_with_an_owner_cost_nothing() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 12), make_request("b", 13)
+    compute(manager, first)
+    assert admit(manager, second) == 3
+    assert manager.num_free_blocks == 0
+    manager.free(first)
+    assert manager.num_free_blocks == 0
+    manager.free(second)
+    assert manager.num_free_blocks == 4
+
+
+def test_a_chunk_may_need_less_than_was_found() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    compute(manager, make_request("a", 12))
+    request = make_request("b", 13)
+    assert manager.allocate_slots(request, 2, 0, manager.find_cached_blocks(request)) == request.block_ids
+    assert len(request.block_ids) == 3
+
+
+def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    first = make_request("a", 16)
+    compute(manager, first)
+    manager.free(first)
+    other = make_request("b", [9] * 8)
+    found = []
+    for num_tokens in (1, 5):
+        manager.allocate_slots(other, num_tokens)
+        found.append(len(manager.find_cached_blocks(make_request("c", 17))))
+    assert found == [3, 2]
+
+
+def test_a_preempted_request_finds_its_own_blocks() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    request = make_request("a", 11)
+    compute(manager, request)
+    blocks = request.block_ids
+    manager.free(request)
+    assert request.num_cached_blocks == 0
+    assert admit(manager, request) == 2
+    assert request.block_ids[:2] == blocks[:2]
+
+
+def test_hashes_are_worked_out_once() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    request = make_request("a", 13)
+    manager.find_cached_blocks(request)
+    first = list(request.block_hashes)
+    # would give other hashes
+    request.token_ids[:] = [7] * 13
+    manager.find_cached_blocks(request)
+    assert request.block_hashes == first
+    assert len(first) == 3
+
+
+def test_reset_forgets_everything() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 8), make_request("b", [5] * 8)
+    compute(manager, first)
+    compute(manager, second)
+    manager.free(second)
+    manager.reset_prefix_cache()
+    assert [manager.find_cached_blocks(make_request("c", tokens)) for tokens in (9, [5] * 9)] == [[], []]
+    assert (manager.num_free_blocks, manager.pool.num_cached) == (6, 0)
+    assert manager.violations([first]) == []
+
+
+def test_lookups_are_counted() -> None:
+    manager = KVCacheManager(1, 4)
+    manager.count_lookup(10, 8)
+    manager.count_lookup(5, 0)
+    assert (manager.num_prefix_queries, manager.num_prefix_hits) == (15, 8)
+
+
+# ---- forks and copy-on-write -------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
+    manager, parent, child = computed_pair(10, 9)
+    assert child.block_ids[:2] == parent.block_ids[:2]
+    assert manager.take_moves() == [(COPY, parent.block_ids[2], child.block_ids[2])]
+    assert manager.take_moves() == []
+    assert manager.num_free_blocks == 4
+    assert manager.violations([parent, child], copies_pending=False) == []
+
+
+def test_a_fork_within_a_full_block_copies_it() -> None:
+    manager, parent, child = computed_pair(8, 7, enable_prefix_caching=True)
+    assert manager.take_moves() == [(COPY, parent.block_ids[1], child.block_ids[1])]
+    assert child.num_cached_blocks == 1
+    assert manager.violations([parent, child], copies_pending=False) == []
+
+
+@pytest.mark.parametrize("num_computed", [0, 4, 8])
+def test_a_fork_between_blocks_copies_nothing(num_computed: int) -> None:
+    manager, parent, child = computed_pair(9, num_computed)
+    assert manager.take_moves() == []
+    assert [a == b for a, b in zip(child.block_ids, parent.block_ids, strict=True)] == [
+        (index + 1) * 4 <= num_computed for index in range(3)
+    ]
+
+
+def test_a_fork_that_does_not_fit_changes_nothing() -> None:
+    manager = KVCacheManager(5, 4)
+    parent, child = make_request("p", 10), make_request("c", 10)
+    compute(manager, parent)
+    assert not manager.fork(child, parent, 9, 10, num_reserved_blocks=2)
+    assert not manager.fork(child, parent, 9, 21)
+    assert not manager.fork(child, parent, 13, 14)
+    assert (child.block_ids, manager.take_moves(), manager.num_free_blocks) == ([], [], 2)
+    assert manager.fork(child, parent, 9, 10, num_reserved_blocks=1)
+
+
+def test_only_a_request_without_blocks_takes_those_of_others() -> None:
+    manager, parent, child = computed_pair(8, 8, enable_prefix_caching=True)
+    with pytest.raises(ValueError, match="request c holds blocks and cannot share others"):
+        manager.share_all(child, parent)
+    with pytest.raises(ValueError, match="request c holds blocks"):
+        manager.fork(child, parent, 4, 8)
+    with pytest.raises(ValueError, match="request c holds blocks"):
+        manager.allocate_slots(child, 12, 0, parent.block_ids)
+
+
+def test_a_beam_copies_the_block_it_writes() -> None:
+    manager = KVCacheManager(4, 4)
+    first, second = make_request("a", 6), make_request("b", 6)
+    compute(manager, first)
+    manager.share_all(second, first)
+    second.num_computed_tokens = 6
+    assert second.block_ids == first.block_ids
+    assert manager.violations([first, second]) == []
+    assert len(manager.violations([first, second], copies_pending=False)) == 2
+    old = first.block_ids[1]
+    assert manager.make_writable(second, 6) == (1, second.block_ids[1])
+    assert manager.take_moves() == [(COPY, old, second.block_ids[1])]
+    assert first.block_ids == [second.block_ids[0], old]
+    # both have their own now
+    assert manager.make_writable(first, 6) is None
+    assert manager.make_writable(second, 6) is None
+    assert manager.violations([first, second], copies_pending=False) == []
+
+
+def test_nothing_is_copied_where_the_next_block_is_new() -> None:
+    manager = KVCacheManager(4, 4)
+    first, second = make_request("a", 8), make_request("b", 8)
+    compute(manager, first)
+    manager.share_all(second, first)
+    assert manager.make_writable(second, 8) is None
+    assert manager.take_moves() == []
+
+
+def test_a_copy_without_a_free_block_is_an_error() -> None:
+    manager = KVCacheManager(2, 4)
+    first, second = make_request("a", 6), make_request("b", 6)
+    compute(manager, first)
+    manager.share_all(second, first)
+    with pytest.raises(NoFreeBlocksError, match="request b shares block 1 and none is free"):
+        manager.make_writable(second, 6)
+    assert (second.block_ids, manager.take_moves()) == (first.block_ids, [])
+    manager.free(first)
+    assert manager.make_writable(second, 6) is None
+
+
+def test_a_block_that_is_written_again_is_not_found() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 8), make_request("b", 8)
+    compute(manager, first)
+    manager.share_all(second, first)
+    second.num_computed_tokens = 6
+    manager.free(first)
+    assert len(manager.violations([second])) == 1
+    assert manager.make_writable(second, 6) is None
+    assert manager.violations([second], copies_pending=False) == []
+    assert len(manager.find_cached_blocks(make_request("c", 9))) == second.num_cached_blocks == 1
+
+
+def test_a_beam_does_not_take_over_hashes_of_tokens_it_may_not_have() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 7), make_request("b", 7)
+    compute(manager, first)
+    manager.share_all(second, first)
+    second.num_computed_tokens = 7
+    manager.make_writable(second, 7)
+    for request, token_id in ((first, 50), (second, 60)):
+        append(request, token_id)
+        compute(manager, request)
+    assert manager.violations([first, second], copies_pending=False) == []
+    for request in (first, second):
+        assert manager.find_cached_blocks(make_request("c", [*request.token_ids, 1])) == request.block_ids
+
+
+# ---- swapping ----------------------------------------------------------------------------------------------
+
+
+def test_requests_leave_and_return_together() -> None:
+    manager, parent, child = computed_pair(10, 9, num_cpu_blocks=4)
+    manager.take_moves()
+    device = [parent.block_ids, child.block_ids]
+    assert manager.can_swap_out([parent, child])
+    manager.swap_out([parent, child])
+    assert manager.take_moves() == [
+        (SWAP_OUT, source, target)
+        for source, target in zip(
+            [*device[0], device[1][2]], [*parent.cpu_block_ids, child.cpu_block_ids[2]], strict=True
+        )
+    ]
+    assert parent.block_ids == child.block_ids == []
+    assert parent.cpu_block_ids[:2] == child.cpu_block_ids[:2]
+    assert (manager.usage, manager.cpu_usage, manager.num_cpu_blocks) == (0.0, 1.0, 4)
+    assert manager.violations([parent, child]) == []
+    cpu = [*parent.cpu_block_ids, child.cpu_block_ids[2]]
+    assert manager.swap_in([parent, child], 0)
+    assert manager.take_moves() == [
+        (SWAP_IN, source, target) for source, target in zip(cpu, [*parent.block_ids, child.block_ids[2]], strict=True)
+    ]
+    assert parent.block_ids[:2] == child.block_ids[:2]
+    assert parent.cpu_block_ids == child.cpu_block_ids == []
+    assert (manager.num_free_blocks, manager.cpu_usage) == (4, 0.0)
+    assert manager.violations([parent, child], copies_pending=False) == []
+
+
+def test_a_full_cpu_pool_takes_nothing() -> None:
+    manager, parent, child = computed_pair(10, 9, num_cpu_blocks=3)
+    manager.take_moves()
+    assert manager.can_swap_out([parent])
+    assert not manager.can_swap_out([parent, child])
+    with pytest.raises(ValueError, match="4 blocks asked for, 3 are free"):
+        manager.swap_out([parent, child])
+    assert (len(parent.block_ids), parent.cpu_block_ids, manager.take_moves()) == (3, [], [])
+    assert manager.violations([parent, child]) == []
+    # what stays keeps what was shared
+    manager.swap_out([parent])
+    assert manager.num_free_blocks == 5
+    assert manager.violations([parent, child]) == []
+    with pytest.raises(ValueError, match="swapped out already"):
+        manager.swap_out([parent])
+    with pytest.raises(ValueError, match="on the device already"):
+        manager.swap_in([child], 0)
+
+
+def test_swapping_in_needs_room_for_the_extra_blocks() -> None:
+    manager, request = KVCacheManager(4, 4, num_cpu_blocks=4), make_request("r", 8)
+    compute(manager, request)
+    manager.swap_out([request])
+    manager.take_moves()
+    assert not manager.swap_in([request], 2, 1)
+    assert (request.block_ids, len(request.cpu_block_ids), manager.take_moves()) == ([], 2, [])
+    assert manager.swap_in([request], 1, 1)
+    assert manager.num_free_blocks == 2
+
+
+def test_a_swapped_request_gives_its_cpu_blocks_back() -> None:
+    manager, parent, child = computed_pair(10, 9, num_cpu_blocks=4)
+    manager.swap_out([parent, child])
+    manager.free(parent)
+    assert manager.cpu_usage == 0.75
+    manager.free(child)
+    assert (manager.cpu_usage, manager.usage, child.cpu_block_ids) == (0.0, 0.0, [])
+
+
+def test_swapped_contents_are_found_and_cached_again() -> None:
+    manager = KVCacheManager(4, 4, num_cpu_blocks=4, enable_prefix_caching=True)
+    request, other = make_request("a", 8), make_request("b", [9] * 16)
+    compute(manager, request)
+    manager.swap_out([request])
+    assert len(manager.find_cached_blocks(make_request("c", 9))) == 2
+    compute(manager, other)
+    assert manager.find_cached_blocks(make_request("c", 9)) == []
+    manager.free(other)
+    assert manager.swap_in([request], 0)
+    assert manager.find_cached_blocks(make_request("c", 9)) == []
+    manager.cache_full_blocks(request, 8)
+    assert manager.find_cached_blocks(make_request("c", 9)) == request.block_ids
+    assert manager.violations([request]) == []
+
+
+# ---- sliding window ----------------------------------------------------------------------------------------
+
+
+def test_blocks_behind_the_window_are_given_back() -> None:
+    manager, request = KVCacheManager(8, 4, sliding_window=5), make_request("r", 20)
+    manager.allocate_slots(request, 20)
+    blocks = list(request.block_ids)
+    held = []
+    for num_computed in range(21):
+        request.num_computed_tokens = num_computed
+        manager.free_out_of_window(request)
+        held.append(sum(block_id != NULL_BLOCK for block_id in request.block_ids))
+        assert manager.violations([request]) == []
+    # a token at position 8 sees 4 … 8, so that the first block is of no use from there on
+    assert held == [5] * 8 + [4] * 4 + [3] * 4 + [2] * 4 + [1]
+    assert request.block_ids == [NULL_BLOCK] * 4 + blocks[4:]
+    assert manager.allocate_slots(request, 21) is not None
+    assert len(request.block_ids) == 6
+    manager.free(request)
+    assert manager.num_free_blocks == 8
+
+
+def test_without_a_window_all_blocks_stay() -> None:
+    manager, request = KVCacheManager(8, 4), make_request("r", 20)
+    compute(manager, request)
+    manager.free_out_of_window(request)
+    assert NULL_BLOCK not in request.block_ids
+
+
+def test_given_back_places_stay_where_they_are() -> None:
+    """Through swapping, forking and sharing."""
+    manager = KVCacheManager(8, 4, num_cpu_blocks=4, sliding_window=5)
+    parent, fork, beam = make_request("p", 14), make_request("f", 14), make_request("b", 14)
+    compute(manager, parent)
+    manager.free_out_of_window(parent)
+    assert [block_id == NULL_BLOCK for block_id in parent.block_ids] == [True, True, False, False]
+    manager.swap_out([parent])
+    assert (parent.cpu_block_ids[:2], manager.cpu_usage) == ([NULL_BLOCK] * 2, 0.5)
+    assert manager.swap_in([parent], 0)
+    manager.share_all(beam, parent)
+    # a token at position 11 sees 7, which has left
+    assert not manager.can_fork(parent, 11)
+    assert not manager.fork(fork, parent, 11, 14)
+    assert manager.fork(fork, parent, 13, 14)
+    beam.num_computed_tokens, fork.num_computed_tokens = 14, 13
+    requests = [parent, fork, beam]
+    assert all(request.block_ids[:2] == [NULL_BLOCK] * 2 for request in requests)
+    assert len({request.block_ids[2] for request in requests}) == 1
+    assert manager.violations(requests) == []
+    for request in requests:
+        manager.free(request)
+    assert (manager.num_free_blocks, manager.cpu_usage) == (8, 0.0)
+
+
+# ---- audit -------------------------------------------------------------------------------------------------
+
+
+def test_violations_are_found() -> None:
+    manager = KVCacheManager(8, 4, num_cpu_blocks=2, enable_prefix_caching=True, sliding_window=9)
+    request, other = make_request("r", 8), make_request("o", 8)
+    compute(manager, request, 4)
+    request.num_computed_tokens = 5
+    assert manager.violations([request]) == ["request r has 5 computed tokens in 1 blocks of 4"]
+    request.num_computed_tokens = 3
+    assert manager.violations([request]) == ["block 0, which request r writes, is in the prefix cache"]
+    request.num_computed_tokens = 4
+    request.token_ids[0] = 77
+    assert manager.violations([request]) == [
+        "block 0 is cached under another hash than that of request r's tokens",
+        "request r has hashes of other tokens than its own",
+    ]
+    request.token_ids[0] = 0
+    compute(manager, request)
+    manager.share_all(other, request)
+    assert manager.violations([request, other]) == [
+        f"block {n}, which request o writes, is in the prefix cache" for n in (0, 1)
+    ] + ["block 1, which request o writes, is shared"]
+    manager.free(other)
+    request.block_ids[1] = NULL_BLOCK
+    assert manager.violations([request]) == [
+        "block 1 has 1 references and 0 owners",
+        "request r has given back a block behind one that it holds",
+        "request r has given back 1 blocks of which it still sees some",
+    ]
+    request.block_ids[1] = 1
+    request.cpu_block_ids = [0]
+    assert manager.violations([request]) == [
+        "CPU pool: block 0 has 0 references and 1 owners",
+        "request r holds blocks both on the device and in CPU memory",
+    ]
+
+
+# ---- random traffic ----------------------------------------------------------------------------------------
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Does what a scheduler does, in any order, over a cache that remembers what was written where.
+
+    A place of the cache holds the tokens and content keys up to it, which is what KV depends on. Moves are carried
+    out when the next step computes, as workers do.
+    """
+
+    manager: KVCacheManager
+
+    @initialize(
+        num_blocks=st.integers(1, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_cpu_blocks=st.integers(0, 8),
+        caching=st.booleans(),
+        window=st.none() | st.integers(1, 9),
+    )
+    def start(self, num_blocks: int, block_size: int, num_cpu_blocks: int, caching: bool, window: int | None) -> None:
+        self.manager = KVCacheManager(
+            num_blocks,
+            block_size,
+            num_cpu_blocks=num_cpu_blocks,
+            enable_prefix_caching=caching,
+            sliding_window=window,
+        )
+        self.block_size, self.window = block_size, window
+        self.device: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
+        self.cpu: list[list[object]] = [[None] * block_size for _ in range(num_cpu_blocks)]
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.num_made = 0
+
+    def make(self, token_ids: list[int], keys: Keys) -> Request:
+        self.num_made += 1
+        return make_request(f"r{self.num_made}", token_ids, keys)
+
+    def kv(self, request: Request, position: int) -> object:
+        keys = frozenset(key for key in request.content_keys if key[0] <= position)
+        return tuple(request.token_ids[: position + 1]), keys
+
+    def carry_out_moves(self) -> None:
+        stores = {
+            COPY: (self.device, self.device),
+            SWAP_OUT: (self.device, self.cpu),
+            SWAP_IN: (self.cpu, self.device),
+        }
+        for kind, source, target in self.manager.take_moves():
+            stores[MoveKind(kind)][1][target] = list(stores[MoveKind(kind)][0][source])
+
+    def check_contents(self) -> None:
+        """Every request can read what it needs for the next token."""
+        for request in [*self.running, *self.swapped]:
+            store, table = (
+                (self.device, request.block_ids) if request.block_ids else (self.cpu, request.cpu_block_ids)
+            )
+            end = request.num_computed_tokens
+            for position in range(0 if self.window is None else max(0, end - self.window + 1), end):
+                block, offset = divmod(position, self.block_size)
+                assert table[block] != NULL_BLOCK
+                assert store[table[block]][offset] == self.kv(request, position)
+
+    @rule(
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        keys=st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab")), max_size=1),
+    )
+    def arrive(self, token_ids: list[int], keys: Keys) -> None:
+        self.waiting.append(self.make(token_ids, keys))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_reserved=st.integers(0, 2), twice=st.booleans())
+    def admit(self, data: st.DataObject, num_reserved: int, twice: bool) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        manager = self.manager
+        shared = manager.find_cached_blocks(request)
+        if twice:
+            assert manager.find_cached_blocks(request) == shared
+        assert len(shared) * self.block_size < request.num_tokens
+        num_needed = -(-request.num_tokens // self.block_size)
+        num_costly = num_needed - sum(manager.pool.reference_count(block_id) > 0 for block_id in shared)
+        num_free = manager.num_free_blocks
+        block_ids = manager.allocate_slots(request, request.num_tokens, num_reserved, shared)
+        if num_costly + num_reserved > num_free:
+            assert (block_ids, request.block_ids, manager.num_free_blocks) == (None, [], num_free)
+            return
+        assert block_ids == request.block_ids
+        assert len(block_ids) == num_needed
+        assert manager.num_free_blocks == num_free - num_costly
+        request.num_computed_tokens = len(shared) * self.block_size
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.carry_out_moves()
+        self.check_contents()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Some running requests compute some of the tokens they miss."""
+        scheduled = []
+        for request in data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1)):
+            self.manager.free_out_of_window(request)
+            start = request.num_computed_tokens
+            count = data.draw(st.integers(1, request.num_tokens - start))
+            if self.manager.allocate_slots(request, start + count) is None:
+                continue
+            before = list(request.block_ids)
+            try:
+                replaced = self.manager.make_writable(request, start)
+            except NoFreeBlocksError:
+                assert self.manager.num_free_blocks == 0
+                assert request.block_ids == before
+                continue
+            if replaced is not None:
+                before[replaced[0]] = replaced[1]
+            assert request.block_ids == before
+            scheduled.append((request, count))
+        self.carry_out_moves()
+        self.check_contents()
+        for request, count in scheduled:
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
+                block, offset = divmod(position, self.block_size)
+                self.device[request.block_ids[block]][offset] = self.kv(request, position)
+            request.num_computed_tokens += count
+            self.manager.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            if request.num_computed_tokens == request.num_tokens:
+                append(request, data.draw(st.integers(0, 1)))
+        self.check_contents()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), extra=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def fork(self, data: st.DataObject, extra: list[int]) -> None:
+        parent = data.draw(st.sampled_from(self.running))
+        num_computed = data.draw(st.integers(0, parent.num_computed_tokens))
+        child = self.make([*parent.token_ids[:num_computed], *extra], parent.content_keys)
+        if self.manager.fork(child, parent, num_computed, child.num_tokens):
+            child.num_computed_tokens = num_computed
+            self.running.append(child)
+        else:
+            assert child.block_ids == []
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def share(self, data: st.DataObject, token_id: int) -> None:
+        parent = data.draw(st.sampled_from(self.running))
+        num_computed = parent.num_computed_tokens
+        # as in a beam search: all but the newest token is computed, and nothing is allocated ahead
+        assume(num_computed == parent.num_tokens - 1)
+        assume(len(parent.block_ids) <= num_computed // self.block_size + 1)
+        child = self.make([*parent.token_ids[:num_computed], token_id], parent.content_keys)
+        self.manager.share_all(child, parent)
+        child.num_computed_tokens = num_computed
+        self.running.append(child)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        requests = data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1))
+        distinct = {block_id for request in requests for block_id in request.block_ids} - {NULL_BLOCK}
+        num_free = self.manager.cpu_pool.num_free
+        assert self.manager.can_swap_out(requests) == (len(distinct) <= num_free)
+        if len(distinct) > num_free:
+            return
+        tables = [request.block_ids for request in requests]
+        self.manager.swap_out(requests)
+        assert self.manager.cpu_pool.num_free == num_free - len(distinct)
+        for request, table in zip(requests, tables, strict=True):
+            assert request.block_ids == []
+            assert len(request.cpu_block_ids) == len(table)
+            self.running.remove(request)
+            self.swapped.append(request)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data(), num_extra=st.integers(0, 2))
+    def swap_in(self, data: st.DataObject, num_extra: int) -> None:
+        requests = data.draw(st.lists(st.sampled_from(self.swapped), unique=True, min_size=1))
+        distinct = {block_id for request in requests for block_id in request.cpu_block_ids} - {NULL_BLOCK}
+        num_free = self.manager.num_free_blocks
+        done = self.manager.swap_in(requests, num_extra)
+        assert done == (len(distinct) + num_extra <= num_free)
+        assert self.manager.num_free_blocks == num_free - len(distinct) * done
+        for request in requests if done else []:
+            self.swapped.remove(request)
+            self.running.append(request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        self.running.remove(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.running or self.swapped)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from([*self.running, *self.swapped]))
+        self.manager.free(request)
+        assert (request.block_ids, request.cpu_block_ids) == ([], [])
+        (self.running if request in self.running else self.swapped).remove(request)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset_prefix_cache()
+        assert self.manager.pool.num_cached == 0
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        if hasattr(self, "manager"):
+            assert self.manager.violations([*self.waiting, *self.running, *self.swapped]) == []
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.carry_out_moves()
+        self.check_contents()
+        for request in [*self.running, *self.swapped]:
+            self.manager.free(request)
+        assert self.manager.num_free_blocks == self.manager.num_blocks
+        assert self.manager.cpu_pool.num_free == self.manager.num_cpu_blocks
+        assert self.manager.violations([]) == []
+
+
+TestKVCacheMachine = KVCacheMachine.TestCase
+TestKVCacheMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
