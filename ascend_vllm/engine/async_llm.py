@@ -72,7 +72,7 @@ class AsyncLLM:
         except BaseException:
             self._client.shutdown()
             raise
-        self._output = OutputProcessor(self.tokenizer)
+        self._output = OutputProcessor.from_config(config.scheduler, self.tokenizer)
         # request id → sequences of requests between admission and the output processor (being tokenised)
         self._admitted: dict[str, int] = {}
         self._num_waiting = 0
@@ -132,7 +132,12 @@ class AsyncLLM:
             self._log_task = asyncio.get_running_loop().create_task(self._log_stats(), name="engine-log")
 
     async def generate(
-        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, priority: int = 0
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates; yields outputs as `sampling_params.output_kind` says, the last one with `finished` set.
 
@@ -142,14 +147,15 @@ class AsyncLLM:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: how to sample.
             request_id: must not be in use.
-            priority: 0, since requests are served in the order of their arrival.
+            priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
+            cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
             RequestError: the request is wrong; nothing was queued.
             EngineBusyError: too many requests wait.
             EngineDeadError: the engine is gone.
         """
-        queue = await self._add_request(prompt, sampling_params, request_id, priority)
+        queue = await self._add_request(prompt, sampling_params, request_id, priority, cache_salt)
         finished = False
         try:
             while not finished:
@@ -199,7 +205,7 @@ class AsyncLLM:
             self.tokenizer.close()
 
     async def _add_request(
-        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int
+        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int, cache_salt: str | None
     ) -> OutputQueue:
         """Checks, tokenises and sends a request."""
         await self.check_health()
@@ -208,12 +214,12 @@ class AsyncLLM:
         if request_id in self._output or request_id in self._admitted:
             raise RequestError(f"Request {request_id} already exists.", "request_id")
         self._check_queue()
-        self._admitted[request_id] = params.n
+        self._admitted[request_id] = params.num_sequences
         try:
-            request = await self._input.process_async(request_id, prompt, params, priority)
+            request = await self._input.process_async(request_id, prompt, params, priority, cache_salt=cache_salt)
         finally:
             del self._admitted[request_id]
-        queue = OutputQueue(params.output_kind)
+        queue = self._output.make_queue(params.output_kind)
         self._output.add(request, queue)
         try:
             for core_request in request.core_requests:

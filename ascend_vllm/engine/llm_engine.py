@@ -83,6 +83,7 @@ class LLMEngine:
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queues a request.
 
@@ -91,12 +92,13 @@ class LLMEngine:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             params: how to sample.
             arrival_time: seconds of time.monotonic(); None: now.
-            priority: 0, since requests are served in the order of their arrival.
+            priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
+            cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
             RequestError: the request is wrong; nothing was queued.
         """
-        request = self._input.process(request_id, prompt, params, priority, arrival_time)
+        request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt)
         self._output.add(request)
         for core_request in request.core_requests:
             self._client.add_request(core_request)
@@ -147,4 +149,4 @@ class LLMEngine:
     def _make_processors(self) -> None:
         self._input = InputProcessor(self.config, self.tokenizer)
         self._input.max_model_len = self._client.ready.max_model_len
-        self._output = OutputProcessor(self.tokenizer)
+        self._output = OutputProcessor.from_config(self.config.scheduler, self.tokenizer)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.beam_output import BeamSearchState
 from ascend_vllm.engine.input_processor import ProcessedRequest
 from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
@@ -193,6 +194,11 @@ class OutputProcessor:
         self._requests: dict[str, _RequestState] = {}
         # core request id → its request and its sequence
         self._sequences: dict[str, tuple[_RequestState, AnySequence]] = {}
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig, tokenizer: Tokenizer | None) -> OutputProcessor:
+        """The one that fits how the core makes its steps."""
+        return cls(tokenizer, config.num_scheduler_steps > 1 and config.multi_step_stream_outputs)
 
     @property
     def num_requests(self) -> int:
