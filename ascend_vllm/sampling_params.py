@@ -309,8 +309,8 @@ class BeamSearchParams:
         ignore_eos: go on after the end-of-sequence token.
         temperature: must be 0, since beams are compared by the model's own probabilities.
         length_penalty: sequences are compared by cumulative log-probability / length ** length_penalty.
-        include_stop_str_in_output: keep the text of the token that ended a sequence.
-        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output, skip_special_tokens: of texts that the engine makes; `LLM.beam_search` gives the
+            text of all tokens, as vLLM's does.
         early_stopping: when to stop once `beam_width` sequences have ended, see `SamplingParams`; None, vLLM's
             present rule: not before the beams are at their end.
 

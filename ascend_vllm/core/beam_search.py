@@ -9,7 +9,8 @@ the `width` best are kept; of the others the `width` most likely live on. Two ru
 - vLLM 0.6.0's in-engine search (`early_stopping` True, False or "never"): only the `num_candidates` most likely
   candidates of *all* beams together count. As soon as `width` sequences have finished, `early_stopping` decides:
   True stops; False stops when no live beam is better now than the worst kept sequence; "never" stops when none could
-  become better at its greatest possible length. That is the rule of Hugging Face's `early_stopping` too.
+  become better at its greatest possible length. Hugging Face's values of that name mean the same, but its lengths
+  leave the prompt out, and only the `width` most likely candidates of a step may end.
 - vLLM 0.6.3's search outside the engine (`early_stopping` None): all candidates of each beam count, and the search
   goes on until the beams are full.
 
