@@ -14,8 +14,11 @@ _EXPORTS = {
     "AsyncLLM": "ascend_vllm.engine.async_llm",
     "EngineArgs": "ascend_vllm.engine.args",
     "SamplingParams": "ascend_vllm.sampling_params",
+    "BeamSearchParams": "ascend_vllm.sampling_params",
     "RequestOutput": "ascend_vllm.outputs",
     "CompletionOutput": "ascend_vllm.outputs",
+    "BeamSearchOutput": "ascend_vllm.outputs",
+    "BeamSearchSequence": "ascend_vllm.outputs",
 }
 
 __all__ = ["__version__", *_EXPORTS]

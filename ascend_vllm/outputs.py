@@ -90,3 +90,33 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence of `LLM.beam_search`.
+
+    Attributes:
+        tokens: the prompt's ids, then the generated ones; an end-of-sequence token is part of them.
+        cum_logprob: sum of the generated tokens' log-probabilities.
+        text: text of all tokens, special ones too; None without a tokenizer.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop token id that ended it; None for the end-of-sequence token.
+    """
+
+    tokens: list[int]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class BeamSearchOutput:
+    """What `LLM.beam_search` returns for a prompt.
+
+    Attributes:
+        sequences: as many as there were beams, the best first.
+    """
+
+    sequences: list[BeamSearchSequence]

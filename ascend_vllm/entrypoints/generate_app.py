@@ -33,12 +33,8 @@ from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
-# fields of vLLM 0.6.0's SamplingParams whose feature is missing → the values that ask for nothing
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False, None),
-    "length_penalty": (1.0, None),
-    "early_stopping": (False, None),
-}
+# null means the default for these; for early_stopping it would otherwise be a rule that vLLM 0.6.0 does not have
+_DEFAULT_IF_NULL = ("use_beam_search", "length_penalty", "early_stopping")
 
 
 def parse_request(body: bytes) -> tuple[str, bool, SamplingParams]:
@@ -60,9 +56,7 @@ def parse_request(body: bytes) -> tuple[str, bool, SamplingParams]:
 
 
 def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
-    for name, neutral in _NEUTRAL.items():
-        if fields.pop(name, neutral[0]) not in neutral:
-            raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
+    fields = {name: value for name, value in fields.items() if value is not None or name not in _DEFAULT_IF_NULL}
     known = {field.name for field in msgspec.structs.fields(SamplingParams)} - {"output_kind"}
     for name in fields:
         if name not in known:
@@ -74,7 +68,7 @@ def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise RequestError(str(error)) from error
-    check_num_sequences(params.n)
+    check_num_sequences(params.num_sequences)
     params.output_kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
     return params
 

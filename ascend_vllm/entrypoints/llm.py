@@ -25,8 +25,8 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template, render_chat
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.errors import RequestError
-from ascend_vllm.outputs import RequestOutput
-from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
@@ -146,7 +146,8 @@ class LLM:
             prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
             use_tqdm: show a progress bar, or a callable that makes one.
             lora_request, prompt_adapter_request, guided_options_request: not supported in this version.
-            priority: one for each prompt; 0 only.
+            priority: one for each prompt, lower is served first; other than 0 only under
+                scheduling_policy="priority".
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -197,7 +198,8 @@ class LLM:
             tools: functions the model may call.
             chat_template_content_format: "auto", "string" or "openai".
             chat_template_kwargs: further variables of the template.
-            priority: one for each conversation; 0 only.
+            priority: one for each conversation, lower is served first; other than 0 only under
+                scheduling_policy="priority".
 
         Returns:
             One output per conversation.
@@ -256,13 +258,44 @@ class LLM:
         """
         raise ValueError("LLM.encode() is only supported for embedding models (XModel).")
 
-    def beam_search(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Not supported in this version.
+    def beam_search(
+        self,
+        prompts: Sequence[PromptType | list[int]],
+        params: BeamSearchParams,
+        use_tqdm: UseTqdm = False,
+    ) -> list[BeamSearchOutput]:
+        """Finds the most likely sequences that begin with each prompt. All prompts are searched at once.
+
+        Args:
+            prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            params: width and length of the search.
+            use_tqdm: show a progress bar, or a callable that makes one.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            NotImplementedError: always.
+            RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
+
+        Example::
+
+            (output,) = llm.beam_search(["Hello, my name is"], BeamSearchParams(beam_width=4, max_tokens=32))
+            print(output.sequences[0].text)
         """
-        raise NotImplementedError("LLM.beam_search() is not supported in this version.")
+        given: list[Any] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        parsed = [TokensPrompt(prompt_token_ids=prompt) if isinstance(prompt, list) else prompt for prompt in given]
+        # texts of whole sequences are made here, once they are known
+        one = params.to_sampling_params().clone(detokenize=False)
+        outputs = self._run(parsed, [one] * len(parsed), [0] * len(parsed), use_tqdm)
+        return [self._make_beam_search_output(output) for output in outputs]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the prefixes that --enable-prefix-caching keeps, for example after the weights have changed.
+
+        Returns:
+            Whether it has been done.
+        """
+        return bool(self.llm_engine.call_utility("reset_prefix_cache"))
 
     def start_profile(self) -> NoReturn:
         """Not supported in this version.
@@ -289,6 +322,16 @@ class LLM:
         if tokenizer is None:
             raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
         return tokenizer
+
+    def _make_beam_search_output(self, output: RequestOutput) -> BeamSearchOutput:
+        tokenizer = self.llm_engine.tokenizer
+        sequences = []
+        for found in output.outputs:
+            tokens = [*output.prompt_token_ids, *found.token_ids]
+            text = None if tokenizer is None else tokenizer.hf.decode(tokens)
+            logprob = found.cumulative_logprob or 0.0
+            sequences.append(BeamSearchSequence(tokens, logprob, text, found.finish_reason, found.stop_reason))
+        return BeamSearchOutput(sequences)
 
     def _collect_params(self, params: Params, count: int) -> list[SamplingParams]:
         """One for each prompt; only final outputs are asked for."""
