@@ -18,7 +18,7 @@ from ascend_vllm.errors import (
     ModelNotFoundError,
     RequestError,
 )
-from ascend_vllm.sampling_params import RequestOutputKind
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -53,9 +53,6 @@ def test_logprobs_of_both_endpoints() -> None:
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
 def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {
-        "early_stopping": True,
-        "use_beam_search": True,
-        "length_penalty": 2.0,
         "guided_choice": ["a"],
         "bad_words": ["a"],
         "documents": [{"a": 1}],
@@ -86,8 +83,6 @@ def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"best_of": 3}, "best_of"),
-        ({"priority": 1}, "priority"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"echo": True, "logprobs": 1}, "echo"),
     ],
@@ -96,7 +91,60 @@ def test_combinations_that_are_refused(fields: dict[str, Any], param: str) -> No
     with pytest.raises(RequestError) as caught:
         completion(**fields).check_supported()
     assert caught.value.param == param
-    completion(best_of=2, n=2, priority=0, response_format={"type": "text"}, echo=True).check_supported()
+    completion(best_of=2, n=1, priority=1, response_format={"type": "text"}, echo=True).check_supported()
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_beam_search_ignores_the_server_s_sampling_defaults(make: Any) -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.1}
+    params = make(use_beam_search=True, best_of=4, n=2).sampling_params(defaults, 10, True)
+    assert params == SamplingParams(
+        use_beam_search=True,
+        n=2,
+        best_of=4,
+        temperature=0.0,
+        max_tokens=10,
+        early_stopping=None,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    # one beam is legal where vLLM 0.6.3's rule holds; the older rules need two
+    assert make(use_beam_search=True, stream=True).sampling_params({}, 10, False).num_sequences == 1
+    given = make(
+        use_beam_search=True, n=2, temperature=0, top_p=1, top_k=-1, early_stopping="never", length_penalty=2
+    )
+    params = given.sampling_params(defaults, 10, False)
+    assert (params.early_stopping, params.length_penalty, params.num_sequences) == ("never", 2.0, 2)
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature must be 0 when using beam search."),
+        ({"use_beam_search": True, "top_p": 0.5}, "top_p must be 1 when using beam search."),
+        ({"use_beam_search": True, "top_k": 5}, "top_k must be -1 when using beam search."),
+        ({"use_beam_search": True, "n": 2, "logprobs": True}, "logprobs cannot be used with beam search."),
+        ({"use_beam_search": True, "stop": "x"}, "stop cannot be used with beam search."),
+        (
+            {"use_beam_search": True, "early_stopping": False},
+            "best_of must be greater than 1 when using beam search. Got 1.",
+        ),
+        (
+            {"use_beam_search": True, "n": 2, "early_stopping": "soon"},
+            "early_stopping must be True, False, or 'never', got soon.",
+        ),
+        ({"early_stopping": True}, "early_stopping is not effective and must be False when not using beam search."),
+        ({"length_penalty": 2.0}, "length_penalty is not effective and must be the default value of 1.0"),
+        ({"n": 2, "best_of": 1}, "best_of must be greater than or equal to n, got n=2 and best_of=1."),
+        ({"best_of": 3, "stream": True}, "best_of must equal n to use output_kind=DELTA"),
+        ({"best_of": 10**9}, "best_of must be at most"),
+    ],
+)
+def test_sampling_errors_name_the_field(make: Any, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        make(**fields).sampling_params({}, 10, False)
+    assert text in str(caught.value)
+    assert caught.value.param == text.split(" ")[0]
 
 
 def test_unknown_fields_are_accepted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

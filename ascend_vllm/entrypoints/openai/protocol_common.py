@@ -28,9 +28,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # field → the values that ask for nothing; any other value is refused
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
-    "cache_salt": (None,),
     "documents": (None, []),
-    "early_stopping": (None, False),
     "guided_choice": (None,),
     "guided_decoding_backend": (None,),
     "guided_grammar": (None,),
@@ -38,7 +36,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_whitespace_pattern": (None,),
     "kv_transfer_params": (None,),
-    "length_penalty": (None, 1.0),
     "logprob_token_ids": (None, []),
     "mm_processor_kwargs": (None, {}),
     "prompt_embeds": (None,),
@@ -51,8 +48,20 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "tools": (None, []),
     "truncation_side": (None, "left"),
-    "use_beam_search": (None, False),
 }
+
+# sampling fields and what holds when neither the request nor the server's defaults say anything
+_SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+}
+# with beam search, whatever the server's defaults; without early_stopping it goes on as vLLM 0.6.3's
+_BEAM_SEARCH = _SAMPLING | {"temperature": 0.0, "early_stopping": None}
 
 _logged_fields: set[str] = set()
 
@@ -189,10 +198,6 @@ class GenerationRequest(ApiRequest):
         Raises:
             RequestError: names the field.
         """
-        if self.priority:
-            raise RequestError(
-                f"Got priority {self.priority} but Priority scheduling is not enabled.", param="priority"
-            )
         for name in self.model_fields_set & UNSUPPORTED_FIELDS.keys() & type(self).model_fields.keys():
             if getattr(self, name) not in UNSUPPORTED_FIELDS[name]:
                 raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
@@ -201,10 +206,6 @@ class GenerationRequest(ApiRequest):
                 f"`response_format` of type '{self.response_format.type}' is not supported by this version of "
                 "the server; only 'text' is.",
                 param="response_format",
-            )
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError(
-                "`best_of` different from `n` is not supported by this version of the server.", param="best_of"
             )
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int, force_logprobs: bool) -> SamplingParams:
@@ -219,17 +220,23 @@ class GenerationRequest(ApiRequest):
             RequestError: a value is out of range; the text names the field.
         """
         check_num_sequences(self.n or 1)
+        check_num_sequences(self.best_of or 1, "best_of")
         logprobs = self.requested_logprobs()
-        if logprobs is None and force_logprobs:
-            logprobs = 0
-        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        if self.use_beam_search:
+            # a search has rules of its own: the server's defaults are for sampling
+            usual = _BEAM_SEARCH
+        else:
+            usual = _SAMPLING | {name: defaults[name] for name in _SAMPLING.keys() & defaults.keys()}
+            if logprobs is None and force_logprobs:
+                logprobs = 0
         sampling = {
-            name: value if (value := getattr(self, name)) is not None else defaults.get(name, default)
-            for name, default in usual.items()
+            name: default if (value := getattr(self, name)) is None else value for name, default in usual.items()
         }
         try:
             return SamplingParams(
                 n=1 if self.n is None else self.n,
+                best_of=self.best_of,
+                use_beam_search=bool(self.use_beam_search),
                 presence_penalty=self.presence_penalty or 0.0,
                 frequency_penalty=self.frequency_penalty or 0.0,
                 seed=self.seed,
@@ -251,18 +258,20 @@ class GenerationRequest(ApiRequest):
         except (TypeError, ValueError) as error:
             if isinstance(error, RequestError):
                 raise
-            raise RequestError(str(error)) from error
+            # the texts begin with the field's name
+            name = str(error).split(" ", 1)[0]
+            raise RequestError(str(error), name if name in type(self).model_fields else None) from error
 
 
-def check_num_sequences(n: int) -> None:
-    """Refuse an `n` that would exhaust the server.
+def check_num_sequences(count: int, field: str = "n") -> None:
+    """Refuse a number of sequences that would exhaust the server.
 
     Raises:
         RequestError: it is above `VLLM_MAX_N_SEQUENCES`.
     """
     limit = envs.max_n_sequences()
-    if n > limit:
-        raise RequestError(f"n must be at most {limit}, got {n}.", param="n")
+    if count > limit:
+        raise RequestError(f"{field} must be at most {limit}, got {count}.", param=field)
 
 
 def parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float] | None:

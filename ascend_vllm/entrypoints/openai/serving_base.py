@@ -289,7 +289,13 @@ class ServingBase:
             if self.settings.log_requests:
                 self._log_request(f"{engine_id}-{index}", prompt, params)
             generators.append(
-                self.engine.generate({"prompt_token_ids": prompt.token_ids}, params, f"{engine_id}-{index}")
+                self.engine.generate(
+                    {"prompt_token_ids": prompt.token_ids},
+                    params,
+                    f"{engine_id}-{index}",
+                    priority=request.priority or 0,
+                    cache_salt=request.cache_salt,
+                )
             )
         return generators, response_id
 
