@@ -81,7 +81,7 @@ class InputBatch:
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         # [M, L+1] int32, host: prompt, then output; what is behind num_tokens is void. One more than L, for the
@@ -138,8 +138,8 @@ class InputBatch:
         seq_lens = computed + num_scheduled
         missing = known - seq_lens
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
-        if missing.min() < 0 or (seq_lens > self.num_blocks[slots] * self._block_size).any():
-            raise ValueError(self._overrun(slots, seq_lens))
+        if missing.min() < 0 or (seq_lens > self.num_blocks[slots] * self.block_size).any():
+            raise ValueError("the step does not fit its rows: " + self.describe(slots, seq_lens))
         if max_query_len == 1:
             token_slots, positions = slots, computed
             query_start = self._starts_of_one_each[: len(slots) + 1]
@@ -148,14 +148,14 @@ class InputBatch:
             query_start = np.zeros(len(slots) + 1, np.int32)
             num_scheduled.cumsum(out=query_start[1:])
         samples = np.flatnonzero(missing == 0)
-        blocks = self.block_table[token_slots, positions // self._block_size].astype(np.int64)
+        blocks = self.block_table[token_slots, positions // self.block_size].astype(np.int64)
         return HostBatch(
             input_ids=self.token_ids[token_slots, positions].astype(np.int64),
             positions=positions,
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
-            block_table=self.block_table[slots, : -(-max_seq_len // self._block_size)],
+            block_table=self.block_table[slots, : -(-max_seq_len // self.block_size)],
             logits_indices=query_start[samples + 1].astype(np.int64) - 1,
             sampling_slots=slots[samples],
             max_query_len=max_query_len,
@@ -171,6 +171,28 @@ class InputBatch:
         ends = self.num_tokens[slots]
         self.token_ids[slots, ends] = token_ids
         self.num_tokens[slots] = ends + 1
+
+    def append_several(self, slots: Int64Array, token_ids: Int64Array, counts: Int64Array) -> None:
+        """Adds sampled tokens to rows that missed one, and as many to what they have computed.
+
+        Args:
+            slots: [R], each at most once.
+            token_ids: [R, N].
+            counts: [R] how many of them each row takes, 1 … N.
+        """
+        places = ragged_arange(self.num_tokens[slots], counts)
+        taken = np.arange(token_ids.shape[1]) < counts[:, None]
+        self.token_ids[np.repeat(slots, counts), places] = token_ids[taken]
+        self._lengths[:, slots] += counts
+
+    def describe(self, slots: Int64Array, seq_lens: Int64Array) -> str:
+        """Some rows, [R], and up to which length, [R], a step wants to compute them, for the text of an error."""
+        rows = [
+            f"slot {slot}: to be computed from {self.num_computed_tokens[slot]} up to {end}, "
+            f"{self.num_tokens[slot]} tokens known, {self.num_blocks[slot]} blocks of {self.block_size}"
+            for slot, end in zip(slots, seq_lens, strict=True)
+        ]
+        return "; ".join(rows)
 
     def _enter(self, row: NewRow) -> None:
         length = len(row.token_ids)
@@ -217,11 +239,3 @@ class InputBatch:
         first = int(self.num_blocks[slot])
         self.block_table[slot, first : first + len(block_ids)] = block_ids
         self.num_blocks[slot] = first + len(block_ids)
-
-    def _overrun(self, slots: Int64Array, seq_lens: Int64Array) -> str:
-        rows = [
-            f"slot {slot}: to be computed up to {end}, {self.num_tokens[slot]} tokens known, "
-            f"{self.num_blocks[slot]} blocks of {self._block_size}"
-            for slot, end in zip(slots, seq_lens, strict=True)
-        ]
-        return "the step does not fit its rows: " + "; ".join(rows)

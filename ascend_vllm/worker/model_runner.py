@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import SchedulerOutput, StepLogprobs, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
-from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.multi_step import MultiStepDecoder
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.columns import LOGPROBS
+from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.sampler import Sampler
 
 
@@ -26,6 +27,7 @@ class ModelRunner:
         batch: empty slots.
         logprobs_mode: "raw_logprobs" or "processed_logprobs".
         device: where everything computes.
+        host_memory: whether tensors on the device are the host's memory; None: on CPU they are.
     """
 
     def __init__(
@@ -37,41 +39,38 @@ class ModelRunner:
         batch: InputBatch,
         logprobs_mode: str,
         device: torch.device,
+        *,
+        host_memory: bool | None = None,
     ) -> None:
         self._model = model
         self._backend = backend
         self._kv_caches = kv_caches
         self._mover = mover
         self._batch = batch
-        self._sampler = Sampler(batch, logprobs_mode, device)
+        # on CPU the device's memory is the host's: nobody waits for ids there, nor copies tokens
+        host_memory = device.type == "cpu" if host_memory is None else host_memory
+        self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
         self._device = device
+        self._multi_step = MultiStepDecoder(batch, self._sampler, self._logits, device, host_memory=host_memory)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepOutput:
         """Applies the step's diff, computes its tokens and samples.
 
-        With num_steps > 1 the rows that sampled go on, one token a time; the others stop after the first
-        forward. The scheduler has given them room for that: blocks, and max_model_len.
-
         Raises:
-            ValueError: the step does not fit its rows, or asks for log-probabilities of several steps.
+            ValueError: the step does not fit its rows.
         """
         self._mover.move(step.block_moves)
         self._batch.apply(step)
         if not step.slots:
             return _nothing_sampled(step.step_id)
         slots = np.array(step.slots, np.int64)
-        num_scheduled = np.array(step.num_scheduled_tokens, np.int64)
-        if step.num_steps > 1 and (self._batch.sampling.features[slots] & LOGPROBS).any():
-            raise ValueError("log-probabilities are given for one step at a time, and num_steps is above 1")
-        slots, token_ids, logprobs = self._forward_and_sample(slots, num_scheduled)
+        if step.num_steps > 1:
+            sampled, logprobs = self._multi_step.run(slots, step.num_steps)
+        else:
+            slots, sampled, logprobs = self._forward_and_sample(slots, np.array(step.num_scheduled_tokens, np.int64))
         if len(slots) == 0:
             return _nothing_sampled(step.step_id)
-        sampled = token_ids[:, None]
-        if step.num_steps > 1:
-            one_each = np.ones_like(slots)
-            more = [self._forward_and_sample(slots, one_each)[1] for _ in range(step.num_steps - 1)]
-            sampled = np.stack([token_ids, *more], axis=1)
         return StepOutput(
             step_id=step.step_id,
             slots=slots.astype(np.int32),
@@ -82,22 +81,32 @@ class ModelRunner:
     def _forward_and_sample(
         self, slots: Int64Array, num_scheduled: Int64Array
     ) -> tuple[Int64Array, Int64Array, StepLogprobs | None]:
-        """Computes the rows' next tokens; returns the slots that sampled and their ids, both [S]."""
+        """Computes the rows' next tokens; returns the slots that sampled, [S], and their ids, [S, 1]."""
         host_batch = self._batch.build(slots, num_scheduled)
         batch = host_batch.to_device(self._device)
-        metadata = self._backend.prepare(batch)
-        hidden = self._model.forward(batch, self._kv_caches, self._backend, metadata)
+        hidden = self._hidden(batch)
         self._batch.advance(slots, num_scheduled)
         sampling_slots = host_batch.sampling_slots
         if len(sampling_slots) == 0:
-            return sampling_slots, sampling_slots, None
+            return sampling_slots, sampling_slots[:, None], None
         if len(sampling_slots) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._model.compute_logits(hidden)
-        sampled, logprobs = self._sampler.sample(logits, sampling_slots)
-        token_ids = sampled.cpu().numpy()
+        plan = self._sampler.plan(sampling_slots)
+        num_tokens = upload(self._batch.num_tokens[sampling_slots], self._device)
+        sampled = self._sampler.sample(logits, plan, num_tokens)
+        token_ids = sampled.token_ids.cpu().numpy()
         self._batch.append(sampling_slots, token_ids)
-        return sampling_slots, token_ids, logprobs
+        return sampling_slots, token_ids[:, None], collect([(plan.asking, sampled.logprobs)], len(sampling_slots), 1)
+
+    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] of the step's tokens."""
+        metadata = self._backend.prepare(batch)
+        return self._model.forward(batch, self._kv_caches, self._backend, metadata)
+
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, V] of all of the step's tokens."""
+        return self._model.compute_logits(self._hidden(batch))
 
 
 def _nothing_sampled(step_id: int) -> StepOutput:

@@ -83,6 +83,22 @@ class RaggedTable:
         places = ragged_arange(self._start[slots], counts)
         return np.repeat(np.arange(len(slots)), counts), self._ids[places], self._values[places]
 
+    def padded(self, slots: Int64Array, padding: int) -> Int64Array:
+        """The ids of some slots' lists as the rows of a matrix.
+
+        Args:
+            slots: [R].
+            padding: what fills the rest of a row.
+
+        Returns:
+            [R, longest list]; without columns if all are empty.
+        """
+        counts = self._count[slots]
+        rows, ids, _ = self.gather(slots)
+        matrix = np.full((len(slots), int(counts.max(initial=0))), padding, np.int64)
+        matrix[rows, ragged_arange(np.zeros_like(counts), counts)] = ids
+        return matrix
+
     def _compact(self, room: int) -> None:
         """Moves all lists to the front of an arena with room for one more and as much again."""
         live = np.flatnonzero(self._count)

@@ -70,31 +70,6 @@ def test_a_resumed_row_goes_on_as_if_nothing_had_happened(worker: Worker, params
         assert driver.output("row") == expected
 
 
-@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_several_steps_at_once_sample_the_same(worker: Worker, params: SamplingParams) -> None:
-    prompt = make_prompt(14)
-    expected = generate(worker, prompt, params, 16, seed=3)
-    with Driver(worker) as driver:
-        driver.add("row", prompt, params, seed=3)
-        driver.add("long", make_prompt(60), GREEDY)
-        output = driver.step({"row": 14, "long": 20}, num_steps=4)
-        assert output.sampled_token_ids.shape == (1, 4)
-        for _ in range(3):
-            driver.step({"row": 1}, num_steps=4)
-        assert driver.output("row") == expected
-        # the prompt that was only begun goes on where it was
-        driver.step({"long": 40})
-        assert driver.output("long") == generate(worker, make_prompt(60), GREEDY, 1)
-
-
-def test_logprobs_of_several_steps_are_refused(worker: Worker) -> None:
-    with Driver(worker) as driver:
-        driver.add("row", make_prompt(5), SamplingParams(temperature=0.0, logprobs=1))
-        with pytest.raises(ValueError, match="num_steps"):
-            driver.step(num_steps=2)
-        driver.pending = SchedulerOutput(9, [], [], [], [], [])
-
-
 def test_a_step_that_only_frees_gives_nothing(worker: Worker) -> None:
     output = worker.execute_model(SchedulerOutput(4, [3], [], [], [], []))
     assert output.step_id == 4

@@ -8,7 +8,7 @@ import torch
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
-from ascend_vllm.worker.sampling.sampler import RAW_LOGPROBS, Sampler
+from ascend_vllm.worker.sampling.sampler import RAW_LOGPROBS, Sampled, Sampler
 
 VOCAB_SIZE = 64
 
@@ -21,21 +21,24 @@ def make_sampler(*params: SamplingParams) -> Sampler:
     return Sampler(batch, RAW_LOGPROBS, torch.device("cpu"))
 
 
+def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> Sampled:
+    """The first token that rows generate after their one-token prompts."""
+    return sampler.sample(logits, sampler.plan(np.array(slots)), torch.ones(len(slots), dtype=torch.int64))
+
+
 def test_bfloat16_logits_are_biased_in_float32() -> None:
     """At 64 bfloat16 has steps of 0.5: a bias of 0.1 would be lost, and the lowest id would win."""
     logits = torch.full((2, VOCAB_SIZE), 64.0, dtype=torch.bfloat16)
     sampler = make_sampler(SamplingParams(temperature=0.0, logit_bias={40: 0.1}), SamplingParams(temperature=0.0))
     for _ in range(2):
-        ids, _ = sampler.sample(logits.clone(), np.array([0, 1]))
-        assert ids.tolist() == [40, 0]
+        assert sample(sampler, logits.clone(), [0, 1]).token_ids.tolist() == [40, 0]
 
 
 def test_the_float32_buffer_grows_with_the_rows() -> None:
     sampler = make_sampler(*[SamplingParams(temperature=0.0, logit_bias={slot: 50.0}) for slot in range(6)])
     for slots in ([5], [0, 3], [4, 2, 1, 0], [1]):
         logits = torch.randn(len(slots), VOCAB_SIZE).bfloat16()
-        ids, _ = sampler.sample(logits, np.array(slots))
-        assert ids.tolist() == slots
+        assert sample(sampler, logits, slots).token_ids.tolist() == slots
 
 
 def test_greedy_rows_take_the_lowest_of_equal_tokens() -> None:
@@ -43,16 +46,15 @@ def test_greedy_rows_take_the_lowest_of_equal_tokens() -> None:
     logits[0, [7, 9, 30]] = 1.0
     logits[1, [50, 4]] = 2.0
     greedy = SamplingParams(temperature=0.0)
-    alone, _ = make_sampler(greedy, greedy).sample(logits.clone(), np.array([0, 1]))
-    beside, _ = make_sampler(greedy, greedy, SamplingParams()).sample(
-        torch.cat((logits, torch.zeros(1, VOCAB_SIZE))), np.array([0, 1, 2])
-    )
+    alone = sample(make_sampler(greedy, greedy), logits.clone(), [0, 1]).token_ids
+    three = make_sampler(greedy, greedy, SamplingParams())
+    beside = sample(three, torch.cat((logits, torch.zeros(1, VOCAB_SIZE))), [0, 1, 2]).token_ids
     assert alone.tolist() == beside[:2].tolist() == [7, 4]
 
 
 def test_more_logprobs_than_vocabulary_gives_all_of_it() -> None:
     sampler = make_sampler(SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE + 5))
-    _, logprobs = sampler.sample(torch.randn(1, VOCAB_SIZE), np.array([0]))
+    logprobs = sample(sampler, torch.randn(1, VOCAB_SIZE), [0]).logprobs
     assert logprobs is not None
-    assert sorted(logprobs.token_ids[0, 0, 1:].tolist()) == list(range(VOCAB_SIZE))
-    np.testing.assert_allclose(np.exp(logprobs.logprobs[0, 0, 1:]).sum(), 1.0, rtol=1e-5)
+    assert sorted(logprobs.token_ids[0, 1:].tolist()) == list(range(VOCAB_SIZE))
+    np.testing.assert_allclose(logprobs.logprobs[0, 1:].exp().sum(), 1.0, rtol=1e-5)

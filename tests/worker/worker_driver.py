@@ -16,7 +16,7 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.step import MoveKind, NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import UNLIMITED, MoveKind, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
 
 BLOCK_SIZE = 16
@@ -95,6 +95,15 @@ class Row:
     num_prompt_tokens: int
     computed: int
     blocks: list[int]
+    stop_token_ids: tuple[int, ...] = ()
+    min_num_tokens: int = 0
+    max_num_tokens: int = UNLIMITED
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token is the one that ends it."""
+        stopped = len(self.tokens) >= self.min_num_tokens and self.tokens[-1] in self.stop_token_ids
+        return stopped or len(self.tokens) >= self.max_num_tokens
 
 
 class Driver:
@@ -125,9 +134,12 @@ class Driver:
         seed: int = 0,
         num_prompt_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        max_num_tokens: int = UNLIMITED,
     ) -> None:
         """A row enters a slot; it has blocks for the tokens it comes with."""
         row = Row(self.free_slots.pop(), list(tokens), num_prompt_tokens or len(tokens), 0, [])
+        row.stop_token_ids, row.min_num_tokens = tuple(stop_token_ids), row.num_prompt_tokens + params.min_tokens
+        row.max_num_tokens = min(max_num_tokens, MAX_MODEL_LEN + 1)
         self.rows[name] = row
         self.pending.new_rows.append(
             NewRow(
@@ -140,6 +152,7 @@ class Driver:
                 params,
                 seed,
                 list(stop_token_ids),
+                max_num_tokens,
             )
         )
 
@@ -210,7 +223,7 @@ class Driver:
         entered = {row.slot for row in step.new_rows}
         for name, count in counts.items():
             row = self.rows[name]
-            added = self._grow(row, row.computed + count + num_steps - 1)
+            added = self._grow(row, min(row.computed + count + num_steps - 1, row.max_num_tokens - 1))
             if added and row.slot in entered:
                 next(new for new in step.new_rows if new.slot == row.slot).block_ids.extend(added)
             elif added:
@@ -223,8 +236,14 @@ class Driver:
             self.rows[name].computed += count
         by_slot = {row.slot: row for row in self.rows.values()}
         for slot, ids in zip(output.slots.tolist(), output.sampled_token_ids.tolist(), strict=True):
-            by_slot[slot].tokens += ids
-            by_slot[slot].computed += num_steps - 1
+            row = by_slot[slot]
+            row.tokens.append(ids[0])
+            # what follows the end is void
+            for token in ids[1:]:
+                if row.ended:
+                    break
+                row.tokens.append(token)
+                row.computed += 1
         self.pending = SchedulerOutput(step.step_id + 1, [], [], [], [], [])
         return output
 

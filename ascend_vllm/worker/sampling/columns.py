@@ -59,7 +59,7 @@ class SamplingColumns:
         self.min_tokens = np.zeros(num_slots, np.int32)
         # [M] int32, host: most likely tokens to report beside the sampled one; NO_LOGPROBS: report nothing
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        # ids that end the row, forbidden below min_tokens; ids and what is added to their logits; the only ids allowed
+        # ids that end the row, forbidden below min_tokens; ids and what is added to their logits; ids allowed alone
         self.stop_ids = RaggedTable(num_slots)
         self.logit_bias = RaggedTable(num_slots)
         self.allowed_ids = RaggedTable(num_slots)

@@ -1,9 +1,12 @@
 """Log-probabilities that go back to the client.
 
-Letters: S rows, V vocabulary, K most likely tokens reported.
+Letters: S rows, A rows that asked, V vocabulary, K most likely tokens reported, N forward passes of a step.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -47,28 +50,61 @@ def filtered_logprobs(
     return torch.log_softmax(logits.masked_fill(logits < threshold, -torch.inf), dim=-1)
 
 
-def report(
-    logprobs: torch.Tensor, rows: Int64Array, sampled: torch.Tensor, num_logprobs: int, num_rows: int
-) -> StepLogprobs:
-    """What a step says of the sampled tokens.
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """What a forward pass says of the sampled tokens, still on the device."""
+
+    # [A, 1+K] int64: the sampled token, then the K most likely ones
+    token_ids: torch.Tensor
+    # [A, 1+K] float32
+    logprobs: torch.Tensor
+    # [A] int64
+    ranks: torch.Tensor
+
+
+def report(logprobs: torch.Tensor, sampled: torch.Tensor, num_logprobs: int) -> LogprobTensors:
+    """Looks up the sampled tokens and the most likely ones.
 
     Args:
         logprobs: [A, V] float32, of the rows that asked.
-        rows: [A] which of the step's sampling rows they are.
-        sampled: [num_rows] int64, ids drawn by all rows.
+        sampled: [A] int64, the ids they drew.
         num_logprobs: K, the most any of them asked for.
-        num_rows: S, all sampling rows; those that did not ask get zeros.
     """
-    ids = sampled[torch.from_numpy(rows).to(sampled.device)][:, None]
+    ids = sampled[:, None]
     own = logprobs.gather(-1, ids)
-    ranks = (logprobs > own).sum(-1) + 1
     top = logprobs.topk(num_logprobs, dim=-1)
-    result = StepLogprobs(
-        token_ids=np.zeros((num_rows, 1, 1 + num_logprobs), np.int32),
-        logprobs=np.zeros((num_rows, 1, 1 + num_logprobs), np.float32),
-        ranks=np.zeros((num_rows, 1), np.int32),
+    return LogprobTensors(
+        token_ids=torch.cat((ids, top.indices), -1),
+        logprobs=torch.cat((own, top.values), -1),
+        ranks=(logprobs > own).sum(-1) + 1,
     )
-    result.token_ids[rows, 0] = torch.cat((ids, top.indices), -1).cpu().numpy()
-    result.logprobs[rows, 0] = torch.cat((own, top.values), -1).cpu().numpy()
-    result.ranks[rows, 0] = ranks.cpu().numpy()
+
+
+def collect(
+    passes: Sequence[tuple[Int64Array, LogprobTensors | None]], num_rows: int, num_steps: int
+) -> StepLogprobs | None:
+    """Brings the reports of a step's forward passes to the host.
+
+    Args:
+        passes: of each, which of the step's rows its report is about, and the report.
+        num_rows: S, all sampling rows; those that did not ask get zeros.
+        num_steps: N, as many passes or more; those that were not needed are zeros too.
+
+    Returns:
+        None if no pass has a report.
+    """
+    reports = [(step, rows, found) for step, (rows, found) in enumerate(passes) if found is not None]
+    if not reports:
+        return None
+    width = max(found.token_ids.shape[1] for _, _, found in reports)
+    result = StepLogprobs(
+        token_ids=np.zeros((num_rows, num_steps, width), np.int32),
+        logprobs=np.zeros((num_rows, num_steps, width), np.float32),
+        ranks=np.zeros((num_rows, num_steps), np.int32),
+    )
+    for step, rows, found in reports:
+        columns = slice(found.token_ids.shape[1])
+        result.token_ids[rows, step, columns] = found.token_ids.cpu().numpy()
+        result.logprobs[rows, step, columns] = found.logprobs.cpu().numpy()
+        result.ranks[rows, step] = found.ranks.cpu().numpy()
     return result

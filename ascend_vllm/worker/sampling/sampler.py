@@ -4,92 +4,116 @@ Order of application (vLLM's): log-probabilities of the raw logits are set aside
 logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a draw. With
 ``processed_logprobs`` log-probabilities are taken at the end instead.
 
-Letters: S sampling rows of a step, M slots, V vocabulary.
+Letters: S sampling rows of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ascend_vllm.ops.sampling import apply_penalties, sample_tokens
-from ascend_vllm.types.step import StepLogprobs
-from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling import columns
-from ascend_vllm.worker.sampling.logprobs import filtered_logprobs, report
+from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logprobs, report
+from ascend_vllm.worker.sampling.plan import Penalties, Planner, SamplingPlan
 
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """The next token of each row, on the device."""
+
+    # [S] int64
+    token_ids: torch.Tensor
+    # of the plan's asking rows; None if there are none
+    logprobs: LogprobTensors | None
+
+
 class Sampler:
-    """Samples one token for each of some slots.
+    """Samples one token for each of some slots. Nothing here waits for the device.
 
     Args:
         batch: the slots; their parameters and tokens so far are read from it.
         logprobs_mode: "raw_logprobs" or "processed_logprobs".
         device: where the logits are.
+        host_memory: tensors on the device are the host's memory.
+
+    Example::
+
+        plan = sampler.plan(slots)
+        sampled = sampler.sample(logits, plan, num_tokens)
     """
 
-    def __init__(self, batch: InputBatch, logprobs_mode: str, device: torch.device) -> None:
+    def __init__(
+        self, batch: InputBatch, logprobs_mode: str, device: torch.device, *, host_memory: bool = True
+    ) -> None:
         self._device = device
-        self._batch = batch
-        self._params = batch.sampling
         self._raw = logprobs_mode == RAW_LOGPROBS
-        # [M, L+1] int32: the slots' tokens, where the penalties' kernel reads them
-        self._token_ids = upload(batch.token_ids, device)
+        self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory)
         # [up to M, V] float32, grown when needed and kept: fresh pages each step cost more than the arithmetic
         self._float_logits = torch.empty(0)
         # number of rows → arguments of sample_tokens that make all of them greedy
         self._greedy_filters: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def sample(self, logits: torch.Tensor, slots: Int64Array) -> tuple[torch.Tensor, StepLogprobs | None]:
+    def plan(self, slots: Int64Array, num_steps: int = 1) -> SamplingPlan:
+        """Reads the parameters of some slots, [S], for as many tokens as the step gives them."""
+        return self._planner.make(slots, num_steps)
+
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> Sampled:
         """Draws the next token of each row.
 
         Args:
             logits: [S, V], any float dtype; may be changed.
-            slots: [S].
-
-        Returns:
-            [S] int64 ids, and log-probabilities if a row asked for them.
+            plan: of the rows.
+            num_tokens: [S] int64, tokens that each row has, the next one not counted.
         """
-        features = self._params.features[slots]
-        needed = int(np.bitwise_or.reduce(features))
-        if needed == 0:
-            return self._greedy(logits), None
-        asking = np.flatnonzero(features & columns.LOGPROBS)
+        if plan.needed == 0:
+            return Sampled(self._greedy(logits), None)
         logprobs = None
-        if self._raw and len(asking):
-            logprobs = torch.log_softmax(self._rows(logits, asking).float(), dim=-1)
-        logits = self._edit(logits, slots, features, needed)
-        if not self._raw and len(asking):
-            logprobs = self._processed(self._rows(logits, asking).float(), slots[asking])
-        ids = self._draw(logits, slots) if needed & columns.RANDOM else self._greedy(logits)
+        if self._raw and len(plan.asking):
+            logprobs = torch.log_softmax(_asking_rows(logits, plan).float(), dim=-1)
+        logits = self._edit(logits, plan, num_tokens)
+        if not self._raw and len(plan.asking):
+            assert plan.filters is not None
+            filters = (_asking_rows(column, plan) for column in plan.filters)
+            logprobs = filtered_logprobs(_asking_rows(logits, plan).float(), *filters)
+        ids = self._draw(logits, plan, num_tokens)
         if logprobs is None:
-            return ids, None
-        num_logprobs = min(int(self._params.num_logprobs[slots].max()), logits.shape[-1])
-        return ids, report(logprobs, asking, ids, num_logprobs, len(slots))
+            return Sampled(ids, None)
+        num_logprobs = min(plan.num_logprobs, logits.shape[-1])
+        return Sampled(ids, report(logprobs, _asking_rows(ids, plan), num_logprobs))
 
-    def _edit(
-        self, logits: torch.Tensor, slots: Int64Array, features: npt.NDArray[np.int32], needed: int
-    ) -> torch.Tensor:
+    def remember(self, plan: SamplingPlan, token_ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Tells the penalties of sampled tokens, before the same plan samples again.
+
+        Args:
+            plan: that sampled them.
+            token_ids: [S] int64.
+            num_tokens: [S] int64, as they were when the tokens were sampled.
+        """
+        if plan.penalties is not None:
+            plan.penalties.token_ids[plan.penalties.table_rows, num_tokens] = token_ids.int()
+
+    def _edit(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
         """Masks, biases and penalties, on the rows that have them. Masks are exact in any dtype."""
-        if needed & (columns.LOGIT_BIAS | columns.PENALTIES):
+        if plan.bias is not None or plan.penalties is not None:
             logits = self._as_float(logits)
-        if needed & columns.ALLOWED_IDS:
-            self._keep_allowed(logits, slots, np.flatnonzero(features & columns.ALLOWED_IDS))
-        if needed & columns.MIN_TOKENS:
-            self._forbid_end(logits, slots, np.flatnonzero(features & columns.MIN_TOKENS))
-        if needed & columns.LOGIT_BIAS:
-            rows, ids, values = self._params.logit_bias.gather(slots)
-            index = self._upload(rows), self._upload(ids)
-            logits[index] += self._upload(values)
-        if needed & columns.PENALTIES:
-            self._penalise(logits, slots)
+        if plan.allowed is not None:
+            values = logits[plan.allowed.index]
+            logits[plan.allowed.rows] = -torch.inf
+            logits[plan.allowed.index] = values
+        if plan.forbidden is not None:
+            index = plan.forbidden.index
+            young = num_tokens[index[0]] < plan.forbidden.below
+            logits[index] = logits[index].masked_fill(young, -torch.inf)
+        if plan.bias is not None:
+            logits[plan.bias.index] += plan.bias.values
+        if plan.penalties is not None:
+            _penalise(logits, plan.penalties, num_tokens)
         return logits
 
     def _as_float(self, logits: torch.Tensor) -> torch.Tensor:
@@ -99,52 +123,12 @@ class Sampler:
             self._float_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         return self._float_logits[: len(logits)].copy_(logits)
 
-    def _keep_allowed(self, logits: torch.Tensor, slots: Int64Array, rows: Int64Array) -> None:
-        index, ids, _ = self._params.allowed_ids.gather(slots[rows])
-        kept = self._upload(rows[index]), self._upload(ids)
-        values = logits[kept]
-        logits[self._upload(rows)] = -torch.inf
-        logits[kept] = values
-
-    def _forbid_end(self, logits: torch.Tensor, slots: Int64Array, rows: Int64Array) -> None:
-        batch, row_slots = self._batch, slots[rows]
-        generated = batch.num_tokens[row_slots] - batch.prompt_lens[row_slots]
-        rows = rows[generated < self._params.min_tokens[row_slots]]
-        index, ids, _ = self._params.stop_ids.gather(slots[rows])
-        logits[self._upload(rows[index]), self._upload(ids)] = -torch.inf
-
-    def _penalise(self, logits: torch.Tensor, slots: Int64Array) -> None:
-        batch, params = self._batch, self._params
-        apply_penalties(
-            logits,
-            self._token_ids,
-            self._upload(slots),
-            self._upload(batch.prompt_lens[slots].astype(np.int32)),
-            self._upload(batch.num_tokens[slots].astype(np.int32)),
-            self._upload(params.repetition_penalty[slots]),
-            self._upload(params.frequency_penalty[slots]),
-            self._upload(params.presence_penalty[slots]),
-        )
-
-    def _filters(self, slots: Int64Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Temperature, top-k, top-p and min_p of some slots."""
-        params = self._params
-        return (
-            self._upload(params.temperature[slots]),
-            self._upload(params.top_k[slots]),
-            self._upload(params.top_p[slots]),
-            self._upload(params.min_p[slots]),
-        )
-
-    def _draw(self, logits: torch.Tensor, slots: Int64Array) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
+        if plan.filters is None or plan.seeds is None:
+            return self._greedy(logits)
         # keyed by seed and place in the sequence: a row's draws depend on nothing else in the batch, nor on
         # how its prompt was cut, nor on whether it was preempted
-        ids: torch.Tensor = sample_tokens(
-            logits,
-            *self._filters(slots),
-            self._upload(self._params.seed[slots]),
-            self._upload(self._batch.num_tokens[slots]),
-        )
+        ids: torch.Tensor = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
         return ids
 
     def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
@@ -158,11 +142,18 @@ class Sampler:
         ids: torch.Tensor = sample_tokens(logits, *filters)
         return ids
 
-    def _processed(self, logits: torch.Tensor, slots: Int64Array) -> torch.Tensor:
-        return filtered_logprobs(logits, *self._filters(slots))
 
-    def _rows(self, logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
-        return logits if len(rows) == len(logits) else logits[self._upload(rows)]
+def _penalise(logits: torch.Tensor, penalties: Penalties, num_tokens: torch.Tensor) -> None:
+    apply_penalties(
+        logits,
+        penalties.token_ids,
+        penalties.table_rows,
+        penalties.prompt_lens,
+        num_tokens.int(),
+        *penalties.factors,
+    )
 
-    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return upload(array, self._device)
+
+def _asking_rows(tensor: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
+    """The rows that asked for log-probabilities; call it only if there are some."""
+    return tensor if plan.asking_index is None else tensor[plan.asking_index]

@@ -1,0 +1,242 @@
+"""Several decoding steps in a run: sampled ids are fed back where they are, nobody waits for them in between.
+
+All that does not depend on which tokens come is made before the first pass: positions, lengths and where keys go,
+for every pass. Between passes only the ids move on, and rows that a stop id ended are masked. Ids are fetched
+when all passes are on their way. Where the device's memory is the host's there is nothing to wait for; there,
+rows that ended leave the batch and cost nothing.
+
+Letters: R rows of the step, of which r are still in; N passes; B most blocks of a row; W most stop ids of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.types.step import StepLogprobs
+from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.logprobs import LogprobTensors, collect
+from ascend_vllm.worker.sampling.plan import SamplingPlan
+from ascend_vllm.worker.sampling.sampler import Sampler
+
+# beside no id of a vocabulary
+_NO_ID = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HostRows:
+    """What is known of the rows before the first pass, on the host."""
+
+    # [R]
+    slots: Int64Array
+    # [R] passes until the row ends by its length
+    num_passes: Int64Array
+    # [N, R] int64: tokens the row has in each pass, the one that it samples not counted. Behind its end a row
+    # stays where it was.
+    num_tokens: Int64Array
+    # [N, R] int64: where each pass's keys go; -1 behind the row's end
+    slot_mapping: Int64Array
+    # [R, B] int32
+    block_table: npt.NDArray[np.int32]
+    # [R, W] int64
+    stop_ids: Int64Array
+    # [N, R] bool: whether a stop id that the pass samples ends the row
+    may_stop: npt.NDArray[np.bool_]
+
+    def counts(self, sampled: Int64Array) -> Int64Array:
+        """How many of the sampled ids, [R, N], each row took before it ended; the last one included."""
+        stops = (sampled[:, :, None] == self.stop_ids[:, None, :]).any(2) & self.may_stop.T
+        first = np.where(stops.any(1), stops.argmax(1) + 1, sampled.shape[1])
+        counts: Int64Array = np.minimum(first, self.num_passes)
+        return counts
+
+
+@dataclasses.dataclass(slots=True)
+class _Rows:
+    """The rows that are still in, on the device. See _HostRows."""
+
+    # [r] host: their places in the step
+    index: Int64Array
+    plan: SamplingPlan
+    # [N, r] int64
+    num_tokens: torch.Tensor
+    # [N, r] int64
+    positions: torch.Tensor
+    # [N, r] int32
+    seq_lens: torch.Tensor
+    # [N, r] int64
+    slot_mapping: torch.Tensor
+    # [r, B] int32
+    block_table: torch.Tensor
+    # [r+1] int32
+    query_start: torch.Tensor
+    # [r, W] int64
+    stop_ids: torch.Tensor
+    # [N, r] bool
+    may_stop: torch.Tensor
+    # [r] bool: no stop id has ended the row
+    alive: torch.Tensor
+
+    def batch(self, number: int, input_ids: torch.Tensor, max_seq_len: int) -> ForwardBatch:
+        """The batch of a pass."""
+        slot_mapping = self.slot_mapping[number]
+        return ForwardBatch(
+            input_ids=input_ids,
+            positions=self.positions[number],
+            slot_mapping=torch.where(self.alive, slot_mapping, -1) if self.can_stop else slot_mapping,
+            query_start=self.query_start,
+            seq_lens=self.seq_lens[number],
+            block_table=self.block_table,
+            logits_indices=self.query_start[1:] - 1,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+        )
+
+    def end(self, number: int, token_ids: torch.Tensor) -> None:
+        """Marks the rows that what a pass sampled, [r], has ended."""
+        if self.can_stop:
+            stopped = (self.stop_ids == token_ids[:, None]).any(1)
+            self.alive &= ~(stopped & self.may_stop[number])
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether any row has stop ids."""
+        return self.stop_ids.shape[1] > 0
+
+
+class MultiStepDecoder:
+    """Runs several decoding steps in a row.
+
+    Args:
+        batch: the slots.
+        sampler: of the same slots.
+        forward: batch → logits of its tokens, [T, V].
+        device: where it computes.
+        host_memory: tensors on the device are the host's memory.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        sampler: Sampler,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        device: torch.device,
+        *,
+        host_memory: bool,
+    ) -> None:
+        self._batch = batch
+        self._sampler = sampler
+        self._forward = forward
+        self._device = device
+        self._host_memory = host_memory
+
+    def run(self, slots: Int64Array, num_steps: int) -> tuple[Int64Array, StepLogprobs | None]:
+        """Decodes up to num_steps tokens of each row; a row ends at a stop id or at its max_num_tokens.
+
+        Args:
+            slots: [R], each at most once; each misses one token.
+            num_steps: N.
+
+        Returns:
+            [R, N] sampled ids, void behind a row's end, and log-probabilities of the same shape, if a row asked.
+
+        Raises:
+            ValueError: a row misses another number of tokens, or its blocks do not last.
+        """
+        host = self._look_ahead(slots, num_steps)
+        rows = self._upload(host)
+        input_ids = upload(self._batch.token_ids[slots, host.num_tokens[0] - 1].astype(np.int64), self._device)
+        # of the rows as they began: later passes may have shorter ones
+        max_seq_lens: list[int] = host.num_tokens.max(axis=1).tolist()
+        last = len(max_seq_lens) - 1
+        passes: list[tuple[Int64Array, torch.Tensor]] = []
+        reports: list[tuple[Int64Array, LogprobTensors | None]] = []
+        for number, max_seq_len in enumerate(max_seq_lens):
+            logits = self._forward(rows.batch(number, input_ids, max_seq_len))
+            sampled = self._sampler.sample(logits, rows.plan, rows.num_tokens[number])
+            input_ids = sampled.token_ids
+            passes.append((rows.index, input_ids))
+            reports.append((rows.index[rows.plan.asking], sampled.logprobs))
+            if number == last:
+                break
+            self._sampler.remember(rows.plan, input_ids, rows.num_tokens[number])
+            rows.end(number, input_ids)
+            if self._host_memory:
+                staying = np.flatnonzero(rows.alive.numpy() & (host.num_passes[rows.index] > number + 1))
+                if len(staying) == 0:
+                    break
+                if len(staying) < len(rows.index):
+                    rows, input_ids = self._keep(host, rows, staying), input_ids[torch.from_numpy(staying)]
+        token_ids = np.zeros((len(slots), num_steps), np.int64)
+        for number, (index, ids) in enumerate(passes):
+            token_ids[index, number] = ids.cpu().numpy()
+        self._batch.append_several(slots, token_ids, host.counts(token_ids[:, : last + 1]))
+        return token_ids, collect(reports, len(slots), num_steps)
+
+    def _look_ahead(self, slots: Int64Array, num_steps: int) -> _HostRows:
+        batch = self._batch
+        known = batch.num_tokens[slots]
+        num_passes = np.minimum(batch.max_num_tokens[slots] - known, num_steps).clip(min=1)
+        longest = known + num_passes - 1
+        if (batch.num_computed_tokens[slots] != known - 1).any():
+            raise ValueError(
+                "in a step of several passes every row misses one token, " + batch.describe(slots, known)
+            )
+        block_size = batch.block_size
+        if (longest > batch.num_blocks[slots] * block_size).any():
+            raise ValueError("the blocks of a multi-step step do not last: " + batch.describe(slots, longest))
+        numbers = np.arange(num_passes.max())[:, None]
+        num_tokens = known + np.minimum(numbers, num_passes - 1)
+        positions = num_tokens - 1
+        block_table = batch.block_table[slots, : -(-int(longest.max()) // block_size)]
+        blocks = block_table[np.arange(len(slots)), positions // block_size].astype(np.int64)
+        # a stop id counts as one if the row has at least min_tokens with it
+        earliest = batch.prompt_lens[slots] + batch.sampling.min_tokens[slots]
+        return _HostRows(
+            slots=slots,
+            num_passes=num_passes,
+            num_tokens=num_tokens,
+            slot_mapping=np.where(numbers < num_passes, blocks * block_size + positions % block_size, -1),
+            block_table=block_table,
+            stop_ids=batch.sampling.stop_ids.padded(slots, _NO_ID),
+            may_stop=num_tokens + 1 >= earliest,
+        )
+
+    def _upload(self, host: _HostRows) -> _Rows:
+        device, num_rows = self._device, len(host.slots)
+        return _Rows(
+            index=np.arange(num_rows),
+            plan=self._sampler.plan(host.slots, len(host.num_tokens)),
+            num_tokens=upload(host.num_tokens, device),
+            positions=upload(host.num_tokens - 1, device),
+            seq_lens=upload(host.num_tokens.astype(np.int32), device),
+            slot_mapping=upload(host.slot_mapping, device),
+            block_table=upload(host.block_table, device),
+            query_start=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+            stop_ids=upload(host.stop_ids, device),
+            may_stop=upload(host.may_stop, device),
+            alive=torch.ones(num_rows, dtype=torch.bool, device=device),
+        )
+
+    def _keep(self, host: _HostRows, rows: _Rows, staying: Int64Array) -> _Rows:
+        """Some of the rows, all of them alive."""
+        index, kept = rows.index[staying], torch.from_numpy(staying)
+        return _Rows(
+            index=index,
+            plan=self._sampler.plan(host.slots[index], len(host.num_tokens)),
+            num_tokens=rows.num_tokens[:, kept],
+            positions=rows.positions[:, kept],
+            seq_lens=rows.seq_lens[:, kept],
+            slot_mapping=rows.slot_mapping[:, kept],
+            block_table=rows.block_table[kept],
+            query_start=rows.query_start[: len(index) + 1],
+            stop_ids=rows.stop_ids[kept],
+            may_stop=rows.may_stop[:, kept],
+            alive=rows.alive[kept],
+        )

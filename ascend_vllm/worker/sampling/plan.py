@@ -1,0 +1,185 @@
+"""What the sampler needs to know of a step's rows, gathered once and good for all tokens they get in the step.
+
+Letters: S sampling rows of a step, A rows that asked for log-probabilities, E entries of all rows' lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling import columns
+
+Filters = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Index = tuple[torch.Tensor, torch.Tensor]
+Features = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Penalties:
+    """Arguments of `apply_penalties` that do not change from token to token."""
+
+    # [rows, more than the longest row] int32: tokens of each row; the sampled ones are added here
+    token_ids: torch.Tensor
+    # [S] int64: row of the table
+    table_rows: torch.Tensor
+    # [S] int32
+    prompt_lens: torch.Tensor
+    # [S] float32 each: repetition, frequency, presence
+    factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllowedIds:
+    """The only ids that some rows may get."""
+
+    # int64: those rows
+    rows: torch.Tensor
+    # [E]: row and id of each entry
+    index: Index
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForbiddenIds:
+    """Ids that rows may not get while they are young."""
+
+    # [E]: row and id of each entry
+    index: Index
+    # [E] int64: tokens with which the row may get the id
+    below: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogitBias:
+    """What is added to logits."""
+
+    # [E]: row and id of each entry
+    index: Index
+    # [E] float32
+    values: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Sampling parameters of some rows on the device. What no row needs is None."""
+
+    # the union of the rows' features
+    needed: int
+    # [A] int64, host: rows that asked for log-probabilities
+    asking: Int64Array
+    # the same on the device; None if all rows asked, or none
+    asking_index: torch.Tensor | None
+    # most likely tokens to report beside the sampled one, the most that any row asked for
+    num_logprobs: int
+    # [S] each: temperature, top_k, top_p, min_p
+    filters: Filters | None = None
+    # [S] int64
+    seeds: torch.Tensor | None = None
+    allowed: AllowedIds | None = None
+    forbidden: ForbiddenIds | None = None
+    bias: LogitBias | None = None
+    penalties: Penalties | None = None
+
+
+class Planner:
+    """Makes the plans of one worker.
+
+    Args:
+        batch: the slots.
+        device: where the sampler computes.
+        raw_logprobs: log-probabilities are those of the model, so that they need no parameters.
+        host_memory: tensors on the device are the host's memory, so that the slots' tokens need no upload.
+    """
+
+    def __init__(self, batch: InputBatch, device: torch.device, *, raw_logprobs: bool, host_memory: bool) -> None:
+        self._batch = batch
+        self._params = batch.sampling
+        self._device = device
+        self._raw_logprobs = raw_logprobs
+        # [M, L+1] int32
+        self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
+
+    def make(self, slots: Int64Array, num_steps: int) -> SamplingPlan:
+        """The plan of some rows for as many tokens as a step gives them.
+
+        Args:
+            slots: [S].
+            num_steps: most tokens that each row samples.
+        """
+        params, device = self._params, self._device
+        features = params.features[slots]
+        needed = int(np.bitwise_or.reduce(features))
+        asking = np.flatnonzero(features & columns.LOGPROBS)
+        asking_index = upload(asking, device) if 0 < len(asking) < len(slots) else None
+        num_logprobs = int(params.num_logprobs[slots].max())
+        if needed == 0:
+            return SamplingPlan(needed, asking, asking_index, num_logprobs)
+        random = bool(needed & columns.RANDOM)
+        return SamplingPlan(
+            needed,
+            asking,
+            asking_index,
+            num_logprobs,
+            filters=self._filters(slots) if random or (len(asking) and not self._raw_logprobs) else None,
+            seeds=upload(params.seed[slots], device) if random else None,
+            allowed=self._allowed(slots, features) if needed & columns.ALLOWED_IDS else None,
+            forbidden=self._forbidden(slots, features) if needed & columns.MIN_TOKENS else None,
+            bias=self._bias(slots) if needed & columns.LOGIT_BIAS else None,
+            penalties=self._penalties(slots, num_steps) if needed & columns.PENALTIES else None,
+        )
+
+    def _filters(self, slots: Int64Array) -> Filters:
+        params, device = self._params, self._device
+        return (
+            upload(params.temperature[slots], device),
+            upload(params.top_k[slots], device),
+            upload(params.top_p[slots], device),
+            upload(params.min_p[slots], device),
+        )
+
+    def _allowed(self, slots: Int64Array, features: Features) -> AllowedIds:
+        rows = np.flatnonzero(features & columns.ALLOWED_IDS)
+        index, ids, _ = self._params.allowed_ids.gather(slots[rows])
+        return AllowedIds(upload(rows, self._device), self._index(rows[index], ids))
+
+    def _forbidden(self, slots: Int64Array, features: Features) -> ForbiddenIds | None:
+        rows = np.flatnonzero(features & columns.MIN_TOKENS)
+        below = self._batch.prompt_lens[slots[rows]] + self._params.min_tokens[slots[rows]]
+        # rows that have generated enough are out for good
+        young = self._batch.num_tokens[slots[rows]] < below
+        rows, below = rows[young], below[young]
+        if len(rows) == 0:
+            return None
+        index, ids, _ = self._params.stop_ids.gather(slots[rows])
+        return ForbiddenIds(self._index(rows[index], ids), upload(below[index], self._device))
+
+    def _bias(self, slots: Int64Array) -> LogitBias:
+        rows, ids, values = self._params.logit_bias.gather(slots)
+        return LogitBias(self._index(rows, ids), upload(values, self._device))
+
+    def _penalties(self, slots: Int64Array, num_steps: int) -> Penalties:
+        batch, params, device = self._batch, self._params, self._device
+        if self._all_token_ids is not None:
+            token_ids, table_rows = self._all_token_ids, upload(slots, device)
+        else:
+            width = int(batch.num_tokens[slots].max()) + num_steps
+            token_ids = upload(batch.token_ids[slots, :width], device)
+            table_rows = torch.arange(len(slots), device=device)
+        return Penalties(
+            token_ids=token_ids,
+            table_rows=table_rows,
+            prompt_lens=upload(batch.prompt_lens[slots].astype(np.int32), device),
+            factors=(
+                upload(params.repetition_penalty[slots], device),
+                upload(params.frequency_penalty[slots], device),
+                upload(params.presence_penalty[slots], device),
+            ),
+        )
+
+    def _index(self, rows: Int64Array, ids: Int64Array) -> Index:
+        return upload(rows, self._device), upload(ids, self._device)
