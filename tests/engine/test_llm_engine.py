@@ -64,10 +64,53 @@ def test_requests_join_while_others_run(engine: LLMEngine) -> None:
 def test_a_sequence_of_several_gives_one_output_a_step(engine: LLMEngine) -> None:
     params = SamplingParams(n=3, temperature=1.0, max_tokens=4, ignore_eos=True, seed=1)
     engine.add_request("n", "Hello", params)
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+        assert len(output.outputs) == 3
+    assert [part.finish_reason for part in output.outputs] == ["length"] * 3
+    assert [len(part.token_ids) for part in output.outputs] == [4] * 3
+
+
+def test_the_best_of_several(engine: LLMEngine) -> None:
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=5, ignore_eos=True, seed=3, logprobs=0)
+    engine.add_request("all", "Hello", params)
+    everything = run(engine)[-1].outputs
+    engine.add_request("best", "Hello", params.clone(n=2, best_of=4, logprobs=None))
     outputs = run(engine)
-    assert len(outputs) == 4
-    assert all(len(output.outputs) == 3 for output in outputs)
-    assert [part.finish_reason for part in outputs[-1].outputs] == ["length"] * 3
+    assert all(len(output.outputs) == 2 for output in outputs)
+    found = [(part.index, part.token_ids, part.cumulative_logprob, part.logprobs) for part in outputs[-1].outputs]
+    best = sorted(everything, key=lambda part: -part.cumulative_logprob)[:2]
+    assert found == [
+        (rank, part.token_ids, pytest.approx(part.cumulative_logprob), None) for rank, part in enumerate(best)
+    ]
+
+
+def test_beams_are_told_after_every_step(engine: LLMEngine) -> None:
+    params = SamplingParams(use_beam_search=True, n=2, best_of=3, temperature=0.0, max_tokens=6, ignore_eos=True)
+    engine.add_request("stream", "Hello", params)
+    outputs = run(engine)
+    assert [[len(part.token_ids) for part in output.outputs] for output in outputs] == [
+        [length] * 2 for length in range(1, 7)
+    ]
+    engine.add_request("final", "Hello", params.clone(output_kind=RequestOutputKind.FINAL_ONLY))
+    (final,) = run(engine)
+    assert final.outputs == outputs[-1].outputs
+    first, second = final.outputs
+    assert (first.index, second.index) == (0, 1)
+    assert first.cumulative_logprob > second.cumulative_logprob
+    assert engine.tokenizer.hf.decode(first.token_ids, skip_special_tokens=True) == first.text
+    engine.add_request("aborted", "Hello", params)
+    engine.step()
+    engine.abort_request("aborted")
+
+
+def test_one_beam_is_greedy(engine: LLMEngine) -> None:
+    engine.add_request("greedy", "Hello", GREEDY)
+    expected = run(engine)[-1].outputs[0]
+    beam = SamplingParams(use_beam_search=True, early_stopping=None, temperature=0.0, max_tokens=6, ignore_eos=True)
+    engine.add_request("beam", "Hello", beam)
+    found = run(engine)[-1].outputs[0]
+    assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
 
 
 def test_stop_strings_free_the_sequence(engine: LLMEngine) -> None:
@@ -111,6 +154,30 @@ def test_the_end_of_sequence(engine: LLMEngine) -> None:
     engine.add_request("min", "Hello", params.clone(min_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY))
     (output,) = run(engine)
     assert len(output.outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize(("each", "sizes"), [(True, [1] * 10), (False, [1, 4, 4, 1])])
+def test_several_steps_at_once(engine: LLMEngine, each: bool, sizes: list[int]) -> None:
+    engine.add_request("single", "Hello", GREEDY.clone(max_tokens=10))
+    expected = run(engine)[-1].outputs[0]
+    args = EngineArgs(
+        model=tiny_model("llama"),
+        dtype="float32",
+        max_model_len=128,
+        num_gpu_blocks_override=32,
+        num_scheduler_steps=4,
+        multi_step_stream_outputs=each,
+    )
+    several = LLMEngine.from_engine_args(args)
+    try:
+        params = GREEDY.clone(max_tokens=10, output_kind=RequestOutputKind.DELTA)
+        several.add_request("several", "Hello", params)
+        pieces = [output.outputs[0] for output in run(several)]
+    finally:
+        several.shutdown()
+    assert [len(piece.token_ids) for piece in pieces] == sizes
+    assert [id_ for piece in pieces for id_ in piece.token_ids] == expected.token_ids
+    assert "".join(piece.text for piece in pieces) == expected.text
 
 
 def test_metrics_count(engine: LLMEngine) -> None:
