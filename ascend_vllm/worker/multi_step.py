@@ -185,12 +185,10 @@ class MultiStepDecoder:
         num_passes = np.minimum(batch.max_num_tokens[slots] - known, num_steps).clip(min=1)
         longest = known + num_passes - 1
         if (batch.num_computed_tokens[slots] != known - 1).any():
-            raise ValueError(
-                "in a step of several passes every row misses one token, " + batch.describe(slots, known)
-            )
+            raise ValueError("a row of a step with num_steps > 1 misses one token: " + batch.describe(slots, known))
         block_size = batch.block_size
         if (longest > batch.num_blocks[slots] * block_size).any():
-            raise ValueError("the blocks of a multi-step step do not last: " + batch.describe(slots, longest))
+            raise ValueError("blocks of a step with num_steps > 1 do not last: " + batch.describe(slots, longest))
         numbers = np.arange(num_passes.max())[:, None]
         num_tokens = known + np.minimum(numbers, num_passes - 1)
         positions = num_tokens - 1
