@@ -8,9 +8,10 @@ Example::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,18 @@ def found(search: BeamSearch) -> Sequences:
     return [(tuple(sequence.token_ids), sequence.cumulative_logprob) for sequence in search.best()]
 
 
+@contextlib.contextmanager
+def reference_mode() -> Iterator[None]:
+    """Tiny models are slower on several threads, and far slower on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 @functools.cache
 def reference_model(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(name), dtype=torch.float32)
@@ -95,7 +108,7 @@ def reference_model(name: str) -> Any:
 
 @functools.cache
 def model_logprobs(name: str, prompt: tuple[int, ...], output: tuple[int, ...]) -> np.ndarray:
-    with torch.inference_mode():
+    with reference_mode():
         logits = reference_model(name)(torch.tensor([[*prompt, *output]])).logits[0, -1]
     return torch.log_softmax(logits, -1).double().numpy()
 
@@ -103,7 +116,7 @@ def model_logprobs(name: str, prompt: tuple[int, ...], output: tuple[int, ...]) 
 def transformers_search(name: str, prompt: list[int], problem: Problem) -> Sequences:
     """Sequences and scores of generate(num_beams=…); the scores are not divided by a length."""
     ids = torch.tensor([prompt])
-    with torch.inference_mode():
+    with reference_mode():
         output = reference_model(name).generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=problem.width,
             num_return_sequences=problem.num_returned, max_new_tokens=problem.max_tokens, length_penalty=0.0,
