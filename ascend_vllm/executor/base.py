@@ -5,17 +5,14 @@ from __future__ import annotations
 import abc
 import importlib
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.errors import ConfigError, EngineDeadError
+from ascend_vllm.errors import ConfigError
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 
-if TYPE_CHECKING:
-    from ascend_vllm.worker.worker import Worker
-
 # --distributed-executor-backend → "module:Class", imported when chosen
-EXECUTORS: dict[str, str] = {"uni": "ascend_vllm.executor.base:UniProcExecutor"}
+EXECUTORS: dict[str, str] = {"uni": "ascend_vllm.executor.uniproc:UniProcExecutor"}
 
 
 class Executor(abc.ABC):
@@ -33,7 +30,7 @@ class Executor(abc.ABC):
         """Loads the model and allocates the KV cache. Called once, first.
 
         Returns:
-            Number of KV blocks.
+            KV blocks on the device, and in the pool in CPU memory that rows are swapped to.
 
         Raises:
             ConfigError: the KV cache cannot hold a sequence of max_model_len (`check_kv_cache_size`).
@@ -55,46 +52,6 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and frees what they hold; calling it again is fine."""
-
-
-class UniProcExecutor(Executor):
-    """One worker in this very process; a step is computed while `execute_model` is called."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        # imported here, so that executors with workers in other processes do not load torch into this one
-        from ascend_vllm.worker.worker import Worker
-
-        self._worker: Worker | None = Worker(config)
-
-    def initialize(self) -> KVCacheSize:
-        worker = self._require_worker()
-        worker.load_model()
-        size = KVCacheSize(worker.determine_num_blocks(), worker.determine_num_cpu_blocks())
-        check_kv_cache_size(size.num_blocks, self.config)
-        worker.initialize_cache(size.num_blocks, size.num_cpu_blocks)
-        return size
-
-    def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
-        future: Future[StepOutput] = Future()
-        try:
-            future.set_result(self._require_worker().execute_model(step))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def check_health(self) -> None:
-        self._require_worker()
-
-    def shutdown(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.shutdown()
-
-    def _require_worker(self) -> Worker:
-        if self._worker is None:
-            raise EngineDeadError("the worker has been shut down")
-        return self._worker
 
 
 def create_executor(config: EngineConfig) -> Executor:

@@ -1,0 +1,142 @@
+"""Where a worker in this process computes: in the thread that calls, or in one of its own.
+
+A thread of its own is what lets the next step be made while one is computed. The device is its alone from the
+first call to the last: OpenMP keeps a team of threads for every thread that computes, and two of them would
+fight for the cores.
+"""
+
+from __future__ import annotations
+
+import abc
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ascend_vllm.errors import EngineDeadError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+T = TypeVar("T")
+
+# how long a step that is being computed may go on when the worker is to end
+SHUTDOWN_GRACE_S = 5.0
+
+
+def shut_down_error() -> EngineDeadError:
+    """What a call gets that comes too late."""
+    return EngineDeadError("the worker has been shut down")
+
+
+class ComputeThread(abc.ABC):
+    """One thread in which calls are made in the order they are submitted in."""
+
+    @abc.abstractmethod
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Has a function called. What it raises is the future's exception."""
+
+    @abc.abstractmethod
+    def close(self, last: Callable[[], None]) -> None:
+        """Ends it with one last call. Calls not begun fail with EngineDeadError. Called once."""
+
+
+class CallersThread(ComputeThread):
+    """Calls at once, where it is asked to: futures are done when they are returned."""
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self, last: Callable[[], None]) -> None:
+        last()
+
+
+class DeviceThread(ComputeThread):
+    """A thread that sleeps until there is something to do.
+
+    It is a daemon and registered nowhere, so that a call that never returns cannot keep the process from ending.
+
+    Args:
+        grace_s: seconds for which `close` waits for the call that is being made.
+
+    Example::
+
+        thread = DeviceThread()
+        future = thread.submit(worker.execute_model, step)
+        output = future.result()
+        thread.close(worker.shutdown)
+    """
+
+    def __init__(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
+        self._grace_s = grace_s
+        # its `get` waits on a lock: no polling, and the GIL is free
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        # orders what is submitted and the end
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closing:
+                future.set_exception(shut_down_error())
+            else:
+                self._calls.put(_Call(future, function, args))
+        return future
+
+    def close(self, last: Callable[[], None]) -> None:
+        """See `ComputeThread.close`. Returns when the thread has ended, or has not within grace_s.
+
+        Raises:
+            Exception: what `last` raised.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            self._closing = True
+            self._calls.put(_Call(future, last, (), is_last=True))
+            self._calls.put(None)
+        self._thread.join(self._grace_s)
+        if self._thread.is_alive():
+            logger.warning("The step that is being computed has not ended for %g s; it is left alone", self._grace_s)
+        else:
+            future.result()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if call.future.set_running_or_notify_cancel():
+                call.make(is_late=self._closing and not call.is_last)
+            # nothing is held while the thread sleeps
+            del call
+
+
+class _Call:
+    """A function to call, and who waits for it."""
+
+    __slots__ = ("args", "function", "future", "is_last")
+
+    def __init__(
+        self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...], *, is_last: bool = False
+    ) -> None:
+        self.future = future
+        self.function = function
+        self.args = args
+        self.is_last = is_last
+
+    def make(self, *, is_late: bool) -> None:
+        try:
+            if is_late:
+                raise shut_down_error()
+            result = self.function(*self.args)
+        except BaseException as error:
+            # whatever it is, it must reach who waits and not end this thread
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)

@@ -1,0 +1,77 @@
+"""The executor whose only worker is in the engine core's process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.executor.base import Executor, check_kv_cache_size
+from ascend_vllm.executor.device_thread import CallersThread, ComputeThread, DeviceThread, shut_down_error
+from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
+
+if TYPE_CHECKING:
+    from ascend_vllm.worker.worker import Worker
+
+
+class UniProcExecutor(Executor):
+    """One worker in this very process.
+
+    With async_scheduling everything the worker does happens in a thread of its own: `execute_model` returns at
+    once, and done-callbacks of its futures run in that thread. Otherwise a step is computed while
+    `execute_model` is called.
+
+    Args:
+        config: of the whole engine.
+
+    Raises:
+        ConfigError: the device cannot be used.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._thread: ComputeThread = DeviceThread() if config.scheduler.async_scheduling else CallersThread()
+        self._worker: Worker | None = None
+        try:
+            self._worker = self._thread.submit(_make_worker, config).result()
+        except BaseException:
+            self._thread.close(lambda: None)
+            raise
+
+    def initialize(self) -> KVCacheSize:
+        return self._thread.submit(_start_worker, self._require_worker(), self.config).result()
+
+    def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
+        if self._worker is None:
+            future: Future[StepOutput] = Future()
+            future.set_exception(shut_down_error())
+            return future
+        return self._thread.submit(self._worker.execute_model, step)
+
+    def check_health(self) -> None:
+        self._require_worker()
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._thread.close(worker.shutdown)
+
+    def _require_worker(self) -> Worker:
+        if self._worker is None:
+            raise shut_down_error()
+        return self._worker
+
+
+def _make_worker(config: EngineConfig) -> Worker:
+    # imported here, so that executors with workers in other processes do not load torch into this one
+    from ascend_vllm.worker.worker import Worker
+
+    return Worker(config)
+
+
+def _start_worker(worker: Worker, config: EngineConfig) -> KVCacheSize:
+    worker.load_model()
+    size = KVCacheSize(worker.determine_num_blocks(), worker.determine_num_cpu_blocks())
+    check_kv_cache_size(size.num_blocks, config)
+    worker.initialize_cache(size.num_blocks, size.num_cpu_blocks)
+    return size
