@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, assume, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ascend_vllm.core.kv_cache_manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.request import Request
-from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreRequest
 from ascend_vllm.types.step import MoveKind
+from tests.core.kv_cache_requests import Keys, append, make_request
 
 COPY, SWAP_OUT, SWAP_IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
-
-Keys = list[tuple[int, str]]
-
-
-def make_request(request_id: str, prompt: list[int] | int, keys: Keys | None = None) -> Request:
-    """A request; an integer prompt is a length, of the same tokens for all."""
-    token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
-    return Request(
-        EngineCoreRequest(request_id, token_ids, SamplingParams(), None, 0.0, content_keys=keys or []), 64, 0
-    )
-
-
-def append(request: Request, token_id: int) -> None:
-    """What a step does to a request that sampled."""
-    request.token_ids.append(token_id)
-    request.num_tokens += 1
 
 
 def compute(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> None:
@@ -436,6 +416,27 @@ def test_swapping_in_needs_room_for_the_extra_blocks() -> None:
     assert manager.num_free_blocks == 2
 
 
+def test_moves_are_told_in_the_order_in_which_blocks_change_hands() -> None:
+    manager = KVCacheManager(2, 4, num_cpu_blocks=4)
+    first, second, third = (make_request(name, 6) for name in "abc")
+    compute(manager, first)
+    manager.swap_out([first])
+    compute(manager, second)
+    manager.take_moves()
+    device, cpu = second.block_ids, first.cpu_block_ids
+    manager.swap_out([second])
+    assert manager.swap_in([first], 0)
+    manager.free(first)
+    assert manager.swap_in([second], 0)
+    manager.free(second)
+    compute(manager, third)
+    moves = manager.take_moves()
+    assert [kind for kind, _, _ in moves] == [SWAP_OUT, SWAP_OUT, SWAP_IN, SWAP_IN, SWAP_IN, SWAP_IN]
+    # the first request comes to where the second one was, and after it has left
+    assert {source for _, source, _ in moves[:2]} == {target for _, _, target in moves[2:4]} == set(device)
+    assert [source for _, source, _ in moves[2:4]] == cpu
+
+
 def test_a_swapped_request_gives_its_cpu_blocks_back() -> None:
     manager, parent, child = computed_pair(10, 9, num_cpu_blocks=4)
     manager.swap_out([parent, child])
@@ -551,234 +552,3 @@ def test_violations_are_found() -> None:
         "CPU pool: block 0 has 0 references and 1 owners",
         "request r holds blocks both on the device and in CPU memory",
     ]
-
-
-# ---- random traffic ----------------------------------------------------------------------------------------
-
-
-class KVCacheMachine(RuleBasedStateMachine):
-    """Does what a scheduler does, in any order, over a cache that remembers what was written where.
-
-    A place of the cache holds the tokens and content keys up to it, which is what KV depends on. Moves are carried
-    out when the next step computes, as workers do.
-    """
-
-    manager: KVCacheManager
-
-    @initialize(
-        num_blocks=st.integers(1, 14),
-        block_size=st.sampled_from([1, 2, 4]),
-        num_cpu_blocks=st.integers(0, 8),
-        caching=st.booleans(),
-        window=st.none() | st.integers(1, 9),
-    )
-    def start(self, num_blocks: int, block_size: int, num_cpu_blocks: int, caching: bool, window: int | None) -> None:
-        self.manager = KVCacheManager(
-            num_blocks,
-            block_size,
-            num_cpu_blocks=num_cpu_blocks,
-            enable_prefix_caching=caching,
-            sliding_window=window,
-        )
-        self.block_size, self.window = block_size, window
-        self.device: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
-        self.cpu: list[list[object]] = [[None] * block_size for _ in range(num_cpu_blocks)]
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.swapped: list[Request] = []
-        self.num_made = 0
-
-    def make(self, token_ids: list[int], keys: Keys) -> Request:
-        self.num_made += 1
-        return make_request(f"r{self.num_made}", token_ids, keys)
-
-    def kv(self, request: Request, position: int) -> object:
-        keys = frozenset(key for key in request.content_keys if key[0] <= position)
-        return tuple(request.token_ids[: position + 1]), keys
-
-    def carry_out_moves(self) -> None:
-        stores = {
-            COPY: (self.device, self.device),
-            SWAP_OUT: (self.device, self.cpu),
-            SWAP_IN: (self.cpu, self.device),
-        }
-        for kind, source, target in self.manager.take_moves():
-            stores[MoveKind(kind)][1][target] = list(stores[MoveKind(kind)][0][source])
-
-    def check_contents(self) -> None:
-        """Every request can read what it needs for the next token."""
-        for request in [*self.running, *self.swapped]:
-            store, table = (
-                (self.device, request.block_ids) if request.block_ids else (self.cpu, request.cpu_block_ids)
-            )
-            end = request.num_computed_tokens
-            for position in range(0 if self.window is None else max(0, end - self.window + 1), end):
-                block, offset = divmod(position, self.block_size)
-                assert table[block] != NULL_BLOCK
-                assert store[table[block]][offset] == self.kv(request, position)
-
-    @rule(
-        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=16),
-        keys=st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab")), max_size=1),
-    )
-    def arrive(self, token_ids: list[int], keys: Keys) -> None:
-        self.waiting.append(self.make(token_ids, keys))
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), num_reserved=st.integers(0, 2), twice=st.booleans())
-    def admit(self, data: st.DataObject, num_reserved: int, twice: bool) -> None:
-        request = data.draw(st.sampled_from(self.waiting))
-        manager = self.manager
-        shared = manager.find_cached_blocks(request)
-        if twice:
-            assert manager.find_cached_blocks(request) == shared
-        assert len(shared) * self.block_size < request.num_tokens
-        num_needed = -(-request.num_tokens // self.block_size)
-        num_costly = num_needed - sum(manager.pool.reference_count(block_id) > 0 for block_id in shared)
-        num_free = manager.num_free_blocks
-        block_ids = manager.allocate_slots(request, request.num_tokens, num_reserved, shared)
-        if num_costly + num_reserved > num_free:
-            assert (block_ids, request.block_ids, manager.num_free_blocks) == (None, [], num_free)
-            return
-        assert block_ids == request.block_ids
-        assert len(block_ids) == num_needed
-        assert manager.num_free_blocks == num_free - num_costly
-        request.num_computed_tokens = len(shared) * self.block_size
-        self.waiting.remove(request)
-        self.running.append(request)
-        self.carry_out_moves()
-        self.check_contents()
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        """Some running requests compute some of the tokens they miss."""
-        scheduled = []
-        for request in data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1)):
-            self.manager.free_out_of_window(request)
-            start = request.num_computed_tokens
-            count = data.draw(st.integers(1, request.num_tokens - start))
-            if self.manager.allocate_slots(request, start + count) is None:
-                continue
-            before = list(request.block_ids)
-            try:
-                replaced = self.manager.make_writable(request, start)
-            except NoFreeBlocksError:
-                assert self.manager.num_free_blocks == 0
-                assert request.block_ids == before
-                continue
-            if replaced is not None:
-                before[replaced[0]] = replaced[1]
-            assert request.block_ids == before
-            scheduled.append((request, count))
-        self.carry_out_moves()
-        self.check_contents()
-        for request, count in scheduled:
-            for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
-                block, offset = divmod(position, self.block_size)
-                self.device[request.block_ids[block]][offset] = self.kv(request, position)
-            request.num_computed_tokens += count
-            self.manager.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            if request.num_computed_tokens == request.num_tokens:
-                append(request, data.draw(st.integers(0, 1)))
-        self.check_contents()
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), extra=st.lists(st.integers(0, 1), min_size=1, max_size=6))
-    def fork(self, data: st.DataObject, extra: list[int]) -> None:
-        parent = data.draw(st.sampled_from(self.running))
-        num_computed = data.draw(st.integers(0, parent.num_computed_tokens))
-        child = self.make([*parent.token_ids[:num_computed], *extra], parent.content_keys)
-        if self.manager.fork(child, parent, num_computed, child.num_tokens):
-            child.num_computed_tokens = num_computed
-            self.running.append(child)
-        else:
-            assert child.block_ids == []
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), token_id=st.integers(0, 1))
-    def share(self, data: st.DataObject, token_id: int) -> None:
-        parent = data.draw(st.sampled_from(self.running))
-        num_computed = parent.num_computed_tokens
-        # as in a beam search: all but the newest token is computed, and nothing is allocated ahead
-        assume(num_computed == parent.num_tokens - 1)
-        assume(len(parent.block_ids) <= num_computed // self.block_size + 1)
-        child = self.make([*parent.token_ids[:num_computed], token_id], parent.content_keys)
-        self.manager.share_all(child, parent)
-        child.num_computed_tokens = num_computed
-        self.running.append(child)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def swap_out(self, data: st.DataObject) -> None:
-        requests = data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1))
-        distinct = {block_id for request in requests for block_id in request.block_ids} - {NULL_BLOCK}
-        num_free = self.manager.cpu_pool.num_free
-        assert self.manager.can_swap_out(requests) == (len(distinct) <= num_free)
-        if len(distinct) > num_free:
-            return
-        tables = [request.block_ids for request in requests]
-        self.manager.swap_out(requests)
-        assert self.manager.cpu_pool.num_free == num_free - len(distinct)
-        for request, table in zip(requests, tables, strict=True):
-            assert request.block_ids == []
-            assert len(request.cpu_block_ids) == len(table)
-            self.running.remove(request)
-            self.swapped.append(request)
-
-    @precondition(lambda self: self.swapped)
-    @rule(data=st.data(), num_extra=st.integers(0, 2))
-    def swap_in(self, data: st.DataObject, num_extra: int) -> None:
-        requests = data.draw(st.lists(st.sampled_from(self.swapped), unique=True, min_size=1))
-        distinct = {block_id for request in requests for block_id in request.cpu_block_ids} - {NULL_BLOCK}
-        num_free = self.manager.num_free_blocks
-        done = self.manager.swap_in(requests, num_extra)
-        assert done == (len(distinct) + num_extra <= num_free)
-        assert self.manager.num_free_blocks == num_free - len(distinct) * done
-        for request in requests if done else []:
-            self.swapped.remove(request)
-            self.running.append(request)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.running))
-        self.manager.free(request)
-        request.num_computed_tokens = 0
-        self.running.remove(request)
-        self.waiting.append(request)
-
-    @precondition(lambda self: self.running or self.swapped)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from([*self.running, *self.swapped]))
-        self.manager.free(request)
-        assert (request.block_ids, request.cpu_block_ids) == ([], [])
-        (self.running if request in self.running else self.swapped).remove(request)
-
-    @rule()
-    def reset(self) -> None:
-        self.manager.reset_prefix_cache()
-        assert self.manager.pool.num_cached == 0
-
-    @invariant()
-    def accounts_balance(self) -> None:
-        if hasattr(self, "manager"):
-            assert self.manager.violations([*self.waiting, *self.running, *self.swapped]) == []
-
-    def teardown(self) -> None:
-        if not hasattr(self, "manager"):
-            return
-        self.carry_out_moves()
-        self.check_contents()
-        for request in [*self.running, *self.swapped]:
-            self.manager.free(request)
-        assert self.manager.num_free_blocks == self.manager.num_blocks
-        assert self.manager.cpu_pool.num_free == self.manager.num_cpu_blocks
-        assert self.manager.violations([]) == []
-
-
-TestKVCacheMachine = KVCacheMachine.TestCase
-TestKVCacheMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)

@@ -1,0 +1,263 @@
+"""Random traffic over a tiny KV cache: whoever reads a block finds what it would have written itself."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ascend_vllm.core.kv_cache_manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
+from ascend_vllm.core.request import Request
+from ascend_vllm.types.step import MoveKind
+from tests.core.kv_cache_requests import Keys, append, make_request
+
+COPY, SWAP_OUT, SWAP_IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Does what a scheduler does, in any order, over a cache that remembers what was written where.
+
+    A place of the cache holds the tokens and content keys up to it, which is what KV depends on. Moves are carried
+    out when the next step computes, as workers do.
+    """
+
+    manager: KVCacheManager
+
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_cpu_blocks=st.integers(0, 8),
+        caching=st.booleans(),
+        window=st.none() | st.integers(1, 9),
+    )
+    def start(self, num_blocks: int, block_size: int, num_cpu_blocks: int, caching: bool, window: int | None) -> None:
+        self.manager = KVCacheManager(
+            num_blocks,
+            block_size,
+            num_cpu_blocks=num_cpu_blocks,
+            enable_prefix_caching=caching,
+            sliding_window=window,
+        )
+        self.block_size, self.window = block_size, window
+        self.device: list[list[int]] = [[0] * block_size for _ in range(num_blocks)]
+        self.cpu: list[list[int]] = [[0] * block_size for _ in range(num_cpu_blocks)]
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.num_made = 0
+
+    def make(self, token_ids: list[int], keys: Keys) -> Request:
+        self.num_made += 1
+        return make_request(f"r{self.num_made}", token_ids, keys)
+
+    def kv(self, request: Request, end: int) -> list[int]:
+        """What each of the first places holds once it is computed: a number for everything up to it."""
+        values = []
+        value = 0
+        for position, token_id in enumerate(request.token_ids[:end]):
+            keys = tuple(key for key in request.content_keys if key[0] == position)
+            value = hash((value, token_id, keys))
+            values.append(value)
+        return values
+
+    def carry_out_moves(self) -> None:
+        stores = {
+            COPY: (self.device, self.device),
+            SWAP_OUT: (self.device, self.cpu),
+            SWAP_IN: (self.cpu, self.device),
+        }
+        for kind, source, target in self.manager.take_moves():
+            stores[MoveKind(kind)][1][target] = list(stores[MoveKind(kind)][0][source])
+
+    def check_contents(self) -> None:
+        """Every request can read what it needs for the next token."""
+        for request in [*self.running, *self.swapped]:
+            store, table = (
+                (self.device, request.block_ids) if request.block_ids else (self.cpu, request.cpu_block_ids)
+            )
+            end = request.num_computed_tokens
+            values = self.kv(request, end)
+            for position in range(0 if self.window is None else max(0, end - self.window + 1), end):
+                block, offset = divmod(position, self.block_size)
+                assert table[block] != NULL_BLOCK
+                assert store[table[block]][offset] == values[position]
+
+    @rule(
+        length=st.integers(1, 16),
+        other=st.none() | st.integers(0, 15),
+        key=st.none() | st.integers(0, 8),
+    )
+    def arrive(self, length: int, other: int | None, key: int | None) -> None:
+        """Prompts begin alike, and go on so unless one token is another one."""
+        token_ids = [position % 3 for position in range(length)]
+        if other is not None and other < length:
+            token_ids[other] = 3
+        self.waiting.append(self.make(token_ids, [] if key is None else [(key, "image")]))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_reserved=st.integers(0, 2), twice=st.booleans())
+    def admit(self, data: st.DataObject, num_reserved: int, twice: bool) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        manager = self.manager
+        shared = manager.find_cached_blocks(request)
+        if twice:
+            assert manager.find_cached_blocks(request) == shared
+        assert len(shared) * self.block_size < request.num_tokens
+        num_needed = -(-request.num_tokens // self.block_size)
+        num_costly = num_needed - sum(manager.pool.reference_count(block_id) > 0 for block_id in shared)
+        num_free = manager.num_free_blocks
+        block_ids = manager.allocate_slots(request, request.num_tokens, num_reserved, shared)
+        if num_costly + num_reserved > num_free:
+            assert (block_ids, request.block_ids, manager.num_free_blocks) == (None, [], num_free)
+            return
+        assert block_ids == request.block_ids
+        assert len(block_ids) == num_needed
+        assert manager.num_free_blocks == num_free - num_costly
+        request.num_computed_tokens = len(shared) * self.block_size
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.carry_out_moves()
+        self.check_contents()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), cut=st.booleans())
+    def step(self, data: st.DataObject, cut: bool) -> None:
+        """All running requests, or some of them, compute the tokens they miss, or some of them."""
+        rows = self.running
+        if cut:
+            rows = data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1))
+        scheduled = []
+        for request in rows:
+            self.manager.free_out_of_window(request)
+            start = request.num_computed_tokens
+            count = data.draw(st.integers(1, request.num_tokens - start)) if cut else request.num_tokens - start
+            if self.manager.allocate_slots(request, start + count) is None:
+                continue
+            before = list(request.block_ids)
+            try:
+                replaced = self.manager.make_writable(request, start)
+            except NoFreeBlocksError:
+                assert self.manager.num_free_blocks == 0
+                assert request.block_ids == before
+                continue
+            if replaced is not None:
+                before[replaced[0]] = replaced[1]
+            assert request.block_ids == before
+            scheduled.append((request, count))
+        self.carry_out_moves()
+        self.check_contents()
+        for request, count in scheduled:
+            values = self.kv(request, request.num_computed_tokens + count)
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
+                block, offset = divmod(position, self.block_size)
+                self.device[request.block_ids[block]][offset] = values[position]
+            request.num_computed_tokens += count
+            self.manager.cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            if request.num_computed_tokens == request.num_tokens:
+                append(request, data.draw(st.integers(0, 1)))
+        self.check_contents()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), extra=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def fork(self, data: st.DataObject, extra: list[int]) -> None:
+        parent = data.draw(st.sampled_from(self.running))
+        num_computed = max(0, parent.num_computed_tokens - data.draw(st.integers(0, 6)))
+        child = self.make([*parent.token_ids[:num_computed], *extra], parent.content_keys)
+        if self.manager.fork(child, parent, num_computed, child.num_tokens):
+            child.num_computed_tokens = num_computed
+            self.running.append(child)
+        else:
+            assert child.block_ids == []
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def share(self, data: st.DataObject, token_id: int) -> None:
+        # as in a beam search: all but the newest token is computed, and nothing is allocated ahead
+        beams = [
+            request
+            for request in self.running
+            if request.num_computed_tokens == request.num_tokens - 1
+            and len(request.block_ids) <= request.num_computed_tokens // self.block_size + 1
+        ]
+        assume(beams)
+        parent = data.draw(st.sampled_from(beams))
+        num_computed = parent.num_computed_tokens
+        child = self.make([*parent.token_ids[:num_computed], token_id], parent.content_keys)
+        self.manager.share_all(child, parent)
+        child.num_computed_tokens = num_computed
+        self.running.append(child)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        requests = data.draw(st.lists(st.sampled_from(self.running), unique=True, min_size=1))
+        distinct = {block_id for request in requests for block_id in request.block_ids} - {NULL_BLOCK}
+        num_free = self.manager.cpu_pool.num_free
+        assert self.manager.can_swap_out(requests) == (len(distinct) <= num_free)
+        if len(distinct) > num_free:
+            return
+        tables = [request.block_ids for request in requests]
+        self.manager.swap_out(requests)
+        assert self.manager.cpu_pool.num_free == num_free - len(distinct)
+        for request, table in zip(requests, tables, strict=True):
+            assert request.block_ids == []
+            assert len(request.cpu_block_ids) == len(table)
+            self.running.remove(request)
+            self.swapped.append(request)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data(), num_extra=st.integers(0, 2))
+    def swap_in(self, data: st.DataObject, num_extra: int) -> None:
+        requests = data.draw(st.lists(st.sampled_from(self.swapped), unique=True, min_size=1))
+        distinct = {block_id for request in requests for block_id in request.cpu_block_ids} - {NULL_BLOCK}
+        num_free = self.manager.num_free_blocks
+        done = self.manager.swap_in(requests, num_extra)
+        assert done == (len(distinct) + num_extra <= num_free)
+        assert self.manager.num_free_blocks == num_free - len(distinct) * done
+        for request in requests if done else []:
+            self.swapped.remove(request)
+            self.running.append(request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        self.running.remove(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.running or self.swapped)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from([*self.running, *self.swapped]))
+        self.manager.free(request)
+        assert (request.block_ids, request.cpu_block_ids) == ([], [])
+        (self.running if request in self.running else self.swapped).remove(request)
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset_prefix_cache()
+        assert self.manager.pool.num_cached == 0
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        if hasattr(self, "manager"):
+            assert self.manager.violations([*self.waiting, *self.running, *self.swapped]) == []
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.carry_out_moves()
+        self.check_contents()
+        for request in [*self.running, *self.swapped]:
+            self.manager.free(request)
+        assert self.manager.num_free_blocks == self.manager.num_blocks
+        assert self.manager.cpu_pool.num_free == self.manager.num_cpu_blocks
+        assert self.manager.violations([]) == []
+
+
+TestKVCacheMachine = KVCacheMachine.TestCase
+TestKVCacheMachine.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
