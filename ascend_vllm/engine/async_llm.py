@@ -195,6 +195,17 @@ class AsyncLLM:
         """
         return await self._client.call_utility(method, *args)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; requests that run keep their blocks.
+
+        Returns:
+            Whether that was possible.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        return bool(await self._client.call_utility("reset_prefix_cache"))
+
     def shutdown(self) -> None:
         """Ends the engine core; requests that run get an EngineDeadError. May be called again."""
         self._client.shutdown()
@@ -271,6 +282,7 @@ class AsyncLLM:
         if self._output.num_sequences == 0:
             self._num_waiting = 0
             self._metrics.set_idle()
+            self._client.note_idle()
 
     def _on_death(self, error: EngineDeadError) -> None:
         self._output.fail_all(error)

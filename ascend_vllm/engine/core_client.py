@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_process import CoreProcess
+from ascend_vllm.engine.iteration_watch import IterationWatch
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.messages import (
@@ -33,6 +35,8 @@ logger = init_logger(__name__)
 
 # What a core that was told to end gets to finish its step and close its workers.
 _SHUTDOWN_GRACE_S = 5.0
+# What a core that hangs gets to end by itself before it is killed.
+_HANG_GRACE_S = 2.0
 # After the process's end, its last words may still be on the way.
 _LAST_WORDS_S = 0.3
 
@@ -41,6 +45,9 @@ _START_ERRORS: dict[str, type[AscendVllmError]] = {
     "UnsupportedFlagError": ConfigError,
     "ModelLoadError": ModelLoadError,
 }
+
+
+S = TypeVar("S", zmq.Socket[bytes], zmq.asyncio.Socket)
 
 
 class AsyncCoreClient:
@@ -52,7 +59,10 @@ class AsyncCoreClient:
     Args:
         config: of the engine.
         on_outputs: called with what each step gives back.
-        on_death: called once if the core ends without having been told to, after `ready`.
+        on_death: called once if the core ends without having been told to or hangs, after `ready`.
+
+    Raises:
+        ConfigError: VLLM_ENGINE_ITERATION_TIMEOUT_S is no number of seconds.
     """
 
     def __init__(
@@ -61,12 +71,15 @@ class AsyncCoreClient:
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_death: Callable[[EngineDeadError], None],
     ) -> None:
+        self._timeout_s = envs.engine_iteration_timeout_s()
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._process = CoreProcess(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sender = self._bind(zmq.PUSH, self._process.inbound)
-        self._receiver = self._bind(zmq.PULL, self._process.outbound)
+        self._sender = _bound(zmq.Socket(self._context, zmq.PUSH), self._process.inbound)
+        # An asynchronous socket from the start: its close() also takes the descriptor back from the event loop, which
+        # would otherwise be deaf to the next socket with the same number.
+        self._receiver = _bound(zmq.asyncio.Socket(self._context, zmq.PULL), self._process.outbound)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(CoreOutbound)
         self._call_ids = itertools.count()
@@ -74,6 +87,9 @@ class AsyncCoreClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[EngineReady] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._watch: IterationWatch | None = None
+        self._num_received = 0
+        self._num_noticed = 0
         self._error: AscendVllmError | None = None
         self._is_closed = False
 
@@ -102,6 +118,7 @@ class AsyncCoreClient:
         if self._ready is None:
             self._loop = asyncio.get_running_loop()
             self._ready = self._loop.create_future()
+            self._watch = IterationWatch(self._timeout_s, self._loop, self._has_news, self._give_up)
             self._task = self._loop.create_task(self._receive(), name="engine-core-receive")
             if self._process.exit_code is not None:
                 self._expect_last_words(self._process.exit_code)
@@ -114,12 +131,19 @@ class AsyncCoreClient:
             EngineDeadError: the core is gone.
         """
         self._send(request)
+        if self._watch is not None:
+            self._watch.start()
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Ends requests early; nothing happens if the core is gone."""
         if request_ids:
             with contextlib.suppress(EngineDeadError):
                 self._send(AbortRequests(request_ids))
+
+    def note_idle(self) -> None:
+        """Takes notice that no request is waited for, so that the core may be silent."""
+        if self._watch is not None and not self._calls:
+            self._watch.stop()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Calls a method of the core.
@@ -159,12 +183,6 @@ class AsyncCoreClient:
         self._receiver.close(linger=0)
         self._context.term()
 
-    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set_hwm(0)
-        socket.bind(address)
-        return socket
-
     def _send(self, message: CoreInbound) -> None:
         if self._error is not None:
             raise EngineDeadError(str(self._error))
@@ -176,9 +194,9 @@ class AsyncCoreClient:
 
     async def _receive(self) -> None:
         """Reads what the core sends, until it is gone."""
-        receiver = zmq.asyncio.Socket.shadow(self._receiver)
         while self._error is None:
-            frame = await receiver.recv()
+            frame = await self._receiver.recv()
+            self._num_received += 1
             try:
                 self._handle(self._decoder.decode(frame))
             except Exception as error:  # without this task nobody would get an answer any more
@@ -207,6 +225,29 @@ class AsyncCoreClient:
         else:
             future.set_result(result.result)
 
+    def _has_news(self) -> bool:
+        """Whether anything came since this was last asked, or is there to be read."""
+        has_come = self._num_received != self._num_noticed
+        self._num_noticed = self._num_received
+        return has_come or bool(int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _give_up(self) -> None:
+        """The core hangs: nothing came from it for too long."""
+        logger.error(
+            "Engine iteration timed out. This should never happen! The engine core sent nothing for %g s; if a step "
+            "may take that long here, set VLLM_ENGINE_ITERATION_TIMEOUT_S to more seconds.",
+            self._timeout_s,
+        )
+        self._fail(
+            EngineDeadError(
+                f"The engine did not finish a step within {self._timeout_s:g} s, the limit that "
+                "VLLM_ENGINE_ITERATION_TIMEOUT_S sets, and was ended."
+            )
+        )
+        self._process.terminate()
+        if self._loop is not None:
+            self._loop.call_later(_HANG_GRACE_S, self._process.kill)
+
     def _notice_exit(self, exit_code: int) -> None:
         """Called in the watching thread."""
         if self._loop is not None:
@@ -222,6 +263,8 @@ class AsyncCoreClient:
         if self._error is not None:
             return
         self._error = error
+        if self._watch is not None:
+            self._watch.stop()
         was_ready = self._ready is not None and self._ready.done()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
@@ -233,6 +276,13 @@ class AsyncCoreClient:
         if was_ready and not expected:
             logger.error("The engine core is gone: %s", error)
             self._on_death(dead)
+
+
+def _bound(socket: S, address: str) -> S:
+    # no limit: dropping a message is never right
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -76,6 +76,16 @@ class CoreProcess:
         """The process's id; None before `start`."""
         return None if self._process is None else self._process.pid
 
+    def terminate(self) -> None:
+        """Asks the process to end, which it does when the native code that it is in returns."""
+        if self._process is not None:
+            _signal_session(self._process, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the process by force, if it still runs; also one that is stopped or stuck in native code."""
+        if self._process is not None and self._process.poll() is None:
+            _signal_session(self._process, signal.SIGKILL)
+
     def stop(self, grace_s: float) -> None:
         """Waits for the process to end, then makes it end, and removes the sockets; may be called again.
 

@@ -258,6 +258,49 @@ async def test_a_dead_core_ends_all_requests() -> None:
         engine.shutdown()
 
 
+async def test_a_core_that_works_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that has nothing to do."""
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
+    engine = make_engine(max_num_seqs=4)
+    try:
+        await engine.ready()
+        for turn in range(4):
+            many = (final(engine, f"{turn}-{i}", params(60 if i else 240)) for i in range(40))
+            assert all(output.finished for output in await asyncio.gather(*many))
+            assert engine._client._watch._timer is None
+        async with contextlib.aclosing(engine.generate("Hello!", params(200), "gone")) as gone:
+            await anext(gone)
+            assert engine._client._watch._timer is not None
+        assert engine._client._watch._timer is None
+        await asyncio.sleep(1.2)  # longer than the limit
+        assert engine.is_running
+        assert (await final(engine, "last", params())).finished
+    finally:
+        engine.shutdown()
+
+
+async def test_a_core_that_hangs_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.5")
+    engine = make_engine(max_num_seqs=1)
+    try:
+        await engine.ready()
+        requests = [asyncio.create_task(final(engine, f"h{i}", params(240))) for i in range(3)]
+        async for _ in engine.generate("Hello!", params(2), "first"):
+            os.kill(engine.core_pid, signal.SIGSTOP)
+            break
+        for result in await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30):
+            assert isinstance(result, EngineDeadError) and "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(result)
+        assert engine.errored
+        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+            await engine.check_health()
+    finally:
+        engine.shutdown()
+
+
+async def test_the_prefix_cache_is_forgotten(engine: AsyncLLM) -> None:
+    assert await engine.reset_prefix_cache() is True
+
+
 async def test_a_wrong_tokenizer_leaves_no_process(tmp_path: Any) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the tokenizer"):
         make_engine(tokenizer=str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pathlib
 import signal
@@ -10,23 +11,35 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 
 import msgspec
 import psutil
 import pytest
+import zmq
 
+from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.core_client import AsyncCoreClient
 from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
-from ascend_vllm.types.messages import EngineCoreOutputs
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
 from tests.engine.engine_for_tests import make_config
 from tests.tiny_models import tiny_model
 
 
 def tiny_config(model: str = "qwen2-tied") -> EngineConfig:
     return EngineArgs(model=tiny_model(model), max_model_len=128, num_gpu_blocks_override=32).create_engine_config()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    # the package's logger does not propagate
+    logging.getLogger("ascend_vllm").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("ascend_vllm").removeHandler(caplog.handler)
 
 
 def ignore(_: object) -> None:
@@ -67,6 +80,23 @@ async def test_a_core_starts_answers_and_ends() -> None:
     assert deaths == []
 
 
+async def test_sockets_may_come_and_go_in_one_event_loop() -> None:
+    """The loop must let go of a closed descriptor, or it never hears of the next one of the same number."""
+    for _ in range(3):
+        received: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        client = AsyncCoreClient(make_config(), received.set_result, ignore)
+        try:
+            client._ready = asyncio.get_running_loop().create_future()
+            client._task = asyncio.create_task(client._receive())
+            await asyncio.sleep(0)  # it listens
+            with client._context.socket(zmq.PUSH) as push:  # plays the core
+                push.connect(client._process.outbound)
+                push.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
+                await asyncio.wait_for(received, 5)
+        finally:
+            client.shutdown()
+
+
 async def test_a_killed_core_is_noticed() -> None:
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
     client = AsyncCoreClient(tiny_config(), ignore, dead.set_result)
@@ -87,6 +117,85 @@ async def test_a_killed_core_is_noticed() -> None:
         client.abort_requests(["x"])  # harmless
     finally:
         client.shutdown()
+
+
+async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
+    dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+    client = AsyncCoreClient(tiny_config(), ignore, dead.set_result)
+    client.start()
+    try:
+        await client.ready()
+        os.kill(client.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        client.add_request(EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, start))
+        error = await asyncio.wait_for(dead, 10)
+        assert time.monotonic() - start >= 0.4
+        assert "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(error) and "0.4 s" in str(error)
+        assert client.error is error
+        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+            client.add_request(EngineCoreRequest("s", [1], SamplingParams(), None, start))
+        # a stopped process does not hear SIGTERM; it is killed without anybody shutting the client down
+        async with asyncio.timeout(10):
+            while client._process.exit_code is None:
+                await asyncio.sleep(0.01)
+        assert client._process.exit_code == -signal.SIGKILL
+    finally:
+        client.shutdown()
+    assert "Engine iteration timed out. This should never happen!" in log.text
+    assert "set VLLM_ENGINE_ITERATION_TIMEOUT_S to more seconds" in log.text
+
+
+async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
+    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client.start()
+    try:
+        await client.ready()
+        os.kill(client.pid, signal.SIGSTOP)
+        client.add_request(EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0))
+        client.note_idle()  # the request's client has gone
+        # much longer than the limit, in which nothing may happen
+        await asyncio.sleep(0.8)
+        assert client.error is None
+        os.kill(client.pid, signal.SIGCONT)
+        assert await client.call_utility("check_health") is None
+    finally:
+        client.shutdown()
+
+
+async def test_messages_that_wait_to_be_read_are_news() -> None:
+    """Those of a core that is quicker than this process's event loop."""
+    client = AsyncCoreClient(make_config(), ignore, ignore)
+    try:
+        with client._context.socket(zmq.PUSH) as push:  # plays the core
+            push.connect(client._process.outbound)
+            assert not client._has_news()
+            push.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
+            assert await client._receiver.poll(5000)
+            assert client._has_news() and client._has_news()
+            client._ready = asyncio.get_running_loop().create_future()
+            client._task = asyncio.create_task(client._receive())
+            while client._num_received == 0:
+                await asyncio.sleep(0)
+            # once for its having come, and then it is old
+            assert client._has_news()
+            assert not client._has_news()
+    finally:
+        client.shutdown()
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", value)
+    with pytest.raises(ConfigError, match=f"VLLM_ENGINE_ITERATION_TIMEOUT_S must be .* got '{value}'"):
+        AsyncCoreClient(make_config(), ignore, ignore)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("", 60.0), ("6000", 6000.0), ("1.5", 1.5), ("0", None)])
+def test_limits(value: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", value)
+    assert envs.engine_iteration_timeout_s() == seconds
 
 
 @pytest.mark.parametrize(
