@@ -8,7 +8,7 @@ The tree::
     ├── ModelLoadError                      a model directory cannot be served; names the file and the tensor
     ├── RequestError (also ValueError)      a request is wrong; HTTP 400
     │   ├── ModelNotFoundError              HTTP 404
-    │   └── EngineBusyError                 the queue is full; HTTP 503
+    │   └── EngineBusyError                 the queue is full, or too slow; HTTP 503
     └── EngineDeadError                     the engine core or a worker is gone; HTTP 500, /health answers 503
 """
 
@@ -64,7 +64,7 @@ class ModelNotFoundError(RequestError):
 
 
 class EngineBusyError(RequestError):
-    """The queue of waiting requests is full."""
+    """The queue of waiting requests is full, or the request waited in it for longer than it may."""
 
     status_code = 503
     error_type = "ServiceUnavailableError"

@@ -121,6 +121,14 @@ def _add_system_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings
         return json_response(ModelList(data=cards))
 
 
+def _add_development_routes(app: FastAPI, engine: AsyncLLM) -> None:
+    """Routes that change the engine under other users; only with VLLM_SERVER_DEV_MODE."""
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return json_response({"success": await engine.reset_prefix_cache()})
+
+
 def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
     completion = ServingCompletion(engine, settings)
     chat = ServingChat(engine, settings)
@@ -188,6 +196,8 @@ def build_app(engine: AsyncLLM, args: FrontendArgs, *, log_requests: bool = Fals
     )
     _add_system_routes(app, engine, settings)
     _add_generation_routes(app, engine, settings)
+    if envs.server_dev_mode():
+        _add_development_routes(app, engine)
     _install_openapi(app, (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest))
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
