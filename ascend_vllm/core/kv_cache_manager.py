@@ -60,7 +60,7 @@ class KVCacheManager:
         self.watermark_blocks = int(_WATERMARK * num_blocks)
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        self._sliding_window = sliding_window
+        self.sliding_window = sliding_window
         self._moves: list[tuple[int, int, int]] = []
 
     @property
@@ -158,7 +158,7 @@ class KVCacheManager:
         NULL_BLOCK comes into their places. Call it before the step's tokens are added to `num_computed_tokens`:
         those still see further back.
         """
-        window = self._sliding_window
+        window = self.sliding_window
         if window is None:
             return
         # the oldest position seen is num_computed_tokens - window + 1
@@ -227,7 +227,7 @@ class KVCacheManager:
         block_ids = parent.block_ids
         if num_computed > len(block_ids) * self.block_size:
             return False
-        window = self._sliding_window
+        window = self.sliding_window
         if window is None or num_computed == 0:
             return True
         oldest = max(0, num_computed - window + 1) // self.block_size
@@ -401,7 +401,7 @@ class KVCacheManager:
 
     def _held(self, block_ids: Sequence[int]) -> Sequence[int]:
         """A table without the places of blocks that were given back, which are its first."""
-        return block_ids if self._sliding_window is None else block_ids[_num_null(block_ids, len(block_ids)) :]
+        return block_ids if self.sliding_window is None else block_ids[_num_null(block_ids, len(block_ids)) :]
 
     # ---- audit ---------------------------------------------------------------------------------------------
 
@@ -437,7 +437,7 @@ class KVCacheManager:
         num_null = len(table) - len(_without_null(table))
         if num_null != _num_null(table, len(table)):
             wrong.append(f"{who} has given back a block behind one that it holds")
-        window = self._sliding_window
+        window = self.sliding_window
         num_invisible = 0 if window is None else max(0, request.num_computed_tokens - window + 1)
         if num_null * self.block_size > num_invisible:
             wrong.append(f"{who} has given back {num_null} blocks of which it still sees some")
