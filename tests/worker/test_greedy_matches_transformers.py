@@ -34,6 +34,14 @@ MODES: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "num_gpu_blocks_override": 30,
     },
+    # of 64 tokens the longest sequence takes 6 of 8, of 128 tokens 3 of 4
+    "blocks of 64, preempted": {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 8, "block_size": 64},
+    "blocks of 128, chunked and preempted": {
+        "max_num_batched_tokens": 48,
+        "enable_chunked_prefill": True,
+        "num_gpu_blocks_override": 4,
+        "block_size": 128,
+    },
 }
 
 # all checkpoints but other arrangements of the same weights, and dynamic rope: transformers rotates all keys of

@@ -14,9 +14,10 @@ from tests.worker.worker_driver import GREEDY, Driver, generate, make_prompt, st
 RANDOM = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, presence_penalty=0.5, repetition_penalty=1.1)
 
 
-@pytest.fixture(scope="module")
-def worker() -> Worker:
-    return started_worker(tiny_model("qwen2"))
+@pytest.fixture(scope="module", params=[16, 32, 64, 128])
+def worker(request: pytest.FixtureRequest) -> Worker:
+    """One for each block size."""
+    return started_worker(tiny_model("qwen2"), block_size=request.param)
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
@@ -68,6 +69,11 @@ def test_a_resumed_row_goes_on_as_if_nothing_had_happened(worker: Worker, params
         for _ in range(12):
             driver.step()
         assert driver.output("row") == expected
+
+
+def test_the_block_size_does_not_show(worker: Worker) -> None:
+    expected = generate(started_worker(tiny_model("qwen2")), make_prompt(120), RANDOM, 20, seed=4)
+    assert generate(worker, make_prompt(120), RANDOM, 20, seed=4) == expected
 
 
 def test_a_step_that_only_frees_gives_nothing(worker: Worker) -> None:

@@ -39,6 +39,17 @@ def test_blocks_fill_the_size_asked_for() -> None:
     assert loaded_with(kv_cache_memory_bytes=100 * BLOCK_BYTES - 1).determine_num_blocks() == 99
 
 
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_a_block_costs_what_its_tokens_cost(block_size: int) -> None:
+    options = {
+        "block_size": block_size,
+        "kv_cache_memory_bytes": 64 * BLOCK_BYTES,
+        "swap_space_gib": BLOCK_BYTES / 2**24,
+    }
+    worker = loaded_with(**options)
+    assert worker.determine_num_blocks() == worker.determine_num_cpu_blocks() == 64 * 16 // block_size
+
+
 def test_an_override_decides() -> None:
     assert loaded_with(num_gpu_blocks_override=7, kv_cache_memory_bytes=BLOCK_BYTES).determine_num_blocks() == 7
 
