@@ -88,6 +88,8 @@ class AsyncCoreClient:
         self._ready: asyncio.Future[EngineReady] | None = None
         self._task: asyncio.Task[None] | None = None
         self._watch: IterationWatch | None = None
+        # until the owner says that none is waited for any more
+        self._has_requests = False
         self._num_received = 0
         self._num_noticed = 0
         self._error: AscendVllmError | None = None
@@ -131,6 +133,7 @@ class AsyncCoreClient:
             EngineDeadError: the core is gone.
         """
         self._send(request)
+        self._has_requests = True
         if self._watch is not None:
             self._watch.start()
 
@@ -142,8 +145,8 @@ class AsyncCoreClient:
 
     def note_idle(self) -> None:
         """Takes notice that no request is waited for, so that the core may be silent."""
-        if self._watch is not None and not self._calls:
-            self._watch.stop()
+        self._has_requests = False
+        self._stop_watch_if_idle()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Calls a method of the core.
@@ -160,9 +163,12 @@ class AsyncCoreClient:
         self._calls[call_id] = future
         try:
             self._send(UtilityCall(call_id, method, list(args)))
+            if self._watch is not None:
+                self._watch.start()
             return await future
         finally:
             del self._calls[call_id]
+            self._stop_watch_if_idle()
 
     def shutdown(self) -> None:
         """Ends the core and removes everything that was made for it; takes seconds at most; may be called again."""
@@ -224,6 +230,10 @@ class AsyncCoreClient:
             future.set_exception(AscendVllmError(result.error))
         else:
             future.set_result(result.result)
+
+    def _stop_watch_if_idle(self) -> None:
+        if self._watch is not None and not self._has_requests and not self._calls:
+            self._watch.stop()
 
     def _has_news(self) -> bool:
         """Whether anything came since this was last asked, or is there to be read."""

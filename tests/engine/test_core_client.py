@@ -119,6 +119,19 @@ async def test_a_killed_core_is_noticed() -> None:
         client.shutdown()
 
 
+async def test_a_call_to_a_core_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
+    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client.start()
+    try:
+        await client.ready()
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+            await asyncio.wait_for(client.call_utility("audit"), 10)
+    finally:
+        client.shutdown()
+
+
 async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
@@ -158,8 +171,14 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
         # much longer than the limit, in which nothing may happen
         await asyncio.sleep(0.8)
         assert client.error is None
+        # an answer to a call is owed until it has come, whatever becomes of requests meanwhile
+        call = asyncio.create_task(client.call_utility("check_health"))
+        await asyncio.sleep(0)
+        client.note_idle()
+        assert client._watch._timer is not None
         os.kill(client.pid, signal.SIGCONT)
-        assert await client.call_utility("check_health") is None
+        assert await call is None
+        assert client._watch._timer is None
     finally:
         client.shutdown()
 

@@ -144,9 +144,13 @@ def test_a_full_queue_is_a_503(guarded: Server, tiny_dir: str) -> None:
             response = http.post("/v1/completions", json=body | {"stream": stream})
             assert response.status_code == 503, response.text
             assert response.json()["error"]["type"] == "ServiceUnavailableError"
-        # the waiting one goes away before it ever ran, then the running one
-        for sock in reversed(waiting):
-            sock.close()
+        # the waiting one goes away before it ever ran, while the other one goes on, then that one
+        aborted = count_aborted(http)
+        waiting[1].close()
+        assert wait_until(lambda: metric(http, "num_requests_waiting") == 0)
+        assert count_aborted(http) == aborted + 1
+        assert metric(http, "num_requests_running") == 1
+        waiting[0].close()
         assert wait_until(lambda: is_idle(http))
         assert http.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
 
@@ -175,6 +179,84 @@ def test_the_engine_s_death_ends_streams_with_an_error_and_the_server(tiny_dir: 
         assert "The engine is dead" in server.log
     finally:
         server.close()
+
+
+HANG_FLAGS = ["--served-model-name", "tiny", *LONG_FLAGS, "--max-num-seqs", "1"]
+HANG_ENV = LONG_ENV | {"VLLM_ENGINE_ITERATION_TIMEOUT_S": "2"}
+
+
+def test_an_engine_that_hangs_ends_streams_with_an_error_and_the_server(tiny_dir: str) -> None:
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, *HANG_FLAGS], HANG_ENV)
+    try:
+        server.wait_ready()
+        streaming = post_raw(server, "/v1/completions", LONG | {"stream": True})
+        received = read_events(streaming, 3)
+        whole = post_raw(server, "/v1/completions", LONG)
+        with httpx.Client(base_url=server.url) as http:
+            assert wait_until(lambda: metric(http, "num_requests_waiting") == 1)
+        server.engine_core().suspend()
+        received += read_rest(streaming)
+        *_, error, done = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        body = json.loads(error.removeprefix("data: "))
+        assert (body["error"]["code"], body["error"]["type"]) == (500, "InternalServerError")
+        assert "VLLM_ENGINE_ITERATION_TIMEOUT_S" in body["error"]["message"]
+        answer = read_rest(whole)
+        assert answer.startswith(b"HTTP/1.1 500")
+        assert "VLLM_ENGINE_ITERATION_TIMEOUT_S" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert server.wait_exit(20) == 1
+        assert server.orphans() == []
+        assert server.log.count("Engine iteration timed out. This should never happen!") == 1
+    finally:
+        server.close()
+
+
+def test_a_server_that_must_stay_kills_an_engine_that_hangs(tiny_dir: str) -> None:
+    env = HANG_ENV | {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}
+    server = Server(OPENAI_SERVER, ["--model", tiny_dir, *HANG_FLAGS], env)
+    try:
+        server.wait_ready()
+        core = server.engine_core()
+        core.suspend()
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            assert http.get("/health").status_code == 200
+            # an idle core owes nothing; with this request it does
+            assert http.post("/v1/completions", json=LONG).status_code == 500
+            assert http.get("/health").status_code == 503
+            assert http.post("/v1/completions", json=LONG).status_code == 500
+        assert server.orphans() == []
+        assert server.terminate() == 1
+    finally:
+        server.close()
+
+
+def test_a_request_that_waits_too_long_is_a_503(tiny_dir: str) -> None:
+    flags = ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS, "--max-num-seqs", "1"]
+    flags += ["--queue-timeout-s", "1.5"]
+    rejections = r'^vllm:admission_rejections_total\{.*"queue_timeout".*\} (\S+)$'
+    with (
+        running(OPENAI_SERVER, flags, LONG_ENV) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        in_front = post_raw(server, "/v1/completions", LONG | {"stream": True})
+        read_events(in_front, 1)
+        for stream in (False, True):
+            start = time.monotonic()
+            response = http.post("/v1/completions", json=LONG | {"stream": stream, "max_tokens": 2})
+            assert response.status_code == 503, response.text
+            assert response.headers["content-type"] == "application/json"
+            assert response.json()["error"]["type"] == "ServiceUnavailableError"
+            assert response.json()["message"]
+            assert time.monotonic() - start >= 1.5
+        # the running one was not touched, and one that waits for less is served
+        assert metric(http, "num_requests_running") == 1
+        waiting = post_raw(server, "/v1/completions", LONG | {"max_tokens": 2}, ["Connection: close"])
+        assert wait_until(lambda: metric(http, "num_requests_waiting") == 1)
+        in_front.close()
+        assert read_rest(waiting).startswith(b"HTTP/1.1 200")
+        assert wait_until(lambda: is_idle(http))
+        found = re.search(rejections, http.get("/metrics").text, re.MULTILINE)
+        assert found is not None and float(found[1]) == 2
 
 
 def test_a_server_that_must_stay_tells_that_its_engine_is_dead(tiny_dir: str) -> None:
