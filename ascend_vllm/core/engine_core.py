@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.kv_cache_manager import KVCacheManager
-from ascend_vllm.core.request_queue import FCFSQueue
+from ascend_vllm.core.request_queue import QUEUES
 from ascend_vllm.core.scheduler import Scheduler
 from ascend_vllm.errors import RequestError
 from ascend_vllm.executor.base import Executor, create_executor
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
+from ascend_vllm.types.step import StepOutput
 
 logger = init_logger(__name__)
 
@@ -45,12 +48,23 @@ class EngineCore:
         self._executor = executor
         size = executor.initialize()
         self.num_blocks, self.num_cpu_blocks = size.num_blocks, size.num_cpu_blocks
-        kv_cache = KVCacheManager(self.num_blocks, config.cache.block_size)
-        self._scheduler = Scheduler(config.scheduler, kv_cache, FCFSQueue(), config.model.seed)
+        kv_cache = KVCacheManager(
+            self.num_blocks,
+            config.cache.block_size,
+            num_cpu_blocks=self.num_cpu_blocks,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            sliding_window=config.cache.sliding_window,
+        )
+        self._scheduler = Scheduler(config.scheduler, kv_cache, QUEUES[config.scheduler.policy](), config.model.seed)
+        # steps that the workers compute or will compute, oldest first
+        self._in_flight: collections.deque[Future[StepOutput]] = collections.deque()
+        # with two, one is made, and the outputs of the one before are told, while one is computed
+        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._utilities: dict[str, Callable[..., Any]] = {
             "audit": self.audit,
             "stats": self.stats,
             "check_health": executor.check_health,
+            "reset_prefix_cache": self.reset_prefix_cache,
         }
         logger.info(
             "KV cache: %d blocks of %d tokens. Maximum concurrency for %d tokens per request: %.2fx",
@@ -75,17 +89,20 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return self._scheduler.has_unfinished
+        return self._scheduler.has_unfinished or bool(self._in_flight)
 
     def step(self) -> EngineCoreOutputs:
-        """One step of all requests that can run.
+        """Has steps made until the workers are busy, waits for the oldest and takes in what it gave.
 
         Raises:
             Exception: whatever the workers raised; no step can follow, only `fail_requests` and `shutdown`.
         """
-        scheduled = self._scheduler.schedule()
-        sampled = self._executor.execute_model(scheduled).result() if scheduled else None
-        outputs = self._scheduler.update(sampled)
+        while len(self._in_flight) < self._max_in_flight:
+            scheduled = self._scheduler.schedule()
+            if scheduled is None:
+                break
+            self._in_flight.append(self._executor.execute_model(scheduled))
+        outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)
         self._check_if_idle()
         return outputs
 
@@ -101,8 +118,13 @@ class EngineCore:
         """The fields of SchedulerStats as they are now."""
         return msgspec.structs.asdict(self._scheduler.stats())
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; requests that run are not disturbed. Always True: nothing can prevent it."""
+        self._scheduler.kv_cache.reset_prefix_cache()
+        return True
+
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Calls one of the utilities: audit, stats, check_health.
+        """Calls one of the utilities: audit, stats, check_health, reset_prefix_cache.
 
         Raises:
             RequestError: there is none of that name.
@@ -117,7 +139,7 @@ class EngineCore:
 
     def _check_if_idle(self) -> None:
         """With no request alive every block and slot must be free; the moment to notice if not."""
-        if not self._scheduler.has_unfinished and not self._scheduler.is_clean():
+        if not self.has_unfinished() and not self._scheduler.is_clean():
             logger.error("Blocks or slots are lost: %s", self._scheduler.audit())
 
 

@@ -1,9 +1,12 @@
-"""The order in which requests wait."""
+"""The order in which requests wait, run and make room: the scheduling policies."""
 
 from __future__ import annotations
 
 import abc
+import bisect
 import collections
+import heapq
+import itertools
 from collections.abc import Iterator
 
 from ascend_vllm.core.request import Request
@@ -44,6 +47,14 @@ class RequestQueue(abc.ABC):
             KeyError: it does not wait.
         """
 
+    def place(self, request: Request, running: list[Request]) -> None:
+        """Puts a request among the running ones, of which the last is the first to be preempted."""
+        running.append(request)
+
+    def outranks(self, waiting: Request, running: Request) -> bool:  # noqa: ARG002 - nobody does
+        """Whether a waiting request may make a running one give up its place."""
+        return False
+
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
@@ -52,7 +63,7 @@ class RequestQueue(abc.ABC):
 
 
 class FCFSQueue(RequestQueue):
-    """First come, first served; preempted requests go to the front."""
+    """First come, first served; preempted requests go to the front. The last that was admitted is preempted first."""
 
     def __init__(self) -> None:
         # ordered, so that leaving from the middle takes no search
@@ -83,3 +94,67 @@ class FCFSQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
+
+
+class PriorityQueue(RequestQueue):
+    """The lowest `priority` value first, then the earliest arrival.
+
+    Among the running the highest value, then the latest arrival, is preempted first; also to let in a waiting
+    request of a lower value.
+    """
+
+    def __init__(self) -> None:
+        # (priority, arrival, serial number, request); an entry whose request left from the middle stays until it
+        # comes to the front
+        self._heap: list[tuple[int, float, int, Request]] = []
+        # request id → serial number of its entry
+        self._serials: dict[str, int] = {}
+        self._counter = itertools.count(1)
+
+    def add(self, request: Request) -> None:
+        self._push(request, next(self._counter))
+
+    def put_back(self, request: Request) -> None:
+        # before all of the same priority and arrival
+        self._push(request, -next(self._counter))
+
+    def _push(self, request: Request, serial: int) -> None:
+        self._serials[request.request_id] = serial
+        heapq.heappush(self._heap, (request.priority, request.arrival_time, serial, request))
+
+    def peek(self) -> Request:
+        while self._heap:
+            _, _, serial, request = self._heap[0]
+            if self._serials.get(request.request_id) == serial:
+                return request
+            heapq.heappop(self._heap)
+        raise IndexError("no request waits")
+
+    def pop(self) -> Request:
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._serials[request.request_id]
+        return request
+
+    def remove(self, request: Request) -> None:
+        del self._serials[request.request_id]
+
+    def place(self, request: Request, running: list[Request]) -> None:
+        bisect.insort(running, request, key=_urgency)
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return waiting.priority < running.priority
+
+    def __len__(self) -> int:
+        return len(self._serials)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, _, serial, request in self._heap if self._serials.get(request.request_id) == serial)
+
+
+def _urgency(request: Request) -> tuple[int, float]:
+    return request.priority, request.arrival_time
+
+
+# --scheduling-policy → the queue
+QUEUES: dict[str, type[RequestQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue}

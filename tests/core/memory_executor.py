@@ -1,16 +1,21 @@
 """An executor whose model is a hash: a token follows from the seed and all tokens before it.
 
 It knows rows only from the diffs of SchedulerOutput, and keeps a paged "KV cache" of token ids that it reads
-back through its own block tables. Whatever goes wrong with slots, blocks, diffs or recomputation changes
-tokens, or raises.
+back through its own block tables; swapped blocks are in a second one. Whatever goes wrong with slots, blocks, copies,
+diffs or recomputation changes tokens, or raises.
+
+With async_scheduling a step is computed when its result is asked for, as late as can be.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
+import math
 import struct
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +26,8 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
-from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
+from ascend_vllm.types.step import KVCacheSize, MoveKind, NewRow, SchedulerOutput, StepLogprobs, StepOutput
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -32,6 +37,22 @@ def next_token(seed: int, token_ids: list[int]) -> int:
     """What the "model" samples after a sequence."""
     data = struct.pack(f"<Q{len(token_ids)}H", seed, *token_ids)
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB_SIZE
+
+
+def next_logprobs(seed: int, token_ids: list[int]) -> list[float]:
+    """Log-probabilities of all tokens after a sequence, in which beams are searched. No two are equal."""
+    data = struct.pack(f"<Q{len(token_ids)}H", seed, *token_ids)
+    digest = hashlib.blake2b(data, digest_size=VOCAB_SIZE).digest()
+    logits = [byte / 64 + token / 1000 for token, byte in enumerate(digest)]
+    total = math.log(sum(map(math.exp, logits)))
+    return [logit - total for logit in logits]
+
+
+def most_likely(seed: int, token_ids: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The most likely tokens after a sequence, best first, in float32 as the workers give them."""
+    logprobs = next_logprobs(seed, token_ids)
+    best = sorted(range(VOCAB_SIZE), key=lambda token: -logprobs[token])[:count]
+    return best, np.array([logprobs[token] for token in best], np.float32).tolist()
 
 
 def generate_alone(
@@ -70,31 +91,69 @@ class Slot:
     block_ids: list[int]
     seed: int
     params: SamplingParams
+    stop_token_ids: list[int]
+    num_prompt_tokens: int
+    max_num_tokens: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the row's last token ends it, as a worker can know."""
+        num_tokens = len(self.token_ids)
+        can_stop = num_tokens >= self.num_prompt_tokens + self.params.min_tokens
+        return num_tokens >= self.max_num_tokens or (can_stop and self.token_ids[-1] in self.stop_token_ids)
+
+
+class _LateFuture(Future[StepOutput]):
+    """A step that is computed when somebody asks for its result."""
+
+    def __init__(self, executor: MemoryExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        self._executor.compute_until(self)
+        return super().result(timeout)
 
 
 class MemoryExecutor(Executor):
     """See the module. `steps` holds every step it was given."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int, num_cpu_blocks: int = 0) -> None:
         super().__init__(config)
         self.num_blocks = num_blocks
+        self.num_cpu_blocks = num_cpu_blocks
         self.block_size = config.cache.block_size
         self.slots: dict[int, Slot] = {}
         self.cache = np.full((num_blocks, self.block_size), -1, np.int64)
+        self.cpu_cache = np.full((num_cpu_blocks, self.block_size), -1, np.int64)
+        self.moves: collections.Counter[MoveKind] = collections.Counter()
+        self.late: collections.deque[tuple[SchedulerOutput, Future[StepOutput]]] = collections.deque()
         self.steps: list[SchedulerOutput] = []
         self.fail_next: Exception | None = None
         self.is_shut_down = False
 
     def initialize(self) -> KVCacheSize:
-        return KVCacheSize(self.num_blocks)
+        return KVCacheSize(self.num_blocks, self.num_cpu_blocks)
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
+        if self.config.scheduler.async_scheduling:
+            late = _LateFuture(self)
+            self.late.append((step, late))
+            return late
         future: Future[StepOutput] = Future()
+        self._fulfil(step, future)
+        return future
+
+    def compute_until(self, future: Future[StepOutput]) -> None:
+        """Computes the steps up to a future's own."""
+        while not future.done():
+            self._fulfil(*self.late.popleft())
+
+    def _fulfil(self, step: SchedulerOutput, future: Future[StepOutput]) -> None:
         if self.fail_next is not None:
             future.set_exception(self.fail_next)
         else:
             future.set_result(self._run(step))
-        return future
 
     def check_health(self) -> None:
         pass
@@ -106,20 +165,55 @@ class MemoryExecutor(Executor):
         assert step.step_id == len(self.steps)
         self.steps.append(step)
         scheduler = self.config.scheduler
-        assert len(set(step.slots)) == len(step.slots) == len(step.num_scheduled_tokens) > 0
-        assert 0 < step.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
-        for slot in step.freed_slots:
-            self.slots.pop(slot)
-        for row in step.new_rows:
-            self._enter(row, scheduler.max_num_seqs)
-        for slot, block_ids in step.new_blocks:
-            assert slot not in {row.slot for row in step.new_rows}
-            self.slots[slot].block_ids += block_ids
+        assert len(set(step.slots)) == len(step.slots) == len(step.num_scheduled_tokens)
+        assert step.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
+        assert step.num_steps in (1, scheduler.num_scheduler_steps)
+        self._apply(step)
         sampled = []
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             if self._compute(self.slots[slot], count):
                 sampled.append(slot)
-        return self._sample(step.step_id, sampled)
+        columns = [self._sample(sampled, [True] * len(sampled))]
+        for _ in range(step.num_steps - 1):
+            assert sampled == step.slots
+            assert set(step.num_scheduled_tokens) == {1}
+            going_on = [not self.slots[slot].has_ended for slot in sampled]
+            for slot, goes_on in zip(sampled, going_on, strict=True):
+                if goes_on:
+                    assert self._compute(self.slots[slot], 1)
+            columns.append(self._sample(sampled, going_on))
+        return self._output(step.step_id, sampled, columns)
+
+    def _apply(self, step: SchedulerOutput) -> None:
+        for slot in step.freed_slots:
+            self.slots.pop(slot)
+        for kind, source, target in step.block_moves:
+            self.moves[MoveKind(kind)] += 1
+            if kind == MoveKind.COPY:
+                self.cache[target] = self.cache[source]
+            elif kind == MoveKind.SWAP_OUT:
+                self.cpu_cache[target] = self.cache[source]
+            else:
+                self.cache[target] = self.cpu_cache[source]
+        for row in step.new_rows:
+            self._enter(row, self.config.scheduler.max_num_seqs)
+        self._fork(step.forks)
+        for slot, block_ids in step.new_blocks:
+            self.slots[slot].block_ids += block_ids
+        for slot, index, block_id in step.replaced_blocks:
+            self.slots[slot].block_ids[index] = block_id
+
+    def _fork(self, forks: list[tuple[int, int, int]]) -> None:
+        assert {source for _, source, _ in forks} <= {slot for slot, source, _ in forks if slot == source}
+        sources = {source: self.slots[source] for _, source, _ in forks}
+        for slot, source, token_id in forks:
+            assert slot == source or slot not in self.slots, "a fork takes a slot that was not freed"
+            row = sources[source]
+            self.slots[slot] = dataclasses.replace(
+                row,
+                token_ids=[*row.token_ids[: row.num_computed_tokens], token_id],
+                block_ids=row.block_ids.copy(),
+            )
 
     def _enter(self, row: NewRow, max_num_seqs: int) -> None:
         assert 0 <= row.slot < max_num_seqs
@@ -131,6 +225,9 @@ class MemoryExecutor(Executor):
             list(row.block_ids),
             row.seed,
             row.sampling_params,
+            row.stop_token_ids,
+            row.num_prompt_tokens,
+            row.max_num_tokens,
         )
 
     def _compute(self, slot: Slot, count: int) -> bool:
@@ -144,33 +241,51 @@ class MemoryExecutor(Executor):
         slot.num_computed_tokens = end
         return end == len(slot.token_ids)
 
-    def _sample(self, step_id: int, slot_ids: list[int]) -> StepOutput:
+    def _sample(self, slot_ids: list[int], going_on: list[bool]) -> list[int]:
+        """A token for each row that goes on, 0 for the others."""
         tokens = []
-        for slot_id in slot_ids:
+        for slot_id, goes_on in zip(slot_ids, going_on, strict=True):
             slot = self.slots[slot_id]
-            cached = self.cache[slot.block_ids].reshape(-1)[: slot.num_computed_tokens].tolist()
-            assert cached == slot.token_ids, f"{slot.request_id}'s blocks hold other tokens than its own"
-            tokens.append(next_token(slot.seed, cached))
-            slot.token_ids.append(tokens[-1])
+            if goes_on:
+                self._check_cache(slot)
+                slot.token_ids.append(next_token(slot.seed, slot.token_ids))
+            tokens.append(slot.token_ids[-1] if goes_on else 0)
+        return tokens
+
+    def _check_cache(self, slot: Slot) -> None:
+        """All that a row's last token sees lies in its blocks."""
+        count = slot.num_computed_tokens
+        window = self.config.cache.sliding_window or count
+        cached = self.cache[slot.block_ids].reshape(-1)[max(0, count - window) : count].tolist()
+        assert cached == slot.token_ids[max(0, count - window) :], f"{slot.request_id}'s blocks hold other tokens"
+
+    def _output(self, step_id: int, slot_ids: list[int], columns: list[list[int]]) -> StepOutput:
+        sampled = np.array(columns, np.int64).T.reshape(len(slot_ids), len(columns))
         asked = [self.slots[slot].params.logprobs for slot in slot_ids]
         width = max((num for num in asked if num is not None), default=-1)
-        return StepOutput(
-            step_id=step_id,
-            slots=np.array(slot_ids, np.int32),
-            sampled_token_ids=np.array(tokens, np.int64).reshape(-1, 1),
-            logprobs=None if width < 0 else _logprobs(tokens, width),
-        )
+        logprobs = None
+        if width >= 0:
+            logprobs = _logprobs(sampled, min(width, VOCAB_SIZE))
+            self._add_candidates(logprobs, slot_ids)
+        return StepOutput(step_id, np.array(slot_ids, np.int32), sampled, logprobs)
+
+    def _add_candidates(self, logprobs: StepLogprobs, slot_ids: list[int]) -> None:
+        """Rows of beam searches, told by their ids, get log-probabilities that tokens can be chosen by."""
+        for index, slot_id in enumerate(slot_ids):
+            slot = self.slots[slot_id]
+            if "#" in slot.request_id:
+                count = logprobs.token_ids.shape[-1] - 1
+                best = most_likely(slot.seed, slot.token_ids[: slot.num_computed_tokens], count)
+                logprobs.token_ids[index, 0, 1:], logprobs.logprobs[index, 0, 1:] = best
 
 
-def _logprobs(tokens: list[int], width: int) -> StepLogprobs:
-    """The sampled token with −(its id), then tokens 0 … width-1 with −(place)."""
-    count = len(tokens)
-    top = np.broadcast_to(np.arange(width), (count, width))
-    sampled = np.array(tokens).reshape(-1, 1)
+def _logprobs(sampled: np.ndarray, width: int) -> StepLogprobs:
+    """[S, N] sampled tokens with −(their ids), then tokens 0 … width-1 with −(place)."""
+    top = np.broadcast_to(np.arange(width), (*sampled.shape, width))
     return StepLogprobs(
-        token_ids=np.concatenate([sampled, top], axis=1).astype(np.int32)[:, None],
-        logprobs=np.concatenate([-sampled, -top], axis=1).astype(np.float32)[:, None],
-        ranks=(np.array(tokens, np.int32) + 1)[:, None],
+        token_ids=np.concatenate([sampled[..., None], top], axis=-1).astype(np.int32),
+        logprobs=np.concatenate([-sampled[..., None], -top], axis=-1).astype(np.float32),
+        ranks=sampled.astype(np.int32) + 1,
     )
 
 
@@ -182,34 +297,45 @@ def make_config(
     max_model_len: int = 64,
     chunked: bool = False,
     seed: int = 0,
+    prefix_caching: bool = False,
+    sliding_window: int | None = None,
+    **scheduler: Any,
 ) -> EngineConfig:
-    """A configuration of the hash model."""
+    """A configuration of the hash model; further settings are SchedulerConfig's."""
     return EngineConfig(
         model=ModelConfig("hash", ("hash",), "hash", "Hash", {}, {}, "float32", max_model_len, seed=seed),
         load=LoadConfig(),
-        cache=CacheConfig(block_size=block_size),
-        scheduler=SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, chunked),
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching, sliding_window=sliding_window),
+        scheduler=SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, chunked, **scheduler),
         parallel=ParallelConfig(),
         device=DeviceConfig(),
         observability=ObservabilityConfig(),
     )
 
 
-def make_core(num_blocks: int = 64, **settings: int) -> tuple[EngineCore, MemoryExecutor]:
+def make_core(num_blocks: int = 64, num_cpu_blocks: int = 0, **settings: Any) -> tuple[EngineCore, MemoryExecutor]:
     """An engine core on the hash model; settings are those of `make_config`."""
-    config = make_config(**settings)  # type: ignore[arg-type]
-    executor = MemoryExecutor(config, num_blocks)
+    config = make_config(**settings)
+    executor = MemoryExecutor(config, num_blocks, num_cpu_blocks)
     return EngineCore(config, executor), executor
 
 
 def make_request(
-    request_id: str, prompt: list[int] | int, eos: int | None = EOS, **params: object
+    request_id: str,
+    prompt: list[int] | int,
+    eos: int | None = EOS,
+    message: dict[str, Any] | None = None,
+    **params: object,
 ) -> EngineCoreRequest:
-    """A request; an integer prompt is a length. Unless told otherwise it ignores EOS and brings its own seed."""
+    """A request; an integer prompt is a length. Unless told otherwise it ignores EOS and brings its own seed.
+
+    `message` has further fields of EngineCoreRequest.
+    """
     if isinstance(prompt, int):
         prompt = [(7 * i + len(request_id)) % VOCAB_SIZE for i in range(prompt)]
     settings: dict[str, object] = {"max_tokens": 8, "ignore_eos": True, "seed": 1, **params}
-    return EngineCoreRequest(request_id, prompt, SamplingParams(**settings), eos, arrival_time=0.0)  # type: ignore[arg-type]
+    sampling_params = SamplingParams(**settings)  # type: ignore[arg-type]
+    return EngineCoreRequest(request_id, prompt, sampling_params, eos, arrival_time=0.0, **(message or {}))
 
 
 @dataclasses.dataclass
@@ -220,6 +346,9 @@ class Collected:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    error_class: str | None = None
+    num_cached_tokens: int = 0
+    beams: list[BeamSequence] | None = None
 
 
 def step(core: EngineCore, into: dict[str, Collected]) -> None:
@@ -231,6 +360,9 @@ def step(core: EngineCore, into: dict[str, Collected]) -> None:
         collected.finish_reason = output.finish_reason
         collected.stop_reason = output.stop_reason
         collected.error = output.error
+        collected.error_class = output.error_class
+        collected.num_cached_tokens += output.num_cached_tokens
+        collected.beams = output.beams or collected.beams
 
 
 def run(core: EngineCore, max_steps: int = 10_000) -> dict[str, Collected]:

@@ -349,7 +349,7 @@ def test_abort_in_every_state(status: RequestStatus) -> None:
     core.add_request(victim)
     collected: dict[str, Collected] = {}
     scheduler = core._scheduler
-    request = scheduler._requests["victim"]
+    request = scheduler.requests["victim"]
     while request.status is not status:
         step(core, collected)
     core.abort_requests(["victim", "unknown"])

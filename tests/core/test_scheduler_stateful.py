@@ -1,16 +1,24 @@
-"""Random traffic over tiny caches: accounts balance after each step, and every request gets its own tokens."""
+"""Random traffic over tiny caches: accounts balance after each step, and every request gets its own tokens.
+
+Arrivals of all lengths and priorities, prompts that begin alike, sequences that share a prompt, beam searches,
+aborts, and caches so small that requests are preempted all the time, under every combination of the scheduler's settings.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ascend_vllm.core.beam_search import BeamSearch
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.types.messages import EngineCoreRequest
+from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, EngineCoreRequest, FinishReason
 from tests.core.memory_executor import (
+    EOS,
     VOCAB_SIZE,
     Collected,
     MemoryExecutor,
@@ -18,11 +26,43 @@ from tests.core.memory_executor import (
     generate_alone,
     make_core,
     make_request,
+    most_likely,
     step,
 )
 
 # far more than any drawn traffic takes; a scheduler that loops does not end within it
 MAX_STEPS = 5_000
+# prompts that begin with these share blocks
+STEMS = [[], [3] * 8, [3] * 8 + [5, 6, 7, 8, 9]]
+
+
+def search_alone(request: EngineCoreRequest, seed: int, max_num_computed: int) -> list[BeamSequence]:
+    """The best sequences of a beam search, worked out without an engine."""
+    assert request.beam_search is not None
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    eos = None if params.ignore_eos else request.eos_token_id
+    end_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if eos is None else {eos})
+    search = BeamSearch(
+        request.beam_search,
+        len(prompt),
+        min(max_num_computed + 1, len(prompt) + (params.max_tokens or 0)),
+        end_ids,
+        eos,
+        len(prompt) + params.min_tokens,
+        max_num_computed,
+    )
+    while not search.is_done:
+        live = [search.output_token_ids(index) for index in range(search.num_live)]
+        search.advance([most_likely(seed, prompt + tokens, search.num_candidates) for tokens in live])
+    return search.best()
+
+
+@dataclasses.dataclass
+class Sent:
+    """A request that was sent, and the seed its tokens follow from."""
+
+    message: EngineCoreRequest
+    seed: int
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -32,79 +72,142 @@ class SchedulerMachine(RuleBasedStateMachine):
     executor: MemoryExecutor
 
     @initialize(
-        num_blocks=st.integers(1, 10),
+        num_blocks=st.integers(1, 14),
+        num_cpu_blocks=st.sampled_from([0, 3, 20]),
         block_size=st.sampled_from([1, 2, 4]),
-        max_num_seqs=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 24),
         max_model_len=st.integers(2, 30),
-        chunked=st.booleans(),
         seed=st.integers(0, 3),
+        window=st.sampled_from([None, None, None, 1, 5]),
+        flags=st.fixed_dictionaries(
+            {
+                "chunked": st.booleans(),
+                "prefix_caching": st.booleans(),
+                "num_scheduler_steps": st.sampled_from([1, 1, 2, 5]),
+                "policy": st.sampled_from(["fcfs", "fcfs", "priority"]),
+                "preemption_mode": st.sampled_from([None, "recompute", "swap"]),
+                "async_scheduling": st.booleans(),
+                "delay_factor": st.sampled_from([0.0, 0.0, 0.5]),
+                "max_num_partial_prefills": st.integers(1, 3),
+                "long_prefill_token_threshold": st.sampled_from([0, 0, 3, 10]),
+            }
+        ),
     )
     def start(
         self,
         num_blocks: int,
+        num_cpu_blocks: int,
         block_size: int,
         max_num_seqs: int,
         extra_budget: int,
         max_model_len: int,
-        chunked: bool,
         seed: int,
+        window: int | None,
+        flags: dict[str, Any],
     ) -> None:
         budget = max_num_seqs + extra_budget
+        if not flags["chunked"]:
+            flags |= {"max_num_partial_prefills": 1, "long_prefill_token_threshold": 0}
         self.core, self.executor = make_core(
             num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
-            chunked=chunked,
             seed=seed,
+            # a cached prefix may have lost what a window left behind; start-up refuses the two together
+            sliding_window=None if flags["prefix_caching"] else window,
+            **flags,
         )
-        self.chunked = chunked
-        # what limits a sequence: the model, the cache, and without chunks the step
-        self.max_num_computed = min(max_model_len, num_blocks * block_size, max_model_len if chunked else budget)
+        self.chunked = flags["chunked"]
+        # what limits a sequence: the model, and without chunks the step; and the cache, if it holds the prompt
+        self.max_model_len = max_model_len if self.chunked else min(max_model_len, budget)
+        self.capacity = num_blocks * block_size
         self.seeds = random.Random(seed)
-        self.requests: dict[str, tuple[EngineCoreRequest, int]] = {}
+        self.sent: dict[str, Sent] = {}
         self.aborted: set[str] = set()
         self.collected: dict[str, Collected] = {}
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=32),
+        stem=st.sampled_from(STEMS),
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=24),
         max_tokens=st.integers(1, 24),
         min_tokens=st.integers(0, 4),
         seed=st.none() | st.integers(0, 5),
         stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         ignore_eos=st.booleans(),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "a", "b"]),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
     )
-    def add(
+    def add(self, stem: list[int], prompt: list[int], min_tokens: int, salt: str, n: int, **given: Any) -> None:
+        message = {"priority": given.pop("priority"), "content_keys": [(0, salt)] if salt else []}
+        for index in range(n):
+            request = make_request(
+                f"r{len(self.sent)}",
+                stem + prompt,
+                message=message,
+                min_tokens=min(min_tokens, given["max_tokens"]),
+                **given,
+            )
+            if index == 0 and n > 1:
+                message = {**message, "parent_id": request.request_id}
+            self.send(request)
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 10),
+        min_tokens=st.integers(0, 3),
+        stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        ignore_eos=st.booleans(),
+        width=st.integers(1, 4),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([None, False, True, "never"]),
+        stream=st.booleans(),
+    )
+    def search(
         self,
         prompt: list[int],
-        max_tokens: int,
         min_tokens: int,
-        seed: int | None,
-        stop_token_ids: list[int],
-        ignore_eos: bool,
+        width: int,
+        length_penalty: float,
+        early_stopping: bool | str | None,
+        stream: bool,
+        **given: Any,
     ) -> None:
-        request = make_request(
-            f"r{len(self.requests)}",
-            prompt,
-            max_tokens=max_tokens,
-            min_tokens=min(min_tokens, max_tokens),
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
+        spec = BeamSearchSpec(width, max(1, width - 1), length_penalty, early_stopping, stream)
+        self.send(
+            make_request(
+                f"b{len(self.sent)}",
+                prompt,
+                message={"beam_search": spec},
+                min_tokens=min(min_tokens, given["max_tokens"]),
+                temperature=0.0,
+                eos=EOS,
+                **given,
+            )
         )
+
+    def send(self, request: EngineCoreRequest) -> None:
         drawn = self.seeds.getrandbits(63)
-        self.requests[request.request_id] = (request, drawn if seed is None else seed)
+        seed = request.sampling_params.seed
+        self.sent[request.request_id] = Sent(request, drawn if seed is None else seed)
         self.core.add_request(request)
 
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        if request_id in self.core._scheduler._requests:
+        request_id = data.draw(st.sampled_from(sorted(self.sent)))
+        if request_id in self.core._scheduler.requests:
             self.aborted.add(request_id)
         self.core.abort_requests([request_id])
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.core.call_utility("reset_prefix_cache", [])
 
     @rule(count=st.integers(1, 6))
     def run_steps(self, count: int) -> None:
@@ -118,15 +221,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         assert self.core.audit()["violations"] == []
-        for slot_id, request in self.core._scheduler._rows.items():
-            slot = self.executor.slots[slot_id]
-            assert slot.request_id == request.request_id
-            assert slot.block_ids == request.block_ids
-            assert slot.token_ids == request.token_ids
-            assert slot.num_computed_tokens == request.num_computed_tokens
+        if not self.core._in_flight:
+            self.check_worker()
         if self.executor.steps and not self.chunked:
             made = self.executor.steps[-1]
-            assert len(made.new_rows) in (0, len(made.slots)), "prompts and decodes in one step"
+            new_slots = {row.slot for row in made.new_rows}
+            counts = dict(zip(made.slots, made.num_scheduled_tokens, strict=True))
+            if max(counts.values(), default=0) > 1:
+                assert counts.keys() <= new_slots, "prompts and decodes in one step"
+
+    def check_worker(self) -> None:
+        told = {slot for slot, _ in self.core._scheduler._forks.items()}
+        for slot_id, request in self.core._scheduler.rows.items():
+            if slot_id in told:
+                # what became of a beam is told with the next step
+                continue
+            slot = self.executor.slots[slot_id]
+            assert slot.request_id.split("#")[0] == request.request_id.split("#")[0]
+            held = [block_id for block_id in request.block_ids if block_id >= 0]
+            assert slot.block_ids[len(slot.block_ids) - len(held) :] == held
+            if request.num_missing_tokens:
+                assert slot.token_ids == request.token_ids
+            assert slot.num_computed_tokens == request.num_computed_tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -137,25 +253,58 @@ class SchedulerMachine(RuleBasedStateMachine):
             step(self.core, self.collected)
             self.check()
         assert_all_free(self.core)
-        for request_id, (request, seed) in self.requests.items():
+        for request_id, sent in self.sent.items():
             result = self.collected.get(request_id, Collected())
-            if len(request.prompt_token_ids) > self.max_num_computed:
-                expected: list[int] = []
+            if sent.message.beam_search is not None:
+                self.check_search(request_id, sent, result)
             else:
-                expected, reason, stop_reason = generate_alone(request, seed, self.max_num_computed)
-            if request_id in self.aborted:
-                assert result.finish_reason is None
-                assert result.token_ids == expected[: len(result.token_ids)]
-            else:
-                assert result.token_ids == expected
-                assert result.finish_reason is not None
-                if expected:
-                    assert (result.finish_reason, result.stop_reason) == (reason, stop_reason)
+                self.check_tokens(request_id, sent, result)
         # a freed row is told with the next step at the latest, so nothing stale is left but of the last one
         assert len(self.executor.slots) <= self.core.config.scheduler.max_num_seqs
+
+    def fits(self, message: EngineCoreRequest) -> bool:
+        return len(message.prompt_token_ids) <= min(self.max_model_len, self.capacity)
+
+    def check_tokens(self, request_id: str, sent: Sent, result: Collected) -> None:
+        expected: list[int] = []
+        reason, stop_reason = FinishReason.LENGTH, None
+        # a row that runs alone may outgrow the cache, unless a window gives blocks back all the time
+        limits = {self.max_model_len}
+        if self.core.config.cache.sliding_window is None:
+            limits = {min(self.max_model_len, self.capacity)}
+        elif self.capacity < self.max_model_len:
+            limits.update(range(self.capacity, self.max_model_len))
+        if self.fits(sent.message):
+            allowed = [generate_alone(sent.message, sent.seed, limit) for limit in sorted(limits)]
+        else:
+            allowed = [(expected, reason, stop_reason)]
+        if request_id in self.aborted:
+            assert result.finish_reason is None
+            longest = allowed[-1][0]
+            assert result.token_ids == longest[: len(result.token_ids)]
+        else:
+            assert (result.token_ids, result.finish_reason, result.stop_reason) in allowed
+
+    def check_search(self, request_id: str, sent: Sent, result: Collected) -> None:
+        if request_id in self.aborted:
+            assert result.finish_reason is None
+        elif not self.fits(sent.message):
+            assert (result.finish_reason, result.beams) == (FinishReason.LENGTH, None)
+        elif sent.message.beam_search.width > self.core.config.scheduler.max_num_seqs:  # type: ignore[union-attr]
+            assert result.finish_reason is FinishReason.ERROR
+            assert "--max-num-seqs" in (result.error or "")
+        else:
+            assert result.beams is not None
+            expected = search_alone(sent.message, sent.seed, self.max_model_len)
+            if result.beams != expected:
+                # it outgrew the cache while it ran alone, and was told so
+                assert result.finish_reason is FinishReason.LENGTH
+                width = sent.message.beam_search.width  # type: ignore[union-attr]
+                most = len(sent.message.prompt_token_ids) + width * (sent.message.sampling_params.max_tokens or 0)
+                assert most > self.capacity - (width + 1) * self.core.config.cache.block_size
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
