@@ -29,10 +29,12 @@ class CompletionOutput:
     """One generated sequence of a request.
 
     Attributes:
-        index: order of creation among the request's sequences.
+        index: order of creation among the request's sequences; with best_of above n and with beam search the rank,
+            0 is the best.
         text: the text so far, or what is new of it (RequestOutputKind.DELTA).
         token_ids: likewise; the stop token is part of it.
-        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for or
+            decide which sequences are returned.
         logprobs: one entry per token of token_ids; None unless asked for.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
