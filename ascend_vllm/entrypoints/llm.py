@@ -323,6 +323,13 @@ class LLM:
             raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
         return tokenizer
 
+    def _check_beams(self, params: Sequence[SamplingParams]) -> None:
+        """Refuses searches that could never run, before anything does."""
+        limit = self.llm_engine.config.scheduler.max_num_seqs
+        widest = max((one.num_sequences for one in params if one.use_beam_search), default=0)
+        if widest > limit:
+            raise RequestError(f"beams of a search must be at most {limit} (--max-num-seqs), got {widest}", "best_of")
+
     def _make_beam_search_output(self, output: RequestOutput) -> BeamSearchOutput:
         tokenizer = self.llm_engine.tokenizer
         sequences = []
@@ -349,6 +356,7 @@ class LLM:
         priorities: Sequence[int],
         use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
+        self._check_beams(params)
         request_ids: list[str] = []
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):

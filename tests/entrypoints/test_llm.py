@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from ascend_vllm import LLM, SamplingParams
+from ascend_vllm import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from ascend_vllm.errors import ConfigError, RequestError
 from tests.tiny_models import tiny_model
 
@@ -162,7 +162,89 @@ def test_wrong_calls_leave_nothing_behind(llm: LLM, arguments: dict[str, Any], w
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
 
 
-@pytest.mark.parametrize("method", ["beam_search", "start_profile", "stop_profile"])
+def test_beam_search(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
+    outputs = llm.beam_search(PROMPTS, params)
+    tokenizer = llm.get_tokenizer()
+    for prompt, output in zip(ids, outputs, strict=True):
+        assert isinstance(output, BeamSearchOutput)
+        assert len(output.sequences) == 3
+        assert len({tuple(sequence.tokens) for sequence in output.sequences}) == 3
+        logprobs = [sequence.cum_logprob for sequence in output.sequences]
+        assert 0 > logprobs[0] > logprobs[1] > logprobs[2]
+        for sequence in output.sequences:
+            assert sequence.tokens[: len(prompt)] == prompt
+            assert len(sequence.tokens) == len(prompt) + 6
+            assert (sequence.finish_reason, sequence.stop_reason) == ("length", None)
+            assert sequence.text == tokenizer.decode(sequence.tokens)
+    forms: list[Any] = [ids[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids[0]}, PROMPTS[0]]
+    assert llm.beam_search(forms, params) == [outputs[0]] * 4
+    assert llm.beam_search(PROMPTS[0], params) == [outputs[0]]
+    assert llm.beam_search([], params) == []
+
+
+def test_a_single_beam_is_greedy(llm: LLM) -> None:
+    outputs = llm.beam_search(PROMPTS, BeamSearchParams(1, 12, ignore_eos=True))
+    for output, greedy in zip(outputs, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+        (sequence,) = output.sequences
+        assert sequence.tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
+
+
+def test_beam_search_shows_its_progress_if_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = BeamSearchParams(2, 3)
+    llm.beam_search(PROMPTS, params)
+    assert "Processed prompts" not in capsys.readouterr().err
+    llm.beam_search(PROMPTS, params, use_tqdm=True)
+    assert re.search(r"Processed prompts: 100%\|█+\| 4/4 \[", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "width", "words"),
+    [
+        (["a", ""], 2, "Prompt cannot be empty"),
+        (["a", [384]], 2, "Token id 384 is out of vocabulary"),
+        (["a"], 257, "beams of a search must be at most 256 (--max-num-seqs), got 257"),
+    ],
+)
+def test_wrong_beam_searches(llm: LLM, prompts: list[Any], width: int, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        llm.beam_search(prompts, BeamSearchParams(width, 4))
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_resetting_the_prefix_cache() -> None:
+    llm = make_llm(enable_prefix_caching=True)
+    prompt = {"prompt_token_ids": [i % 300 + 3 for i in range(100)]}
+
+    def num_cached_tokens() -> int:
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        return output.num_cached_tokens
+
+    assert [num_cached_tokens(), num_cached_tokens()] == [0, 96]
+    assert llm.reset_prefix_cache() is True
+    assert [num_cached_tokens(), num_cached_tokens()] == [0, 96]
+    llm.shutdown()
+
+
+def test_priorities() -> None:
+    """Of requests that wait, the lower number is served first."""
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+    order: list[str] = []
+    step = llm.llm_engine.step
+
+    def watched() -> Any:
+        outputs = step()
+        order.extend(output.prompt for output in outputs)
+        return outputs
+
+    llm.llm_engine.step = watched
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False, priority=[3, 1, 2, 0])
+    assert order == [PROMPTS[3], PROMPTS[1], PROMPTS[2], PROMPTS[0]]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("method", ["start_profile", "stop_profile"])
 def test_methods_of_later_versions(llm: LLM, method: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"LLM\.{method}\(\) is not supported"):
         getattr(llm, method)()
@@ -239,6 +321,8 @@ def test_without_a_tokenizer() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, detokenize=False)
     (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 4)
+    (beams,) = llm.beam_search([[5, 6, 7]], BeamSearchParams(2, 4, ignore_eos=True))
+    assert [(sequence.text, len(sequence.tokens)) for sequence in beams.sequences] == [(None, 7)] * 2
     with pytest.raises(RequestError, match="there is no tokenizer"):
         llm.get_tokenizer()
     llm.shutdown()
