@@ -341,6 +341,32 @@ def test_a_block_that_is_written_again_is_not_found() -> None:
     assert len(manager.find_cached_blocks(make_request("c", 9))) == second.num_cached_blocks == 1
 
 
+def test_a_copy_of_a_cached_block_is_not_in_the_cache() -> None:
+    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
+    first, second = make_request("a", 8), make_request("b", [0, 1, 2, 3, 4, 5, 60, 70])
+    compute(manager, first)
+    manager.share_all(second, first)
+    second.num_computed_tokens = 6
+    assert manager.make_writable(second, 6) == (1, second.block_ids[1])
+    assert second.num_cached_blocks == 1
+    assert len(manager.find_cached_blocks(make_request("c", 9))) == 2
+
+
+def test_a_fork_does_not_take_over_hashes_of_tokens_it_does_not_have() -> None:
+    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
+    parent, child = make_request("p", 9), make_request("c", [0, 1, 2, 3, 9, 9, 9, 9, 9])
+    # hashes of all its tokens, of which some are computed
+    assert manager.find_cached_blocks(parent) == []
+    compute(manager, parent, 4)
+    assert manager.fork(child, parent, 4, 9)
+    child.num_computed_tokens = 4
+    compute(manager, child)
+    compute(manager, parent)
+    assert manager.violations([parent, child], copies_pending=False) == []
+    for request in (parent, child):
+        assert manager.find_cached_blocks(make_request("d", request.token_ids)) == request.block_ids[:2]
+
+
 def test_a_beam_does_not_take_over_hashes_of_tokens_it_may_not_have() -> None:
     manager = KVCacheManager(8, 4, enable_prefix_caching=True)
     first, second = make_request("a", 7), make_request("b", 7)
