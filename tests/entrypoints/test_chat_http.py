@@ -67,7 +67,9 @@ def test_the_prompt_is_the_template_s(http: httpx.Client) -> None:
 
 
 def test_order_of_a_stream_s_events(http: httpx.Client) -> None:
-    events = ask_stream(http, max_tokens=20)
+    # long enough that a busy machine does not merge them all
+    fields = {"max_tokens": 300, "ignore_eos": True}
+    events = ask_stream(http, **fields)
     choices = [event["choices"][0] for event in events]
     assert list(events[0]) == ["id", "object", "created", "model", "choices"]
     assert choices[0] == {
@@ -80,7 +82,7 @@ def test_order_of_a_stream_s_events(http: httpx.Client) -> None:
     assert all("role" not in choice["delta"] for choice in choices[1:])
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
     assert ["stop_reason" in choice for choice in choices] == [False] * (len(choices) - 1) + [True]
-    assert "".join(choice["delta"]["content"] for choice in choices) == content(ask(http, max_tokens=20))
+    assert "".join(choice["delta"]["content"] for choice in choices) == content(ask(http, **fields))
 
 
 def test_usage_of_streams(http: httpx.Client) -> None:
@@ -104,6 +106,34 @@ def test_several_choices(http: httpx.Client) -> None:
     for event in events:
         texts[event["choices"][0]["index"]] += event["choices"][0]["delta"]["content"]
     assert texts == whole
+
+
+def test_the_best_of_several(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "ignore_eos": True}
+    scores, texts = [], []
+    for choice in ask(http, **fields, n=4, logprobs=True)["choices"]:
+        scores.append(sum(entry["logprob"] for entry in choice["logprobs"]["content"]))
+        texts.append(choice["message"]["content"])
+    answer = ask(http, **fields, best_of=4)
+    (choice,) = answer["choices"]
+    assert (choice["index"], choice["logprobs"]) == (0, None)
+    assert choice["message"]["content"] == texts[scores.index(max(scores))]
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_beam_search(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"use_beam_search": True, "n": 2, "length_penalty": 0.5}
+    answer = ask(http, **fields)
+    whole = [(choice["index"], choice["message"]["content"], choice["finish_reason"]) for choice in answer["choices"]]
+    assert [index for index, _, _ in whole] == [0, 1]
+    assert {reason for _, _, reason in whole} <= {"stop", "length"}
+    assert answer["usage"]["completion_tokens"] <= 16
+    events = ask_stream(http, **fields, stream_options={"include_usage": True})
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert [choice["delta"] for choice in choices[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [(choice["index"], choice["delta"]["content"], choice["finish_reason"]) for choice in choices[2:]] == whole
+    assert events[-1]["usage"] == answer["usage"]
+    assert content(ask(http, use_beam_search=True, ignore_eos=True)) == content(ask(http, ignore_eos=True))
 
 
 def test_logprobs(http: httpx.Client) -> None:
@@ -172,6 +202,13 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": [{"role": "user", "content": "one two " * 300}]}, 400, "Please reduce the length of the messages"),
     ({"top_logprobs": 2}, 400, "when using `top_logprobs`, `logprobs` must be set to true."),
     ({"logprobs": True, "top_logprobs": 21}, 400, "Requested sample logprobs of 21"),
+    ({"use_beam_search": True, "temperature": 1}, 400, "temperature must be 0 when using beam search."),
+    ({"use_beam_search": True, "logprobs": True}, 400, "logprobs cannot be used with beam search."),
+    ({"early_stopping": True}, 400, "early_stopping is not effective"),
+    ({"best_of": 1, "n": 2}, 400, "best_of must be greater than or equal to n, got n=2 and best_of=1."),
+    ({"best_of": 2, "temperature": 1, "stream": True}, 400, "best_of must equal n to use output_kind=DELTA"),
+    ({"cache_salt": ""}, 400, "Parameter 'cache_salt' must be a non-empty string if provided."),
+    ({"priority": 1}, 400, "Got priority 1 but Priority scheduling is not enabled."),
     ({"chat_template": "{{ 1 }}"}, 400, "--trust-request-chat-template"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "`tools` is not supported"),
     ({"response_format": {"type": "xml"}}, 400, "Input should be 'text', 'json_object' or 'json_schema'"),
@@ -199,6 +236,11 @@ def test_the_official_client(client: openai.OpenAI, http: httpx.Client) -> None:
     with_logprobs = client.chat.completions.create(**BASE, logprobs=True, top_logprobs=1)
     assert with_logprobs.choices[0].logprobs is not None
     assert len(with_logprobs.choices[0].logprobs.content or []) == 8
+    beams = client.chat.completions.create(**BASE, n=2, extra_body={"use_beam_search": True, "best_of": 3})
+    assert [choice.index for choice in beams.choices] == [0, 1]
+    assert len({choice.message.content for choice in beams.choices}) == 2
+    with pytest.raises(openai.BadRequestError, match="early_stopping must be True, False, or 'never'"):
+        client.chat.completions.create(**BASE, n=2, extra_body={"use_beam_search": True, "early_stopping": "no"})
 
 
 async def test_the_official_async_client(openai_server: Any) -> None:

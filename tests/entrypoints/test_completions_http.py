@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.server import Server, needs_curl
+from tests.server import OPENAI_SERVER, Server, needs_curl, running
 
 BASE = {"model": "tiny", "prompt": "Hello! How are you", "max_tokens": 8, "temperature": 0}
 
@@ -133,6 +134,74 @@ def test_seeds_repeat_and_choices_differ(http: httpx.Client) -> None:
     assert texts(1) == texts(1)
     assert texts(1) != texts(2)
     assert len(set(texts(1))) == 3
+
+
+def test_the_best_of_several(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True}
+    everything = ask(http, **fields, n=4, logprobs=0)["choices"]
+    answer = ask(http, **fields, prompt=[BASE["prompt"]] * 2, n=2, best_of=4)
+    best = sorted(everything, key=lambda choice: -choice["cum_log_probs"])[:2]
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    for found, expected in zip(choices, best + best, strict=True):
+        assert (found["text"], found["logprobs"]) == (expected["text"], None)
+        assert found["cum_log_probs"] == pytest.approx(expected["cum_log_probs"], abs=1e-4)
+    # of the choices that are returned
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_best_of_streams_if_all_are_returned(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "n": 2}
+    plain = ask(http, **fields)["choices"]
+    texts = ["", ""]
+    for event in ask_stream(http, **fields, best_of=2):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == [choice["text"] for choice in plain]
+    body = BASE | fields | {"best_of": 3, "stream": True}
+    refused = http.post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["message"] == "best_of must equal n to use output_kind=DELTA"
+    assert refused.json()["param"] == "best_of"
+
+
+BEAMS: dict[str, Any] = {"use_beam_search": True, "best_of": 3, "n": 2, "max_tokens": 5, "return_token_ids": True}
+
+
+def test_beam_search(http: httpx.Client) -> None:
+    answer = ask(http, **BEAMS)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    ids = tokens(http, BASE["prompt"])
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] in ("length", "stop")
+        assert choice["logprobs"] is None
+        generated = choice["token_ids"]
+        # the model's own probability of each token after those before it
+        total = 0.0
+        for position, token in enumerate(generated):
+            single = ask(http, prompt=ids + generated[:position], max_tokens=1, allowed_token_ids=[token], logprobs=0)
+            total += single["choices"][0]["logprobs"]["token_logprobs"][0]
+        assert choice["cum_log_probs"] == pytest.approx(total, abs=1e-3)
+    # output only, and of the choices that are returned
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_beam_search_takes_nulls_and_one_beam(http: httpx.Client) -> None:
+    greedy = ask(http, ignore_eos=True)["choices"][0]["text"]
+    nulls = dict.fromkeys(("temperature", "top_p", "top_k", "n", "best_of", "early_stopping", "length_penalty"))
+    assert ask(http, use_beam_search=True, ignore_eos=True, **nulls)["choices"][0]["text"] == greedy
+    assert ask(http, use_beam_search=False, **nulls | {"temperature": 0})["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("rule", [None, True, False, "never"])
+def test_a_stream_of_beams_has_one_event_a_choice(http: httpx.Client, rule: Any) -> None:
+    fields = BEAMS | {"early_stopping": rule, "length_penalty": 0.5, "stream_options": {"include_usage": True}}
+    whole = ask(http, **fields | {"stream_options": None})
+    events = ask_stream(http, **fields)
+    choices = [event["choices"][0] for event in events[:-1]]
+    for choice, expected in zip(choices, whole["choices"], strict=True):
+        assert {name: choice[name] for name in choice} == {name: expected[name] for name in choice}
+    assert events[-1]["usage"] == whole["usage"]
 
 
 def test_stop_strings(http: httpx.Client) -> None:
@@ -264,6 +333,79 @@ def test_request_ids_are_honoured(http: httpx.Client) -> None:
     assert ask_stream(http, request_id="other")[0]["id"] == "cmpl-other"
 
 
+@pytest.fixture(scope="module")
+def caching(tiny_dir: str) -> Iterator[httpx.Client]:
+    """A client of a server with a prefix cache, priorities and several steps at once."""
+    flags = [
+        "--model",
+        tiny_dir,
+        "--served-model-name",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--num-gpu-blocks-override",
+        "64",
+    ]
+    flags += ["--block-size", "16", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    flags += ["--scheduling-policy", "priority", "--num-scheduler-steps", "4"]
+    with running(OPENAI_SERVER, flags) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def cached_tokens(usage: dict[str, Any]) -> int:
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_cached_tokens_are_told(caching: httpx.Client) -> None:
+    prompt = [5 + i for i in range(70)]
+    first, second = (ask(caching, prompt=prompt) for _ in range(2))
+    assert [cached_tokens(answer["usage"]) for answer in (first, second)] == [0, 64]
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = ask_stream(caching, prompt=prompt, stream_options=options)
+    assert [cached_tokens(event["usage"]) for event in events] == [64] * len(events)
+    # sequences share their prompt, which counts once, and prompts add up
+    fields: dict[str, Any] = {"n": 3, "temperature": 1.0}
+    assert cached_tokens(ask(caching, prompt=prompt, **fields)["usage"]) == 64
+    assert cached_tokens(ask(caching, prompt=[prompt, prompt[:40]], **fields)["usage"]) == 64 + 32
+    assert cached_tokens(ask(caching, prompt=prompt, **BEAMS)["usage"]) == 64
+
+
+def test_cached_tokens_of_a_chat(caching: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 4}]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    first, second = (caching.post("/v1/chat/completions", json=body).json()["usage"] for _ in range(2))
+    assert cached_tokens(first) == 0
+    assert cached_tokens(second) == first["prompt_tokens"] // 16 * 16 > 0
+    stream = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with caching.stream("POST", "/v1/chat/completions", json=stream) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert json.loads(events[-2])["usage"] == second
+
+
+def test_a_salt_keeps_prefixes_apart(caching: httpx.Client) -> None:
+    prompt = [100 + i for i in range(50)]
+
+    def cached(salt: str | None) -> int:
+        return cached_tokens(ask(caching, prompt=prompt, cache_salt=salt)["usage"])
+
+    assert [cached("a"), cached("a"), cached("b"), cached(None), cached("b")] == [0, 48, 0, 0, 48]
+
+
+def test_priorities_are_taken(caching: httpx.Client) -> None:
+    expected = ask(caching)["choices"][0]["text"]
+    for priority in (-3, 0, 7):
+        assert ask(caching, priority=priority)["choices"][0]["text"] == expected
+    refused = caching.post("/v1/completions", json=BASE | {"priority": 1 << 70})
+    assert (refused.status_code, refused.json()["param"]) == (400, "priority")
+
+
+def test_tokens_of_several_steps_come_one_by_one(caching: httpx.Client) -> None:
+    whole = ask(caching, max_tokens=11, ignore_eos=True, return_token_ids=True)["choices"][0]["token_ids"]
+    events = ask_stream(caching, max_tokens=11, ignore_eos=True, return_token_ids=True)
+    assert [event["choices"][0]["token_ids"] for event in events] == [[id_] for id_ in whole]
+
+
 LIMIT = 512
 BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "nope"}, 404, "The model `nope` does not exist."),
@@ -303,7 +445,26 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"allowed_token_ids": [9999]}, 400, "allowed_token_ids contains out-of-vocab token id!"),
     ({"allowed_token_ids": []}, 400, "allowed_token_ids is not None and empty!"),
     ({"suffix": "x"}, 400, "`suffix` is not supported"),
-    ({"best_of": 3, "n": 1}, 400, "best_of"),
+    ({"best_of": 3, "n": 3}, 400, "n must be 1 when using greedy sampling, got 3."),
+    ({"best_of": 1, "n": 2}, 400, "best_of must be greater than or equal to n, got n=2 and best_of=1."),
+    ({"use_beam_search": True, "temperature": 1}, 400, "temperature must be 0 when using beam search."),
+    ({"use_beam_search": True, "top_p": 0.9}, 400, "top_p must be 1 when using beam search."),
+    ({"use_beam_search": True, "top_k": 3}, 400, "top_k must be -1 when using beam search."),
+    ({"use_beam_search": True, "logprobs": 1}, 400, "logprobs cannot be used with beam search."),
+    (
+        {"use_beam_search": True, "early_stopping": True},
+        400,
+        "best_of must be greater than 1 when using beam search.",
+    ),
+    ({"use_beam_search": True, "n": 2, "early_stopping": "x"}, 400, "early_stopping must be True, False, or 'never'"),
+    (
+        {"use_beam_search": True, "n": 65},
+        400,
+        "a beam search of width 65 needs more sequences than --max-num-seqs (64) allows to run",
+    ),
+    ({"early_stopping": True}, 400, "early_stopping is not effective and must be False when not using beam search."),
+    ({"length_penalty": 2}, 400, "length_penalty is not effective and must be the default value of 1.0"),
+    ({"cache_salt": ""}, 400, "Parameter 'cache_salt' must be a non-empty string if provided."),
     ({"guided_regex": "a+"}, 400, "`guided_regex` is not supported"),
     ({"priority": 1}, 400, "Got priority 1 but Priority scheduling is not enabled."),
 ]
