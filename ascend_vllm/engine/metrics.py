@@ -188,7 +188,7 @@ class EngineMetrics(Collector):
         is_caching = self._config.cache.enable_prefix_caching
         for name, documentation, value in (
             ("num_requests_running", "Sequences that are being computed.", stats.num_running),
-            ("num_requests_waiting", "Sequences that wait to be computed.", stats.num_waiting - stats.num_swapped),
+            ("num_requests_waiting", "Sequences that wait to be computed.", _num_pending(stats)),
             ("num_requests_swapped", "Sequences swapped to CPU memory.", stats.num_swapped),
             ("kv_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
             ("gpu_cache_usage_perc", "Share of KV cache blocks in use, 1 is all.", stats.kv_cache_usage),
@@ -337,7 +337,7 @@ class _LogLine:
             f"Avg prompt throughput: {self.throughput[0]:.1f} tokens/s, "
             f"Avg generation throughput: {self.throughput[1]:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Swapped: {stats.num_swapped} reqs, "
-            f"Pending: {stats.num_waiting - stats.num_swapped} reqs, "
+            f"Pending: {_num_pending(stats)} reqs, "
             f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
             f"CPU KV cache usage: {100 * stats.cpu_cache_usage:.1f}%."
         )
@@ -345,6 +345,11 @@ class _LogLine:
             # swapped blocks are never looked up
             line += f" Prefix cache hit rate: GPU: {100 * _hit_rate(stats):.2f}%, CPU: 0.00%"
         return line
+
+
+def _num_pending(stats: SchedulerStats) -> int:
+    # a beam search waits as one and is swapped as several
+    return max(0, stats.num_waiting - stats.num_swapped)
 
 
 def _hit_rate(stats: SchedulerStats) -> float:

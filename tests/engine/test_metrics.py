@@ -104,6 +104,13 @@ def test_requests_that_waited_too_long_are_rejections(byte_level: Tokenizer) -> 
     assert found["vllm:request_success_total", (("finished_reason", "error"),)] == 4
 
 
+def test_nobody_waits_beside_a_swapped_beam_search(byte_level: Tokenizer) -> None:
+    metrics = EngineMetrics(make_config())
+    metrics.record(SchedulerStats(1, 1, 0.5, 1, num_swapped=4), FakeEngine(byte_level).stats)
+    found = samples(metrics)
+    assert (found["vllm:num_requests_waiting", ()], found["vllm:num_requests_swapped", ()]) == (0, 4)
+
+
 def test_the_hit_rate_of_the_prefix_cache(byte_level: Tokenizer, log: pytest.LogCaptureFixture) -> None:
     config = make_config()
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=True)
