@@ -57,31 +57,33 @@ class _HostRows:
         return counts
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows that are still in, on the device. See _HostRows."""
+    """The rows that are still in, on the device: the fields of _HostRows, those with a pass axis as one per pass."""
 
     # [r] host: their places in the step
     index: Int64Array
     plan: SamplingPlan
-    # [N, r] int64
-    num_tokens: torch.Tensor
-    # [N, r] int64
-    positions: torch.Tensor
-    # [N, r] int32
-    seq_lens: torch.Tensor
-    # [N, r] int64
-    slot_mapping: torch.Tensor
+    # N times [r] int64
+    num_tokens: tuple[torch.Tensor, ...]
+    # N times [r] int64
+    positions: tuple[torch.Tensor, ...]
+    # N times [r] int32
+    seq_lens: tuple[torch.Tensor, ...]
+    # N times [r] int64
+    slot_mapping: tuple[torch.Tensor, ...]
     # [r, B] int32
     block_table: torch.Tensor
     # [r+1] int32
     query_start: torch.Tensor
-    # [r, W] int64
-    stop_ids: torch.Tensor
-    # [N, r] bool
-    may_stop: torch.Tensor
-    # [r] bool: no stop id has ended the row
-    alive: torch.Tensor
+    # [r] int64
+    logits_indices: torch.Tensor
+    # [r, W] int64; None if no row has any
+    stop_ids: torch.Tensor | None
+    # N times [r] bool
+    may_stop: tuple[torch.Tensor, ...]
+    # [r] bool: rows that a stop id has ended
+    stopped: torch.Tensor
 
     def batch(self, number: int, input_ids: torch.Tensor, max_seq_len: int) -> ForwardBatch:
         """The batch of a pass."""
@@ -89,25 +91,20 @@ class _Rows:
         return ForwardBatch(
             input_ids=input_ids,
             positions=self.positions[number],
-            slot_mapping=torch.where(self.alive, slot_mapping, -1) if self.can_stop else slot_mapping,
+            slot_mapping=slot_mapping if self.stop_ids is None else slot_mapping.masked_fill(self.stopped, -1),
             query_start=self.query_start,
             seq_lens=self.seq_lens[number],
             block_table=self.block_table,
-            logits_indices=self.query_start[1:] - 1,
+            logits_indices=self.logits_indices,
             max_query_len=1,
             max_seq_len=max_seq_len,
         )
 
-    def end(self, number: int, token_ids: torch.Tensor) -> None:
+    def stop(self, number: int, token_ids: torch.Tensor) -> None:
         """Marks the rows that what a pass sampled, [r], has ended."""
-        if self.can_stop:
-            stopped = (self.stop_ids == token_ids[:, None]).any(1)
-            self.alive &= ~(stopped & self.may_stop[number])
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether any row has stop ids."""
-        return self.stop_ids.shape[1] > 0
+        if self.stop_ids is not None:
+            hits = (self.stop_ids == token_ids[:, None]).any(1)
+            self.stopped.logical_or_(hits.logical_and_(self.may_stop[number]))
 
 
 class MultiStepDecoder:
@@ -150,7 +147,7 @@ class MultiStepDecoder:
             ValueError: a row misses another number of tokens, or its blocks do not last.
         """
         host = self._look_ahead(slots, num_steps)
-        rows = self._upload(host)
+        rows = self._upload(host, np.arange(len(slots)))
         input_ids = upload(self._batch.token_ids[slots, host.num_tokens[0] - 1].astype(np.int64), self._device)
         # of the rows as they began: later passes may have shorter ones
         max_seq_lens: list[int] = host.num_tokens.max(axis=1).tolist()
@@ -166,13 +163,14 @@ class MultiStepDecoder:
             if number == last:
                 break
             self._sampler.remember(rows.plan, input_ids, rows.num_tokens[number])
-            rows.end(number, input_ids)
+            rows.stop(number, input_ids)
             if self._host_memory:
-                staying = np.flatnonzero(rows.alive.numpy() & (host.num_passes[rows.index] > number + 1))
+                staying = np.flatnonzero(~rows.stopped.numpy() & (host.num_passes[rows.index] > number + 1))
                 if len(staying) == 0:
                     break
                 if len(staying) < len(rows.index):
-                    rows, input_ids = self._keep(host, rows, staying), input_ids[torch.from_numpy(staying)]
+                    rows = self._upload(host, rows.index[staying])
+                    input_ids = input_ids[torch.from_numpy(staying)]
         token_ids = np.zeros((len(slots), num_steps), np.int64)
         for number, (index, ids) in enumerate(passes):
             token_ids[index, number] = ids.cpu().numpy()
@@ -206,35 +204,22 @@ class MultiStepDecoder:
             may_stop=num_tokens + 1 >= earliest,
         )
 
-    def _upload(self, host: _HostRows) -> _Rows:
-        device, num_rows = self._device, len(host.slots)
-        return _Rows(
-            index=np.arange(num_rows),
-            plan=self._sampler.plan(host.slots, len(host.num_tokens)),
-            num_tokens=upload(host.num_tokens, device),
-            positions=upload(host.num_tokens - 1, device),
-            seq_lens=upload(host.num_tokens.astype(np.int32), device),
-            slot_mapping=upload(host.slot_mapping, device),
-            block_table=upload(host.block_table, device),
-            query_start=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-            stop_ids=upload(host.stop_ids, device),
-            may_stop=upload(host.may_stop, device),
-            alive=torch.ones(num_rows, dtype=torch.bool, device=device),
-        )
-
-    def _keep(self, host: _HostRows, rows: _Rows, staying: Int64Array) -> _Rows:
-        """Some of the rows, all of them alive."""
-        index, kept = rows.index[staying], torch.from_numpy(staying)
+    def _upload(self, host: _HostRows, index: Int64Array) -> _Rows:
+        """Some of the rows, none of which has ended."""
+        device, num_rows = self._device, len(index)
+        num_tokens = upload(host.num_tokens.take(index, axis=1), device)
+        one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         return _Rows(
             index=index,
             plan=self._sampler.plan(host.slots[index], len(host.num_tokens)),
-            num_tokens=rows.num_tokens[:, kept],
-            positions=rows.positions[:, kept],
-            seq_lens=rows.seq_lens[:, kept],
-            slot_mapping=rows.slot_mapping[:, kept],
-            block_table=rows.block_table[kept],
-            query_start=rows.query_start[: len(index) + 1],
-            stop_ids=rows.stop_ids[kept],
-            may_stop=rows.may_stop[:, kept],
-            alive=rows.alive[kept],
+            num_tokens=num_tokens.unbind(0),
+            positions=(num_tokens - 1).unbind(0),
+            seq_lens=num_tokens.int().unbind(0),
+            slot_mapping=upload(host.slot_mapping.take(index, axis=1), device).unbind(0),
+            block_table=upload(host.block_table[index], device),
+            query_start=one_each,
+            logits_indices=one_each[:-1].long(),
+            stop_ids=upload(host.stop_ids[index], device) if host.stop_ids.shape[1] else None,
+            may_stop=upload(host.may_stop.take(index, axis=1), device).unbind(0),
+            stopped=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
