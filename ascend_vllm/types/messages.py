@@ -151,7 +151,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     # tokens of this step
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
-    # sequences whose blocks are in CPU memory; they are also among the waiting
+    # requests whose blocks are in CPU memory; they are also among the waiting
     num_swapped: int = 0
     # fraction of the CPU pool's blocks in use, 0 … 1
     cpu_cache_usage: float = 0.0

@@ -74,16 +74,16 @@ def test_audit_finds_lost_slots_and_strays() -> None:
     core.add_request(make_request("a", 3))
     core.step()
     scheduler = core._scheduler
-    slot = scheduler.free_slots.pop()
+    slot = scheduler.rows.free_slots.pop()
     assert core.audit()["violations"] == ["a slot is lost or taken twice"]
-    scheduler.free_slots.append(slot)
-    running = scheduler.running.pop()
+    scheduler.rows.free_slots.append(slot)
+    running = scheduler.rows.running.pop()
     violations = core.audit()["violations"]
     assert violations == [
         "the running requests are not those in slots",
         "a request neither runs nor waits, or does both",
     ]
-    scheduler.running.append(running)
+    scheduler.rows.running.append(running)
     assert core.audit()["violations"] == []
 
 

@@ -1,7 +1,8 @@
 """Random traffic over tiny caches: accounts balance after each step, and every request gets its own tokens.
 
 Arrivals of all lengths and priorities, prompts that begin alike, sequences that share a prompt, beam searches,
-aborts, and caches so small that requests are preempted all the time, under every combination of the scheduler's settings.
+aborts, and caches so small that requests are preempted all the time, under every combination of the scheduler's
+settings.
 """
 
 from __future__ import annotations
@@ -231,8 +232,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert counts.keys() <= new_slots, "prompts and decodes in one step"
 
     def check_worker(self) -> None:
-        told = {slot for slot, _ in self.core._scheduler._forks.items()}
-        for slot_id, request in self.core._scheduler.rows.items():
+        told = {slot for slot, _ in self.core._scheduler.rows.forks.items()}
+        for slot_id, request in self.core._scheduler.rows.by_slot.items():
             if slot_id in told:
                 # what became of a beam is told with the next step
                 continue

@@ -1,0 +1,166 @@
+"""Waiting requests are let in: which, with which blocks, and how many of their tokens the step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.preemption import Preemption
+from ascend_vllm.core.request import Request, RequestStatus
+from ascend_vllm.core.request_queue import RequestQueue
+from ascend_vllm.core.rows import Rows
+from ascend_vllm.core.step_builder import StepBuilder
+
+
+class Admission:
+    """Admits requests, in the order of their queue, to slots and blocks.
+
+    Args:
+        config: limits.
+        kv_cache: of the blocks.
+        rows: of the slots.
+        waiting: the queue.
+        requests: all that live, by id.
+        preemption: brings swapped requests back.
+
+    Attributes:
+        last_prompt_latency_s: duration of the last step with prompts; the scheduler keeps it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        rows: Rows,
+        waiting: RequestQueue,
+        requests: Mapping[str, Request],
+        preemption: Preemption,
+    ) -> None:
+        self._config = config
+        self._cuts_prompts = config.enable_chunked_prefill
+        self._kv_cache = kv_cache
+        self._rows = rows
+        self._waiting = waiting
+        self._requests = requests
+        self._preemption = preemption
+        self.last_prompt_latency_s = 0.0
+
+    def schedule_waiting(self, builder: StepBuilder, budget: int, now: float) -> None:
+        """Admits waiting requests while slots, blocks and budget last; the first that does not fit stops it.
+
+        Those that miss one token only are let in but, without chunked prefill, not computed here: they decode with
+        the others.
+        """
+        waiting = self._waiting
+        if not waiting or budget <= 0 or self._holds_prompts_back(now):
+            return
+        overtaken: list[Request] = []
+        while waiting and budget > 0:
+            request = waiting.peek()
+            group = request.beam_group
+            if self._rows.num_available < (1 if group is None else group.width):
+                break
+            if request.status is RequestStatus.SWAPPED:
+                if not self._preemption.swap_in(builder, request):
+                    break
+                continue
+            if self._is_overtaken(builder, request):
+                overtaken.append(waiting.pop())
+                continue
+            count = self._begin(builder, request, budget, now)
+            if count is None:
+                break
+            budget -= count
+        for request in reversed(overtaken):
+            waiting.put_back(request)
+
+    def _holds_prompts_back(self, now: float) -> bool:
+        """--scheduler-delay-factor: whether waiting prompts should gather for a while."""
+        factor = self._config.delay_factor
+        if factor <= 0 or not self._rows.running:
+            return False
+        earliest = min(request.arrival_time for request in self._waiting)
+        return now - earliest <= factor * self.last_prompt_latency_s
+
+    def _is_overtaken(self, builder: StepBuilder, request: Request) -> bool:
+        """Whether shorter prompts pass this one, since enough long ones are under way."""
+        if not self._cuts_prompts or not self._config.long_prefill_token_threshold:
+            return False
+        limits = builder.limits()
+        return limits.is_long(request.num_tokens) and not limits.allows_another_long()
+
+    def _begin(self, builder: StepBuilder, request: Request, budget: int, now: float) -> int | None:
+        """Admits a request that holds no blocks.
+
+        Returns:
+            Tokens of it that the step computes; None if it does not fit now.
+        """
+        # nothing to reserve for when nothing runs: a sequence may then take the whole cache
+        num_reserved = self._kv_cache.watermark_blocks if self._rows.running else 0
+        parent = self._parent(request)
+        if parent is None:
+            return self._compute(builder, request, budget, num_reserved, now)
+        if parent.status is RequestStatus.WAITING:
+            return None
+        num_shared = request.num_prompt_tokens - 1
+        if builder.num_computed_before(parent) < num_shared:
+            # its turn comes when an earlier step has computed the parent's prompt: copies precede a step
+            return None
+        if not self._kv_cache.can_fork(parent, num_shared):
+            return self._compute(builder, request, budget, num_reserved, now)
+        if not self._kv_cache.fork(request, parent, num_shared, request.num_tokens, num_reserved):
+            return None
+        request.num_computed_tokens = num_shared
+        return self._enter(builder, request, request, 1, now)
+
+    def _parent(self, request: Request) -> Request | None:
+        """The request whose prompt a waiting one can share, now or soon."""
+        if request.parent_id is None or request.num_output_tokens:
+            return None
+        parent = self._requests.get(request.parent_id)
+        if parent is None or parent.status not in (RequestStatus.WAITING, RequestStatus.RUNNING):
+            return None
+        return parent
+
+    def _compute(
+        self, builder: StepBuilder, request: Request, budget: int, num_reserved: int, now: float
+    ) -> int | None:
+        """Admits a request with what the prefix cache holds of it; as `_begin`."""
+        kv_cache = self._kv_cache
+        cached = kv_cache.find_cached_blocks(request)
+        num_cached = len(cached) * kv_cache.block_size
+        count = request.num_tokens - num_cached
+        if self._cuts_prompts:
+            count = builder.limits().take(count, budget)
+        if not 0 < count <= budget:
+            return None
+        row = request if request.beam_group is None else request.beam_group.begin()
+        if kv_cache.allocate_slots(row, row.num_tokens, num_reserved, cached) is None:
+            return None
+        row.num_computed_tokens = num_cached
+        if request.first_scheduled_time is None:
+            request.num_cached_tokens = num_cached
+            if kv_cache.enable_prefix_caching:
+                kv_cache.count_lookup(request.num_tokens, num_cached)
+        return self._enter(builder, request, row, count, now)
+
+    def _enter(self, builder: StepBuilder, request: Request, row: Request, count: int, now: float) -> int:
+        """Gives an admitted request's row its slot; returns the tokens of it that the step computes."""
+        self._waiting.pop()
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+        # cached tokens are no work
+        row.num_counted_prompt_tokens = max(row.num_counted_prompt_tokens, row.num_computed_tokens)
+        request.transition(RequestStatus.RUNNING)
+        if row is not request:
+            row.transition(RequestStatus.RUNNING)
+        if request.beam_group is not None:
+            self._rows.reserve(request.beam_group, request.beam_group.width - 1)
+        self._rows.enter(row)
+        builder.enter(row)
+        if count == 1 == row.num_missing_tokens and not (self._cuts_prompts or builder.step.slots):
+            # it decodes with the others, unless prompts compute in this step
+            return 0
+        builder.add(row, count)
+        return count

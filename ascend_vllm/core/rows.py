@@ -1,0 +1,104 @@
+"""The rows that run, and the slots they are in.
+
+A row is a request, or a beam of a beam search. What the workers must be told of slots is gathered here until the next
+step is handed out.
+"""
+
+from __future__ import annotations
+
+from ascend_vllm.core.beam_group import BeamGroup
+from ascend_vllm.core.request import NO_SLOT, Request
+from ascend_vllm.core.request_queue import RequestQueue
+from ascend_vllm.types.step import SchedulerOutput
+
+
+class Rows:
+    """Rows in slots 0 … num_slots-1.
+
+    Args:
+        num_slots: most rows that can run.
+        queue: its policy orders the running rows.
+
+    Attributes:
+        running: all rows; the last is the first to be preempted.
+        by_slot: the same rows.
+        free_slots: a stack.
+        num_reserved: of the free slots, those that beam searches will come to need.
+    """
+
+    def __init__(self, num_slots: int, queue: RequestQueue) -> None:
+        self._queue = queue
+        self.running: list[Request] = []
+        self.by_slot: dict[int, Request] = {}
+        # slot 0 lies on top at first
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.num_reserved = 0
+        # freed since the last step that was handed out
+        self._freed: list[int] = []
+        # slot → (source slot, token), for the next step
+        self.forks: dict[int, tuple[int, int]] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Slots that a new row may take."""
+        return len(self.free_slots) - self.num_reserved
+
+    def enter(self, row: Request) -> None:
+        """Gives a row a slot, and its place among the running ones."""
+        self._take_slot(row)
+        self._queue.place(row, self.running)
+
+    def reserve(self, group: BeamGroup, count: int) -> None:
+        """Keeps so many free slots, and no more, for a beam search."""
+        self.num_reserved += count - group.num_reserved_slots
+        group.num_reserved_slots = count
+
+    def fork(self, row: Request, parent: Request) -> None:
+        """Gives a new beam one of its search's slots; the workers are to copy its parent's row.
+
+        It runs beside its parent, so that the rows of a search are preempted together.
+        """
+        self._take_slot(row)
+        self.running.insert(self.running.index(parent) + 1, row)
+        self.forks[row.slot] = (parent.slot, row.token_ids[-1])
+
+    def extend(self, row: Request) -> None:
+        """Tells the workers of a beam's next token, which is not what they sampled."""
+        self.forks[row.slot] = (row.slot, row.token_ids[-1])
+
+    def leave(self, row: Request) -> None:
+        """Takes a row out of its slot and out of the running ones."""
+        self.running.remove(row)
+        self.vacate(row)
+
+    def vacate(self, row: Request) -> None:
+        """Takes a row's slot back, if it has one; `running` is the caller's to change."""
+        if row.slot == NO_SLOT:
+            return
+        del self.by_slot[row.slot]
+        source, _ = self.forks.pop(row.slot, (row.slot, 0))
+        self.free_slots.append(row.slot)
+        # the workers have not been told of a fork that was still to come
+        if source == row.slot:
+            self._freed.append(row.slot)
+        row.slot = NO_SLOT
+
+    def drop_finished(self) -> None:
+        """Takes rows that have ended out of the running ones."""
+        self.running = [row for row in self.running if not row.is_finished]
+
+    def tell(self, step: SchedulerOutput) -> None:
+        """Puts what has changed since the last step into this one."""
+        step.freed_slots, self._freed = self._freed, []
+        if self.forks:
+            step.forks = [(slot, source, token_id) for slot, (source, token_id) in self.forks.items()]
+            self.forks.clear()
+
+    def _take_slot(self, row: Request) -> None:
+        row.slot = self.free_slots.pop()
+        self.by_slot[row.slot] = row
+
+
+def rows_of(row: Request) -> list[Request]:
+    """All rows of the request that a row belongs to, or that is given by itself."""
+    return [row] if row.beam_group is None else row.beam_group.rows

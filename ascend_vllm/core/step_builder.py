@@ -1,0 +1,116 @@
+"""A step while it is being made."""
+
+from __future__ import annotations
+
+from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.prompt_limits import PromptLimits
+from ascend_vllm.core.request import Request
+from ascend_vllm.types.step import NewRow, SchedulerOutput
+
+
+class StepBuilder:
+    """Gathers rows and their tokens.
+
+    Args:
+        config: limits of prompts.
+        kv_cache: is told of the blocks that prompts fill.
+        step_id: of the step.
+        num_waiting: requests that wait; those that are admitted may take part.
+
+    Attributes:
+        step: the step so far.
+        rows: the requests in `step.slots`.
+        has_prompts: whether a row computes more than one token.
+        num_prompt_tokens: prompt tokens that are computed for the first time.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int) -> None:
+        self.step = SchedulerOutput(step_id, [], [], [], [], [])
+        self.rows: list[Request] = []
+        self.has_prompts = False
+        self.num_prompt_tokens = 0
+        self._config = config
+        self._kv_cache = kv_cache
+        self._num_waiting = num_waiting
+        self._limits: PromptLimits | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell the workers."""
+        step = self.step
+        return not (step.slots or step.new_rows or step.replaced_blocks)
+
+    def limits(self, num_running_prompts: int = 0) -> PromptLimits:
+        """The limits of this step's prompts; the first call says how many of them run already."""
+        if self._limits is None:
+            self._limits = PromptLimits(self._config, num_running_prompts + self._num_waiting)
+        return self._limits
+
+    def enter(self, row: Request) -> None:
+        """Tells the workers of a row that has just got its slot; its tokens are not computed by that alone."""
+        self.step.new_rows.append(_new_row(row))
+
+    def add(self, row: Request, count: int) -> None:
+        """Has `count` of a row's missing tokens computed; with 0 nothing happens."""
+        if count == 0:
+            return
+        step = self.step
+        step.slots.append(row.slot)
+        step.num_scheduled_tokens.append(count)
+        # this row has no room for more than one step
+        step.num_steps = 1
+        self.rows.append(row)
+        row.num_computed_tokens += count
+        if row.num_missing_tokens == 0:
+            row.num_pending_tokens += 1
+        if count > 1:
+            self.has_prompts = True
+            self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
+        if row.num_counted_prompt_tokens < row.num_prompt_tokens:
+            self._count_prompt_tokens(row)
+
+    def num_computed_before(self, row: Request) -> int:
+        """Tokens of a running row that steps before this one compute."""
+        step = self.step
+        if row.slot not in step.slots:
+            return row.num_computed_tokens
+        return row.num_computed_tokens - step.num_scheduled_tokens[step.slots.index(row.slot)]
+
+    def has_entered(self, row: Request) -> bool:
+        """Whether a row has got its slot in this step."""
+        return any(new_row.slot == row.slot for new_row in self.step.new_rows)
+
+    def finish(self) -> SchedulerOutput:
+        """The step; its rows count as computed from now on."""
+        if self.step.num_steps > 1:
+            for row in self.rows:
+                # a row that reaches its last token on the way stops there
+                further = min(self.step.num_steps - 1, row.max_num_tokens - 1 - row.num_computed_tokens)
+                row.num_computed_tokens += further
+                row.num_pending_tokens += further
+        self.step.block_moves = self._kv_cache.take_moves()
+        return self.step
+
+    def _count_prompt_tokens(self, row: Request) -> None:
+        """Each prompt token counts once, however often preemption makes it be computed."""
+        end = min(row.num_computed_tokens, row.num_prompt_tokens)
+        if end > row.num_counted_prompt_tokens:
+            self.num_prompt_tokens += end - row.num_counted_prompt_tokens
+            row.num_counted_prompt_tokens = end
+
+
+def _new_row(row: Request) -> NewRow:
+    """The row as its slot gets it; lists are copied, since its own go on growing."""
+    return NewRow(
+        slot=row.slot,
+        request_id=row.request_id,
+        token_ids=row.token_ids.copy(),
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_computed_tokens=row.num_computed_tokens,
+        block_ids=row.block_ids.copy(),
+        sampling_params=row.sampling_params,
+        seed=row.seed,
+        stop_token_ids=row.end_token_ids,
+        max_num_tokens=row.max_num_tokens,
+    )
