@@ -59,19 +59,19 @@ class _HostRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows that are still in, on the device: the fields of _HostRows, those with a pass axis as one per pass."""
+    """The rows that are still in, on the device: see _HostRows."""
 
     # [r] host: their places in the step
     index: Int64Array
     plan: SamplingPlan
-    # N times [r] int64
-    num_tokens: tuple[torch.Tensor, ...]
-    # N times [r] int64
-    positions: tuple[torch.Tensor, ...]
-    # N times [r] int32
-    seq_lens: tuple[torch.Tensor, ...]
-    # N times [r] int64
-    slot_mapping: tuple[torch.Tensor, ...]
+    # [N, r] int64
+    num_tokens: torch.Tensor
+    # [N, r] int64
+    positions: torch.Tensor
+    # [N, r] int32
+    seq_lens: torch.Tensor
+    # [N, r] int64
+    slot_mapping: torch.Tensor
     # [r, B] int32
     block_table: torch.Tensor
     # [r+1] int32
@@ -80,20 +80,20 @@ class _Rows:
     logits_indices: torch.Tensor
     # [r, W] int64; None if no row has any
     stop_ids: torch.Tensor | None
-    # N times [r] bool
-    may_stop: tuple[torch.Tensor, ...]
+    # [N, r] bool
+    may_stop: torch.Tensor
     # [r] bool: rows that a stop id has ended
     stopped: torch.Tensor
 
     def batch(self, number: int, input_ids: torch.Tensor, max_seq_len: int) -> ForwardBatch:
         """The batch of a pass."""
-        slot_mapping = self.slot_mapping[number]
+        slot_mapping = self.slot_mapping.select(0, number)
         return ForwardBatch(
             input_ids=input_ids,
-            positions=self.positions[number],
+            positions=self.positions.select(0, number),
             slot_mapping=slot_mapping if self.stop_ids is None else slot_mapping.masked_fill(self.stopped, -1),
             query_start=self.query_start,
-            seq_lens=self.seq_lens[number],
+            seq_lens=self.seq_lens.select(0, number),
             block_table=self.block_table,
             logits_indices=self.logits_indices,
             max_query_len=1,
@@ -104,7 +104,7 @@ class _Rows:
         """Marks the rows that what a pass sampled, [r], has ended."""
         if self.stop_ids is not None:
             hits = (self.stop_ids == token_ids[:, None]).any(1)
-            self.stopped.logical_or_(hits.logical_and_(self.may_stop[number]))
+            self.stopped.logical_or_(hits.logical_and_(self.may_stop.select(0, number)))
 
 
 class MultiStepDecoder:
@@ -156,13 +156,14 @@ class MultiStepDecoder:
         reports: list[tuple[Int64Array, LogprobTensors | None]] = []
         for number, max_seq_len in enumerate(max_seq_lens):
             logits = self._forward(rows.batch(number, input_ids, max_seq_len))
-            sampled = self._sampler.sample(logits, rows.plan, rows.num_tokens[number])
+            num_tokens = rows.num_tokens.select(0, number)
+            sampled = self._sampler.sample(logits, rows.plan, num_tokens)
             input_ids = sampled.token_ids
             passes.append((rows.index, input_ids))
             reports.append((rows.index[rows.plan.asking], sampled.logprobs))
             if number == last:
                 break
-            self._sampler.remember(rows.plan, input_ids, rows.num_tokens[number])
+            self._sampler.remember(rows.plan, input_ids, num_tokens)
             rows.stop(number, input_ids)
             if self._host_memory:
                 staying = np.flatnonzero(~rows.stopped.numpy() & (host.num_passes[rows.index] > number + 1))
@@ -212,14 +213,14 @@ class MultiStepDecoder:
         return _Rows(
             index=index,
             plan=self._sampler.plan(host.slots[index], len(host.num_tokens)),
-            num_tokens=num_tokens.unbind(0),
-            positions=(num_tokens - 1).unbind(0),
-            seq_lens=num_tokens.int().unbind(0),
-            slot_mapping=upload(host.slot_mapping.take(index, axis=1), device).unbind(0),
+            num_tokens=num_tokens,
+            positions=num_tokens - 1,
+            seq_lens=num_tokens.int(),
+            slot_mapping=upload(host.slot_mapping.take(index, axis=1), device),
             block_table=upload(host.block_table[index], device),
             query_start=one_each,
             logits_indices=one_each[:-1].long(),
             stop_ids=upload(host.stop_ids[index], device) if host.stop_ids.shape[1] else None,
-            may_stop=upload(host.may_stop.take(index, axis=1), device).unbind(0),
+            may_stop=upload(host.may_stop.take(index, axis=1), device),
             stopped=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
