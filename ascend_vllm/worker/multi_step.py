@@ -21,9 +21,9 @@ from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.types.step import StepLogprobs
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.logprobs import LogprobTensors, collect
+from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.plan import SamplingPlan
-from ascend_vllm.worker.sampling.sampler import Sampler
+from ascend_vllm.worker.sampling.sampler import Sampled, Sampler
 
 # beside no id of a vocabulary
 _NO_ID = -1
@@ -147,22 +147,30 @@ class MultiStepDecoder:
             ValueError: a row misses another number of tokens, or its blocks do not last.
         """
         host = self._look_ahead(slots, num_steps)
-        rows = self._upload(host, np.arange(len(slots)))
-        input_ids = upload(self._batch.token_ids[slots, host.num_tokens[0] - 1].astype(np.int64), self._device)
+        passes = self._run_passes(host)
+        token_ids = np.zeros((len(slots), num_steps), np.int64)
+        for number, (index, _, sampled) in enumerate(passes):
+            token_ids[index, number] = sampled.token_ids.cpu().numpy()
+        self._batch.append_several(slots, token_ids, host.counts(token_ids[:, : len(host.num_tokens)]))
+        reports = [(index[asking], sampled.logprobs) for index, asking, sampled in passes]
+        return token_ids, collect(reports, len(slots), num_steps)
+
+    def _run_passes(self, host: _HostRows) -> list[tuple[Int64Array, Int64Array, Sampled]]:
+        """Of each pass: the rows' places in the step, which of them asked for log-probabilities, their tokens."""
+        rows = self._upload(host, np.arange(len(host.slots)))
+        newest = self._batch.token_ids[host.slots, host.num_tokens[0] - 1].astype(np.int64)
+        input_ids = upload(newest, self._device)
         # of the rows as they began: later passes may have shorter ones
         max_seq_lens: list[int] = host.num_tokens.max(axis=1).tolist()
-        last = len(max_seq_lens) - 1
-        passes: list[tuple[Int64Array, torch.Tensor]] = []
-        reports: list[tuple[Int64Array, LogprobTensors | None]] = []
+        passes = []
         for number, max_seq_len in enumerate(max_seq_lens):
             logits = self._forward(rows.batch(number, input_ids, max_seq_len))
             num_tokens = rows.num_tokens.select(0, number)
             sampled = self._sampler.sample(logits, rows.plan, num_tokens)
-            input_ids = sampled.token_ids
-            passes.append((rows.index, input_ids))
-            reports.append((rows.index[rows.plan.asking], sampled.logprobs))
-            if number == last:
+            passes.append((rows.index, rows.plan.asking, sampled))
+            if number + 1 == len(max_seq_lens):
                 break
+            input_ids = sampled.token_ids
             self._sampler.remember(rows.plan, input_ids, num_tokens)
             rows.stop(number, input_ids)
             if self._host_memory:
@@ -172,11 +180,7 @@ class MultiStepDecoder:
                 if len(staying) < len(rows.index):
                     rows = self._upload(host, rows.index[staying])
                     input_ids = input_ids[torch.from_numpy(staying)]
-        token_ids = np.zeros((len(slots), num_steps), np.int64)
-        for number, (index, ids) in enumerate(passes):
-            token_ids[index, number] = ids.cpu().numpy()
-        self._batch.append_several(slots, token_ids, host.counts(token_ids[:, : last + 1]))
-        return token_ids, collect(reports, len(slots), num_steps)
+        return passes
 
     def _look_ahead(self, slots: Int64Array, num_steps: int) -> _HostRows:
         batch = self._batch
