@@ -39,7 +39,8 @@ def make_config(directory: str, **options: Any) -> EngineConfig:
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
     }
-    cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": NUM_BLOCKS}
+    # a pool of 4 MiB, so that audits of it are quick
+    cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": NUM_BLOCKS, "swap_space_gib": 2**-8}
     scheduler: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": MAX_MODEL_LEN}
     device: dict[str, Any] = {"device": "cpu"}
     sections = (
