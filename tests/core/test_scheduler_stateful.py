@@ -7,13 +7,21 @@ settings.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ascend_vllm.core.beam_search import BeamSearch
 from ascend_vllm.core.engine_core import EngineCore
@@ -33,6 +41,9 @@ from tests.core.memory_executor import (
 
 # far more than any drawn traffic takes; a scheduler that loops does not end within it
 MAX_STEPS = 5_000
+# as many steps as must have been made and audited at the end, and examples that make more than that
+MIN_STEPS = 20_000
+MAX_EXAMPLES = 750
 # prompts that begin with these share blocks
 STEMS = [[], [3] * 8, [3] * 8 + [5, 6, 7, 8, 9]]
 
@@ -71,6 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     core: EngineCore
     executor: MemoryExecutor
+    # over all examples: what has happened
+    seen: ClassVar[collections.Counter[str]] = collections.Counter()
 
     @initialize(
         num_blocks=st.integers(1, 14),
@@ -210,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         assert self.core.call_utility("reset_prefix_cache", [])
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 12))
     def run_steps(self, count: int) -> None:
         for _ in range(count):
             step(self.core, self.collected)
@@ -262,6 +275,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_tokens(request_id, sent, result)
         # a freed row is told with the next step at the latest, so nothing stale is left but of the last one
         assert len(self.executor.slots) <= self.core.config.scheduler.max_num_seqs
+        self.count()
+
+    def count(self) -> None:
+        steps, stats = self.executor.steps, self.core._scheduler.stats()
+        self.seen.update({kind.name.lower(): count for kind, count in self.executor.moves.items()})
+        self.seen.update(
+            steps=len(steps),
+            preemptions=stats.num_preemptions,
+            prefix_hits=stats.num_prefix_hits,
+            forks=sum(len(made.forks) for made in steps),
+            several_steps_at_once=sum(made.num_steps > 1 for made in steps),
+            chunks=sum(self.chunked and max(made.num_scheduled_tokens, default=0) > 1 for made in steps),
+            beam_searches=sum(result.beams is not None for result in self.collected.values()),
+            aborts=len(self.aborted),
+        )
 
     def fits(self, message: EngineCoreRequest) -> bool:
         return len(message.prompt_token_ids) <= min(self.max_model_len, self.capacity)
@@ -305,7 +333,30 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert most > self.capacity - (width + 1) * self.core.config.cache.block_size
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def test_random_traffic() -> None:
+    SchedulerMachine.seen.clear()
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=MAX_EXAMPLES,
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    seen = SchedulerMachine.seen
+    assert seen["steps"] >= MIN_STEPS, seen
+    # the traffic must not have passed by what it is there for
+    for what in (
+        "preemptions",
+        "prefix_hits",
+        "forks",
+        "copy",
+        "swap_out",
+        "swap_in",
+        "several_steps_at_once",
+        "chunks",
+        "beam_searches",
+        "aborts",
+    ):
+        assert seen[what] >= 100, (what, seen)
