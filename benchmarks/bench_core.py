@@ -1,10 +1,11 @@
 """Host time of the engine core per decode step, with a device that takes no time.
 
-    python benchmarks/bench_core.py [--rows 1 64 256] [--steps 500] [--json FILE]
+    python benchmarks/bench_core.py [--rows 1 64 256] [--calls 300] [--num-scheduler-steps 1 8] [--json FILE]
 
 Everything between two forward passes is real (schedule, diff, update, stop checks, messages, and with
 --encode also the msgpack encoding of what goes to the API server); the forward pass is replaced by one that
-answers with a fixed token, and its time is taken out. The target is 150 µs + 3 µs per row.
+answers with a fixed token, and its time is taken out. The target is 150 µs + 3 µs per row and scheduler call; with
+--num-scheduler-steps K a call stands for K tokens per row.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class NullExecutor(Executor):
         start = time.perf_counter()
         future: Future[StepOutput] = Future()
         slots = np.array(step.slots, np.int32)
-        future.set_result(StepOutput(step.step_id, slots, np.full((len(slots), 1), 7, np.int64)))
+        future.set_result(StepOutput(step.step_id, slots, np.full((len(slots), step.num_steps), 7, np.int64)))
         self.seconds += time.perf_counter() - start
         return future
 
@@ -59,32 +60,45 @@ class NullExecutor(Executor):
         pass
 
 
-def make_config(max_num_seqs: int, max_model_len: int) -> EngineConfig:
+def make_config(
+    max_num_seqs: int, max_model_len: int, num_scheduler_steps: int, prefix_caching: bool, overlap: bool
+) -> EngineConfig:
     """A configuration whose model is never loaded."""
     return EngineConfig(
         model=ModelConfig("null", ("null",), "null", "Null", {}, {}, "float32", max_model_len),
         load=LoadConfig(),
-        cache=CacheConfig(block_size=BLOCK_SIZE),
-        scheduler=SchedulerConfig(max(max_model_len, max_num_seqs * PROMPT_LEN), max_num_seqs, max_model_len),
+        cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching),
+        scheduler=SchedulerConfig(
+            max(max_model_len, max_num_seqs * PROMPT_LEN),
+            max_num_seqs,
+            max_model_len,
+            num_scheduler_steps=num_scheduler_steps,
+            async_scheduling=overlap,
+        ),
         parallel=ParallelConfig(),
         device=DeviceConfig(),
         observability=ObservabilityConfig(),
     )
 
 
-def step_times_us(num_rows: int, num_steps: int, encode: bool) -> list[float]:
-    """Host µs of each of `num_steps` steps in which `num_rows` rows decode."""
-    max_model_len = PROMPT_LEN + num_steps + 16
-    config = make_config(num_rows, max_model_len)
+def call_times_us(
+    num_rows: int, num_calls: int, num_scheduler_steps: int, prefix_caching: bool, overlap: bool, encode: bool
+) -> list[float]:
+    """Host µs of each of `num_calls` scheduler calls in which `num_rows` rows decode."""
+    num_tokens = (num_calls + 4) * num_scheduler_steps
+    max_model_len = PROMPT_LEN + num_tokens + 16
+    config = make_config(num_rows, max_model_len, num_scheduler_steps, prefix_caching, overlap)
     executor = NullExecutor(config, num_rows * (max_model_len // BLOCK_SIZE + 1) * 2)
     core = EngineCore(config, executor)
-    params = SamplingParams(max_tokens=num_steps + 8, ignore_eos=True, temperature=0.0)
+    params = SamplingParams(max_tokens=num_tokens + 8, ignore_eos=True, temperature=0.0)
     for index in range(num_rows):
-        core.add_request(EngineCoreRequest(f"request-{index}", [1] * PROMPT_LEN, params, 2, time.monotonic()))
+        prompt = [index] * PROMPT_LEN
+        core.add_request(EngineCoreRequest(f"request-{index}", prompt, params, 2, time.monotonic()))
+    core.step()
     core.step()
     encoder = msgspec.msgpack.Encoder()
     times = []
-    for _ in range(num_steps):
+    for _ in range(num_calls):
         executor.seconds = 0.0
         start = time.perf_counter()
         outputs = core.step()
@@ -100,20 +114,36 @@ def main() -> None:
     """Prints a table, and writes JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="running requests")
-    parser.add_argument("--steps", type=int, default=500, help="steps measured for each")
+    parser.add_argument("--calls", type=int, default=300, help="scheduler calls measured for each")
+    parser.add_argument("--num-scheduler-steps", type=int, nargs="+", default=[1], help="steps of a scheduler call")
+    parser.add_argument("--enable-prefix-caching", action="store_true", help="full blocks are hashed")
+    parser.add_argument("--async-scheduling", action="store_true", help="a step is made ahead")
     parser.add_argument("--encode", action="store_true", help="with encoding the outputs as msgpack")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     args = parser.parse_args()
     results = []
-    print(f"{'rows':>6} {'median µs':>10} {'p90 µs':>8} {'µs/row':>8} {'target µs':>10}")
+    print(f"{'rows':>6} {'K':>3} {'median µs':>10} {'p90 µs':>8} {'µs/token':>9} {'target µs':>10}")
     for num_rows in args.rows:
-        times = step_times_us(num_rows, args.steps, args.encode)
-        median, p90 = statistics.median(times), statistics.quantiles(times, n=10)[-1]
-        target = 150 + 3 * num_rows
-        print(f"{num_rows:>6} {median:>10.1f} {p90:>8.1f} {median / num_rows:>8.2f} {target:>10}")
-        results.append({"rows": num_rows, "median_us": median, "p90_us": p90, "target_us": target})
+        for steps in args.num_scheduler_steps:
+            times = call_times_us(
+                num_rows, args.calls, steps, args.enable_prefix_caching, args.async_scheduling, args.encode
+            )
+            median, p90 = statistics.median(times), statistics.quantiles(times, n=10)[-1]
+            target, per_token = 150 + 3 * num_rows, median / num_rows / steps
+            print(f"{num_rows:>6} {steps:>3} {median:>10.1f} {p90:>8.1f} {per_token:>9.3f} {target:>10}")
+            results.append(
+                {
+                    "rows": num_rows,
+                    "num_scheduler_steps": steps,
+                    "median_us": median,
+                    "p90_us": p90,
+                    "us_per_token": per_token,
+                    "target_us": target,
+                }
+            )
     if args.json:
-        args.json.write_text(json.dumps({"bench": "core", "encode": args.encode, "results": results}, indent=2))
+        settings = {key: value for key, value in vars(args).items() if key != "json"}
+        args.json.write_text(json.dumps({"bench": "core", "settings": settings, "results": results}, indent=2))
 
 
 if __name__ == "__main__":
