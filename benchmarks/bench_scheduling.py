@@ -1,0 +1,285 @@
+"""What the scheduler's features gain, each with and without, side by side in one run.
+
+    python benchmarks/bench_scheduling.py prefix  --model /tmp/qwen2-0.5b
+    python benchmarks/bench_scheduling.py chunked --model /tmp/qwen2-0.5b
+    python benchmarks/bench_scheduling.py steps   --model /tmp/qwen2-0.5b
+
+prefix   time to the first token of a prompt whose beginning the prefix cache holds, against one it has never seen.
+chunked  the longest silence in running streams while a long prompt comes in, with and without chunked prefill.
+steps    host time of the engine core per token with --num-scheduler-steps 1 and 8: what passes between two calls of
+         the workers, with the real model.
+
+The first two start real servers and measure over HTTP. Prompts are random token ids; scripts/make_random_model.py
+makes a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import pathlib
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from http_client import HttpClient, HttpError
+
+from ascend_vllm import EngineArgs, SamplingParams
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.executor.uniproc import UniProcExecutor
+from ascend_vllm.types.messages import EngineCoreRequest
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
+
+START_TIMEOUT_S = 120
+LOW_ID, HIGH_ID = 1000, 30000
+
+
+# ---- a server and its clients --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(model: str, *flags: str) -> Iterator[str]:
+    """A server of a model; gives its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "ascend_vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port), *flags]
+    process = subprocess.Popen([*command, "--disable-log-requests"], stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        asyncio.run(wait_until_ready(url, process))
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Returns when the server answers."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with exit code {process.returncode}")
+        client = HttpClient(url)
+        with contextlib.suppress(OSError, HttpError):
+            await client.get_json("/v1/models")
+            return
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"the server did not start within {START_TIMEOUT_S} s")
+
+
+async def tokens(client: HttpClient, prompt: list[int], max_tokens: int) -> AsyncIterator[float]:
+    """Times at which a streamed completion's tokens arrive."""
+    body = {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    async for moment, event in client.post_stream("/v1/completions", body, b"\n\n"):
+        if event.startswith(b"data: {") and b'"error"' in event:
+            raise RuntimeError(event.decode())
+        if event.startswith(b"data: {"):
+            yield moment
+
+
+async def first_token_s(client: HttpClient, prompt: list[int]) -> float:
+    """Seconds from sending a prompt to its first token."""
+    start = time.perf_counter()
+    times = [moment async for moment in tokens(client, prompt, 1)]
+    return times[0] - start
+
+
+# ---- prefix --------------------------------------------------------------------------------------------------
+
+
+def bench_prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """Cold and warm prompts in turn."""
+    chooser = random.Random(args.seed)
+
+    def ids(count: int) -> list[int]:
+        return [chooser.randrange(LOW_ID, HIGH_ID) for _ in range(count)]
+
+    async def measure(url: str) -> tuple[list[float], list[float]]:
+        client = HttpClient(url)
+        cold, warm = [], []
+        await first_token_s(client, ids(64))
+        for _ in range(args.repeat):
+            prefix = ids(args.prefix_len)
+            cold.append(await first_token_s(client, prefix + ids(args.tail_len)))
+            warm.append(await first_token_s(client, prefix + ids(args.tail_len)))
+        return cold, warm
+
+    with server(args.model, "--enable-prefix-caching", "--max-model-len", str(args.max_model_len)) as url:
+        cold, warm = asyncio.run(measure(url))
+    return {
+        "prefix_len": args.prefix_len,
+        "tail_len": args.tail_len,
+        "cold_ttft_s": statistics.median(cold),
+        "warm_ttft_s": statistics.median(warm),
+        "ratio": statistics.median(cold) / statistics.median(warm),
+    }
+
+
+# ---- chunked -------------------------------------------------------------------------------------------------
+
+
+async def longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, float, float]:
+    """While a long prompt comes in: longest silence of a running stream, median gap before, and the prompt's TTFT."""
+    chooser = random.Random(args.seed)
+    client = HttpClient(url)
+
+    def ids(count: int) -> list[int]:
+        return [chooser.randrange(LOW_ID, HIGH_ID) for _ in range(count)]
+
+    times: list[list[float]] = [[] for _ in range(args.streams)]
+    running = asyncio.Event()
+
+    async def decode(index: int) -> None:
+        async for moment in tokens(client, ids(32), args.max_model_len - args.prompt_len // 2):
+            times[index].append(moment)
+            if all(len(seen) >= 16 for seen in times):
+                running.set()
+
+    tasks = [asyncio.create_task(decode(index)) for index in range(args.streams)]
+    await running.wait()
+    start = time.perf_counter()
+    ttft = await first_token_s(client, ids(args.prompt_len))
+    counts = [len(seen) for seen in times]
+    # the first token after the prompt's belongs to the gap that the prompt made
+    while any(len(seen) == count for seen, count in zip(times, counts, strict=True)):
+        await asyncio.sleep(0.005)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    gaps = [(later, later - sooner) for seen in times for sooner, later in itertools.pairwise(seen)]
+    during = max(gap for moment, gap in gaps if moment >= start)
+    before = statistics.median(gap for moment, gap in gaps if moment < start)
+    return during, before, ttft
+
+
+def bench_chunked(args: argparse.Namespace) -> dict[str, Any]:
+    """One server without and one with chunked prefill, in turn."""
+    length = ["--max-model-len", str(args.max_model_len)]
+    flags = {
+        "whole": [*length, "--max-num-batched-tokens", str(args.max_model_len)],
+        "chunked": [*length, "--enable-chunked-prefill", "--max-num-batched-tokens", str(args.budget)],
+    }
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in flags}
+    for _ in range(args.repeat):
+        for name, some in flags.items():
+            with server(args.model, *some, "--max-num-seqs", str(args.streams + 2)) as url:
+                found[name].append(asyncio.run(longest_gap_s(url, args)))
+    result: dict[str, Any] = {"prompt_len": args.prompt_len, "streams": args.streams, "budget": args.budget}
+    for name, runs in found.items():
+        gap, usual, ttft = (statistics.median(column) for column in zip(*runs, strict=True))
+        result[name] = {"worst_gap_s": gap, "usual_gap_s": usual, "prompt_ttft_s": ttft}
+    result["ratio"] = result["whole"]["worst_gap_s"] / result["chunked"]["worst_gap_s"]
+    return result
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------
+
+
+class TimedExecutor(UniProcExecutor):
+    """The real executor, which adds up the time that its worker takes."""
+
+    seconds = 0.0
+
+    def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
+        start = time.perf_counter()
+        future = super().execute_model(step)
+        future.result()
+        self.seconds += time.perf_counter() - start
+        return future
+
+
+def host_us_per_token(config: EngineConfig, rows: int, num_tokens: int) -> float:
+    """Core µs per token while `rows` rows decode, the workers' time taken out."""
+    executor = TimedExecutor(config)
+    core = EngineCore(config, executor)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+    for index in range(rows):
+        prompt = [LOW_ID + index] * 16
+        core.add_request(EngineCoreRequest(f"request-{index}", prompt, params, 2, time.monotonic()))
+    core.step()
+    executor.seconds, count = 0.0, 0
+    start = time.perf_counter()
+    while core.has_unfinished():
+        count += sum(len(output.new_token_ids) for output in core.step().outputs)
+    seconds = time.perf_counter() - start - executor.seconds
+    core.shutdown()
+    return seconds / count * 1e6
+
+
+def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
+    """Engines with 1 and with K steps a call, in turn."""
+    engine_args = EngineArgs(model=args.model, max_model_len=args.max_model_len, max_num_seqs=args.rows)
+    config = dataclasses.replace(engine_args, disable_async_output_proc=True).create_engine_config()
+    several = dataclasses.replace(
+        engine_args, disable_async_output_proc=True, num_scheduler_steps=args.steps
+    ).create_engine_config()
+    times: dict[int, list[float]] = {1: [], args.steps: []}
+    for _ in range(args.repeat):
+        times[1].append(host_us_per_token(config, args.rows, args.output_len))
+        times[args.steps].append(host_us_per_token(several, args.rows, args.output_len))
+    medians = {steps: statistics.median(some) for steps, some in times.items()}
+    return {
+        "rows": args.rows,
+        "host_us_per_token": {str(steps): value for steps, value in medians.items()},
+        "ratio": medians[1] / medians[args.steps],
+    }
+
+
+def main() -> None:
+    """Prints the figures of one benchmark as JSON, and writes them if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="bench", required=True)
+    for name, run, max_model_len, repeat in (
+        ("prefix", bench_prefix, 2048, 5),
+        ("chunked", bench_chunked, 4608, 1),
+        ("steps", bench_steps, 1024, 3),
+    ):
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        command.add_argument("--model", required=True, help="directory of the model")
+        command.add_argument("--max-model-len", type=int, default=max_model_len)
+        command.add_argument("--repeat", type=int, default=repeat, help="runs; medians are told")
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
+    add = commands.choices["prefix"].add_argument
+    add("--prefix-len", type=int, default=1000, help="tokens that prompts share")
+    add("--tail-len", type=int, default=16, help="tokens of each prompt of its own")
+    add = commands.choices["chunked"].add_argument
+    add("--prompt-len", type=int, default=4000, help="tokens of the long prompt")
+    add("--streams", type=int, default=4, help="streams that run when it comes in")
+    add("--budget", type=int, default=512, help="--max-num-batched-tokens with chunked prefill")
+    add = commands.choices["steps"].add_argument
+    add("--rows", type=int, default=32, help="running requests")
+    add("--output-len", type=int, default=65, help="tokens of each")
+    add("--steps", type=int, default=8, help="--num-scheduler-steps")
+    args = parser.parse_args()
+    result = {"bench": args.bench, **args.run(args)}
+    print(json.dumps(result, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
