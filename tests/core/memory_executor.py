@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import math
 import struct
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -374,6 +375,37 @@ def run(core: EngineCore, max_steps: int = 10_000) -> dict[str, Collected]:
         step(core, collected)
         assert core.audit()["violations"] == []
     raise AssertionError(f"requests are still running after {max_steps} steps")
+
+
+def scheduled(executor: MemoryExecutor) -> list[dict[str, int]]:
+    """Of each step: request id of every row that computed → its tokens; beams count as their search's first row."""
+    request_ids: dict[int, str] = {}
+    told = []
+    for made in executor.steps:
+        for slot in made.freed_slots:
+            del request_ids[slot]
+        request_ids |= {row.slot: row.request_id for row in made.new_rows}
+        request_ids |= {slot: request_ids[source] for slot, source, _ in made.forks}
+        tokens: collections.Counter[str] = collections.Counter()
+        for slot, count in zip(made.slots, made.num_scheduled_tokens, strict=True):
+            tokens[request_ids[slot]] += count
+        told.append(dict(tokens))
+    return told
+
+
+def entries(executor: MemoryExecutor, request_id: str) -> list[NewRow]:
+    """Each time a request entered a slot, as the workers were told."""
+    return [row for made in executor.steps for row in made.new_rows if row.request_id == request_id]
+
+
+def assert_tokens(
+    results: dict[str, Collected], requests: Sequence[EngineCoreRequest], max_num_computed: int = 64
+) -> None:
+    """Requests that bring a seed have the tokens and the end that they have alone."""
+    for request in requests:
+        result = results[request.request_id]
+        expected = generate_alone(request, request.sampling_params.seed or 0, max_num_computed)
+        assert (result.token_ids, result.finish_reason, result.stop_reason) == expected, request.request_id
 
 
 def assert_all_free(core: EngineCore) -> None:
