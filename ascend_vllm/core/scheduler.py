@@ -66,12 +66,14 @@ class _StepInFlight:
         rows: the requests in them then.
         made_at: seconds of time.monotonic().
         has_prompts: whether a row computes more than one token.
+        num_prompt_tokens: prompt tokens that it is the first to compute.
     """
 
     slots: list[int]
     rows: list[Request]
     made_at: float
     has_prompts: bool
+    num_prompt_tokens: int
 
     def sampling_rows(self, slots: list[int]) -> list[Request]:
         """The requests that were in some of its slots."""
@@ -111,6 +113,7 @@ class Scheduler:
         # of requests that ended without a step
         self._early_outputs: list[EngineCoreOutput] = []
         self._step_id = 0
+        # of the step taken in last, 0 if there was none
         self._num_step_prompt_tokens = 0
         self._next_expiry = 0.0
         self._told_of_single_steps = False
@@ -264,7 +267,6 @@ class Scheduler:
             self._admission.schedule_waiting(builder, budget, now)
             if not builder.step.slots:
                 self._schedule_running(builder, budget, num_held)
-        self._num_step_prompt_tokens = builder.num_prompt_tokens
         if builder.is_empty:
             if was_idle and self.waiting:
                 self._end_unservable(self.waiting.peek())
@@ -272,7 +274,9 @@ class Scheduler:
         self._step_id += 1
         step = builder.finish()
         self.rows.tell(step)
-        self._in_flight.append(_StepInFlight(step.slots, builder.rows, now, builder.has_prompts))
+        self._in_flight.append(
+            _StepInFlight(step.slots, builder.rows, now, builder.has_prompts, builder.num_prompt_tokens)
+        )
         return step
 
     def _end_unservable(self, request: Request) -> None:
@@ -405,12 +409,14 @@ class Scheduler:
             output: of that step; None if there was none.
         """
         outputs, self._early_outputs = self._early_outputs, []
+        self._num_step_prompt_tokens = 0
         num_generated = 0 if output is None else self._take_samples(output, outputs)
         return EngineCoreOutputs(outputs, self.stats(num_generated))
 
     def _take_samples(self, output: StepOutput, outputs: list[EngineCoreOutput]) -> int:
         """Appends sampled tokens to their requests; returns their number."""
         made = self._in_flight.popleft()
+        self._num_step_prompt_tokens = made.num_prompt_tokens
         if made.has_prompts:
             self._admission.last_prompt_latency_s = time.monotonic() - made.made_at
         num_generated = 0
