@@ -103,6 +103,11 @@ class Slot:
         can_stop = num_tokens >= self.num_prompt_tokens + self.params.min_tokens
         return num_tokens >= self.max_num_tokens or (can_stop and self.token_ids[-1] in self.stop_token_ids)
 
+    @property
+    def is_wasted(self) -> bool:
+        """Whether a step before ended the row; what it computes and samples from then on is dropped."""
+        return len(self.token_ids) > self.num_prompt_tokens and self.has_ended
+
 
 class _LateFuture(Future[StepOutput]):
     """A step that is computed when somebody asks for its result."""
@@ -130,6 +135,8 @@ class MemoryExecutor(Executor):
         self.moves: collections.Counter[MoveKind] = collections.Counter()
         self.late: collections.deque[tuple[SchedulerOutput, Future[StepOutput]]] = collections.deque()
         self.steps: list[SchedulerOutput] = []
+        # slots of the step's rows that ended before it was made known to the core
+        self.wasted: set[int] = set()
         self.fail_next: Exception | None = None
         self.is_shut_down = False
 
@@ -170,6 +177,7 @@ class MemoryExecutor(Executor):
         assert step.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
         assert step.num_steps in (1, scheduler.num_scheduler_steps)
         self._apply(step)
+        self.wasted = {slot for slot in step.slots if self.slots[slot].is_wasted}
         sampled = []
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             if self._compute(self.slots[slot], count):
@@ -248,7 +256,8 @@ class MemoryExecutor(Executor):
         for slot_id, goes_on in zip(slot_ids, going_on, strict=True):
             slot = self.slots[slot_id]
             if goes_on:
-                self._check_cache(slot)
+                if slot_id not in self.wasted:
+                    self._check_cache(slot)
                 slot.token_ids.append(next_token(slot.seed, slot.token_ids))
             tokens.append(slot.token_ids[-1] if goes_on else 0)
         return tokens
