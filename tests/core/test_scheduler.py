@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -30,13 +29,6 @@ def rows(executor: MemoryExecutor, index: int = -1) -> dict[str, int]:
         executor.slots[slot].request_id: count
         for slot, count in zip(made.slots, made.num_scheduled_tokens, strict=True)
     }
-
-
-@pytest.fixture
-def package_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The package's log, which does not propagate by itself."""
-    monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
-    return caplog
 
 
 # ---- order and budget -------------------------------------------------------------------------------------
