@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -44,7 +44,6 @@ from ascend_vllm.types.messages import EngineCoreRequest
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 START_TIMEOUT_S = 120
-LOW_ID, HIGH_ID = 1000, 30000
 
 
 # ---- a server and its clients --------------------------------------------------------------------------------
@@ -58,7 +57,9 @@ def server(model: str, *flags: str) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "ascend_vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port), *flags]
-    process = subprocess.Popen([*command, "--disable-log-requests"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--disable-log-requests"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         asyncio.run(wait_until_ready(url, process))
@@ -106,15 +107,19 @@ async def first_token_s(client: HttpClient, prompt: list[int]) -> float:
     return times[0] - start
 
 
+def random_ids(args: argparse.Namespace) -> Callable[[int], list[int]]:
+    """Makes lists of so many random token ids."""
+    chooser = random.Random(args.seed)
+    low = min(1000, args.vocab_size // 2)
+    return lambda count: [chooser.randrange(low, args.vocab_size) for _ in range(count)]
+
+
 # ---- prefix --------------------------------------------------------------------------------------------------
 
 
 def bench_prefix(args: argparse.Namespace) -> dict[str, Any]:
     """Cold and warm prompts in turn."""
-    chooser = random.Random(args.seed)
-
-    def ids(count: int) -> list[int]:
-        return [chooser.randrange(LOW_ID, HIGH_ID) for _ in range(count)]
+    ids = random_ids(args)
 
     async def measure(url: str) -> tuple[list[float], list[float]]:
         client = HttpClient(url)
@@ -142,12 +147,8 @@ def bench_prefix(args: argparse.Namespace) -> dict[str, Any]:
 
 async def longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, float, float]:
     """While a long prompt comes in: longest silence of a running stream, median gap before, and the prompt's TTFT."""
-    chooser = random.Random(args.seed)
+    ids = random_ids(args)
     client = HttpClient(url)
-
-    def ids(count: int) -> list[int]:
-        return [chooser.randrange(LOW_ID, HIGH_ID) for _ in range(count)]
-
     times: list[list[float]] = [[] for _ in range(args.streams)]
     running = asyncio.Event()
 
@@ -163,13 +164,13 @@ async def longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, floa
     ttft = await first_token_s(client, ids(args.prompt_len))
     counts = [len(seen) for seen in times]
     # the first token after the prompt's belongs to the gap that the prompt made
-    while any(len(seen) == count for seen, count in zip(times, counts, strict=True)):
+    while any(len(seen) == count and not task.done() for seen, count, task in zip(times, counts, tasks, strict=True)):
         await asyncio.sleep(0.005)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     gaps = [(later, later - sooner) for seen in times for sooner, later in itertools.pairwise(seen)]
-    during = max(gap for moment, gap in gaps if moment >= start)
+    during = max((gap for moment, gap in gaps if moment >= start), default=0.0)
     before = statistics.median(gap for moment, gap in gaps if moment < start)
     return during, before, ttft
 
@@ -190,7 +191,8 @@ def bench_chunked(args: argparse.Namespace) -> dict[str, Any]:
     for name, runs in found.items():
         gap, usual, ttft = (statistics.median(column) for column in zip(*runs, strict=True))
         result[name] = {"worst_gap_s": gap, "usual_gap_s": usual, "prompt_ttft_s": ttft}
-    result["ratio"] = result["whole"]["worst_gap_s"] / result["chunked"]["worst_gap_s"]
+    worst = {name: result[name]["worst_gap_s"] for name in flags}
+    result["ratio"] = worst["whole"] / worst["chunked"] if worst["chunked"] else float("inf")
     return result
 
 
@@ -216,7 +218,7 @@ def host_us_per_token(config: EngineConfig, rows: int, num_tokens: int) -> float
     core = EngineCore(config, executor)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
     for index in range(rows):
-        prompt = [LOW_ID + index] * 16
+        prompt = [index] * 16
         core.add_request(EngineCoreRequest(f"request-{index}", prompt, params, 2, time.monotonic()))
     core.step()
     executor.seconds, count = 0.0, 0
@@ -262,6 +264,7 @@ def main() -> None:
         command.add_argument("--max-model-len", type=int, default=max_model_len)
         command.add_argument("--repeat", type=int, default=repeat, help="runs; medians are told")
         command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--vocab-size", type=int, default=30000, help="prompts have ids below it")
         command.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     add = commands.choices["prefix"].add_argument
     add("--prefix-len", type=int, default=1000, help="tokens that prompts share")

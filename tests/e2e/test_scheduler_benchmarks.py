@@ -1,0 +1,54 @@
+"""The scheduler's benchmarks run, on a tiny model; what they measure there means nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import tiny_model
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Runs a benchmark as its page says."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *args],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
+    found = tmp_path / "core.json"
+    run("bench_core.py", "--rows", "2", "--calls", "20", "--num-scheduler-steps", "1", "3", "--json", str(found))
+    results = json.loads(found.read_text())["results"]
+    assert [(result["rows"], result["num_scheduler_steps"]) for result in results] == [(2, 1), (2, 3)]
+    assert all(0 < result["us_per_token"] <= result["median_us"] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("bench", "args", "keys"),
+    [
+        ("steps", ["--rows", "2", "--output-len", "17", "--steps", "4"], {"host_us_per_token"}),
+        ("prefix", ["--prefix-len", "100", "--tail-len", "4"], {"cold_ttft_s", "warm_ttft_s"}),
+        ("chunked", ["--prompt-len", "200", "--streams", "2", "--budget", "64"], {"whole", "chunked"}),
+    ],
+)
+def test_features_with_and_without(bench: str, args: list[str], keys: set[str]) -> None:
+    common = ["--model", str(tiny_model("qwen2-tied")), "--max-model-len", "256", "--repeat", "1"]
+    common += ["--vocab-size", "200"]
+    result: dict[str, Any] = json.loads(run("bench_scheduling.py", bench, *common, *args).stdout)
+    assert result["bench"] == bench
+    assert keys <= result.keys()
+    assert result["ratio"] > 0
