@@ -1,0 +1,443 @@
+"""Priorities, delays, shares of a step for prompts, and the time a request may wait."""
+
+from __future__ import annotations
+
+import random
+import types
+from typing import Any
+
+import pytest
+
+from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.request import RequestStatus
+from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
+from tests.core.memory_executor import (
+    Collected,
+    MemoryExecutor,
+    assert_all_free,
+    assert_tokens,
+    entries,
+    make_config,
+    make_core,
+    make_request,
+    run,
+    scheduled,
+    step,
+)
+
+
+def make_ranked(
+    request_id: str, priority: int, arrival_time: float = 0.0, prompt: int = 4, **given: Any
+) -> EngineCoreRequest:
+    request = make_request(request_id, prompt, message={"priority": priority}, **given)
+    request.arrival_time = arrival_time
+    return request
+
+
+def order_of_entry(executor: MemoryExecutor) -> str:
+    """Ids of the requests in the order in which they got slots."""
+    return "".join(row.request_id for made in executor.steps for row in made.new_rows)
+
+
+def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
+    while core.has_unfinished():
+        step(core, collected)
+        assert core.audit()["violations"] == []
+
+
+# ---- priorities -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "order"), [("priority", "bdaec"), ("fcfs", "abcde")])
+def test_order_of_admission(policy: str, order: str) -> None:
+    core, executor = make_core(max_num_seqs=1, policy=policy)
+    ranks = {"a": (1, 2.0), "b": (-3, 9.0), "c": (2, 0.0), "d": (0, 9.0), "e": (1, 5.0)}
+    requests = [make_ranked(name, *rank, max_tokens=2) for name, rank in ranks.items()]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests)
+    assert order_of_entry(executor) == order
+    assert core.stats()["num_preemptions"] == 0
+
+
+def test_equals_keep_the_order_of_their_arrival() -> None:
+    core, executor = make_core(max_num_seqs=1, policy="priority")
+    for name, arrival_time in {"c": 3.0, "a": 1.0, "b": 2.0, "d": 3.0}.items():
+        core.add_request(make_ranked(name, 5, arrival_time, max_tokens=1))
+    run(core)
+    assert order_of_entry(executor) == "abcd"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_an_urgent_request_takes_the_slot_of_a_running_one(mode: str, async_scheduling: bool, chunked: bool) -> None:
+    core, executor = make_core(
+        num_cpu_blocks=8,
+        max_num_seqs=2,
+        policy="priority",
+        preemption_mode=mode,
+        async_scheduling=async_scheduling,
+        chunked=chunked,
+    )
+    requests = [
+        make_ranked("a", 1, 1.0, max_tokens=9),
+        make_ranked("b", 2, 2.0, max_tokens=9, seed=2),
+        make_ranked("u", 0, 3.0, max_tokens=9, seed=3),
+    ]
+    collected: dict[str, Collected] = {}
+    for request in requests[:2]:
+        core.add_request(request)
+    step(core, collected)
+    step(core, collected)
+    core.add_request(requests[2])
+    # steps under way are waited for; then the one that matters least goes
+    for _ in range(3):
+        step(core, collected)
+    assert "u" in collected
+    scheduler = core._scheduler
+    left = RequestStatus.PREEMPTED if mode == "recompute" else RequestStatus.SWAPPED
+    assert {name: request.status for name, request in scheduler.requests.items()} == {
+        "a": RequestStatus.RUNNING,
+        "b": left,
+        "u": RequestStatus.RUNNING,
+    }
+    finish(core, collected)
+    assert_tokens(collected, requests)
+    assert order_of_entry(executor) == "abub"
+    assert core.stats()["num_preemptions"] == 1
+    # the row that gave way did not stop the other one
+    assert all("a" in counts for counts in scheduled(executor)[3 if async_scheduling else 2 : 5] if "u" not in counts)
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_urgent_request_takes_the_blocks_of_as_many_as_it_needs(async_scheduling: bool) -> None:
+    core, executor = make_core(num_blocks=6, max_num_seqs=5, policy="priority", async_scheduling=async_scheduling)
+    # two blocks each from the second step on
+    requests = [make_ranked(name, 1, index, max_tokens=5) for index, name in enumerate("abc")]
+    collected: dict[str, Collected] = {}
+    for request in requests:
+        core.add_request(request)
+    step(core, collected)
+    step(core, collected)
+    # four blocks
+    urgent = make_ranked("u", 0, 9.0, prompt=13, max_tokens=2)
+    core.add_request(urgent)
+    while "u" not in collected:
+        step(core, collected)
+    finish(core, collected)
+    assert_tokens(collected, [*requests, urgent])
+    # the latest go first, and come back in the order of their arrival
+    assert order_of_entry(executor) == "abcubc"
+    assert core.stats()["num_preemptions"] == 2
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize("priority", [1, 2])
+def test_nobody_gives_way_to_an_equal_or_a_lesser_one(priority: int) -> None:
+    core, executor = make_core(max_num_seqs=1, policy="priority")
+    core.add_request(make_ranked("a", 1, 5.0))
+    core.step()
+    # it came earlier, and still has to wait
+    core.add_request(make_ranked("b", priority, 1.0))
+    run(core)
+    assert order_of_entry(executor) == "ab"
+    assert core.stats()["num_preemptions"] == 0
+
+
+def test_under_fcfs_nobody_gives_way() -> None:
+    core, executor = make_core(max_num_seqs=1, policy="fcfs")
+    core.add_request(make_ranked("a", 1))
+    core.step()
+    core.add_request(make_ranked("b", -9))
+    run(core)
+    assert order_of_entry(executor) == "ab"
+    assert core.stats()["num_preemptions"] == 0
+
+
+def test_where_there_is_room_nobody_gives_way() -> None:
+    core, executor = make_core(max_num_seqs=2, policy="priority")
+    core.add_request(make_ranked("a", 1))
+    core.step()
+    core.add_request(make_ranked("u", 0))
+    run(core)
+    assert order_of_entry(executor) == "au"
+    assert core.stats()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_preempted_request_does_not_starve(async_scheduling: bool) -> None:
+    core, executor = make_core(max_num_seqs=1, policy="priority", async_scheduling=async_scheduling)
+    low = make_ranked("a", 1, 1.0, max_tokens=30)
+    core.add_request(low)
+    collected: dict[str, Collected] = {}
+    urgent = [make_ranked(name, 0, 2.0 + index, max_tokens=3) for index, name in enumerate("uvw")]
+    others = [make_ranked(name, 1, 9.0 + index, max_tokens=3) for index, name in enumerate("xyz")]
+    for one, other in zip(urgent, others, strict=True):
+        for _ in range(3):
+            step(core, collected)
+        core.add_request(other)
+        core.add_request(one)
+    finish(core, collected)
+    assert_tokens(collected, [low, *urgent, *others])
+    entered = order_of_entry(executor)
+    # it comes back as soon as no urgent one waits, before all that came later, however often it gave way
+    assert entered.replace("a", "") == "uvwxyz"
+    assert entered.rindex("a") < entered.index("x")
+    assert entered.count("a") == core.stats()["num_preemptions"] + 1 > 1
+    assert_all_free(core)
+
+
+def test_when_blocks_run_out_the_one_that_matters_least_makes_room() -> None:
+    core, executor = make_core(num_blocks=6, block_size=4, max_num_seqs=3, policy="priority")
+    # the first that came matters least
+    requests = [make_ranked(name, 2 - index, index, max_tokens=12, seed=index) for index, name in enumerate("abc")]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests)
+    assert core.stats()["num_preemptions"] > 0
+    assert len(entries(executor, "a")) > 1
+    assert len(entries(executor, "c")) == 1
+    assert_all_free(core)
+
+
+# ---- time -------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A time.monotonic() that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The scheduler's clock."""
+    clock = Clock()
+    monkeypatch.setattr("ascend_vllm.core.scheduler.time", types.SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+class TimedExecutor(MemoryExecutor):
+    """A second for each step."""
+
+    clock: Clock
+
+    def _run(self, step: SchedulerOutput) -> StepOutput:
+        self.clock.now += 1.0
+        return super()._run(step)
+
+
+def make_timed(clock: Clock, **settings: Any) -> tuple[EngineCore, MemoryExecutor]:
+    config = make_config(**settings)
+    executor = TimedExecutor(config, 64, 0)
+    executor.clock = clock
+    return EngineCore(config, executor), executor
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("factor", "num_decodes"), [(0.0, 0), (0.5, 1), (2.0, 3), (4.0, 5)])
+def test_prompts_wait_for_a_multiple_of_the_last_prompts_time(
+    clock: Clock, factor: float, num_decodes: int, chunked: bool
+) -> None:
+    core, executor = make_timed(clock, delay_factor=factor, chunked=chunked)
+    requests = [make_ranked("a", 0, clock.now, max_tokens=20)]
+    core.add_request(requests[0])
+    collected: dict[str, Collected] = {}
+    step(core, collected)
+    # the prompt took a second; b is let in by the first step that is made later than factor seconds after it came
+    requests.append(make_ranked("b", 0, clock.now, max_tokens=3))
+    core.add_request(requests[1])
+    finish(core, collected)
+    assert_tokens(collected, requests)
+    told = scheduled(executor)
+    assert told[1 : 1 + num_decodes] == [{"a": 1}] * num_decodes
+    assert told[1 + num_decodes]["b"] == 4
+
+
+def test_the_delay_counts_from_the_earliest_arrival(clock: Clock) -> None:
+    core, executor = make_timed(clock, delay_factor=2.0, max_num_seqs=8)
+    core.add_request(make_ranked("a", 0, clock.now, max_tokens=20))
+    core.step()
+    core.add_request(make_ranked("b", 0, clock.now, max_tokens=3))
+    core.step()
+    core.add_request(make_ranked("c", 0, clock.now, max_tokens=3))
+    for _ in range(3):
+        core.step()
+    # they gathered, and are computed together
+    assert scheduled(executor) == [{"a": 4}, {"a": 1}, {"a": 1}, {"a": 1}, {"b": 4, "c": 4}]
+
+
+def test_nothing_is_delayed_when_nothing_runs(clock: Clock) -> None:
+    core, executor = make_timed(clock, delay_factor=100.0)
+    for name in "ab":
+        core.add_request(make_ranked(name, 0, clock.now, max_tokens=3))
+        run(core)
+    assert scheduled(executor) == [{"a": 4}, {"a": 1}, {"a": 1}, {"b": 4}, {"b": 1}, {"b": 1}]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_who_waits_too_long_is_refused(clock: Clock, async_scheduling: bool) -> None:
+    core, executor = make_core(max_num_seqs=1, queue_timeout_s=5.0, async_scheduling=async_scheduling)
+    requests = [make_ranked("runs", 0, 100.0, max_tokens=20), make_ranked("waits", 0, 101.0)]
+    late = make_ranked("late", 0, 105.0, max_tokens=2)
+    for request in (*requests, late):
+        core.add_request(request)
+    collected: dict[str, Collected] = {}
+    step(core, collected)
+    clock.now = 106.0
+    step(core, collected)
+    # five seconds are not too long yet
+    assert "waits" not in collected
+    clock.now = 106.1
+    step(core, collected)
+    refused = collected["waits"]
+    assert (refused.token_ids, refused.finish_reason) == ([], FinishReason.ERROR)
+    assert refused.error_class == "EngineBusyError"
+    assert "5 s (--queue-timeout-s)" in (refused.error or "")
+    assert core.stats()["num_waiting"] == 1
+    # what runs may take as long as it takes
+    clock.now = 109.0
+    finish(core, collected)
+    assert_tokens(collected, [requests[0], late])
+    assert not entries(executor, "waits")
+    assert_all_free(core)
+
+
+def test_nobody_is_refused_without_a_limit(clock: Clock) -> None:
+    core, _ = make_core(max_num_seqs=1)
+    requests = [make_ranked("a", 0, 100.0), make_ranked("b", 0, 100.0)]
+    for request in requests:
+        core.add_request(request)
+    clock.now = 1e9
+    assert_tokens(run(core), requests)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_preempted_request_is_not_refused(clock: Clock, mode: str) -> None:
+    core, executor = make_core(
+        num_cpu_blocks=8, max_num_seqs=1, queue_timeout_s=5.0, policy="priority", preemption_mode=mode
+    )
+    low, urgent = make_ranked("low", 1, 100.0, max_tokens=6), make_ranked("urgent", 0, 100.0, max_tokens=4)
+    collected: dict[str, Collected] = {}
+    core.add_request(low)
+    step(core, collected)
+    core.add_request(urgent)
+    step(core, collected)
+    assert core.stats()["num_preemptions"] == 1
+    clock.now = 1000.0
+    finish(core, collected)
+    assert_tokens(collected, [low, urgent])
+    assert len(entries(executor, "low")) == 2
+
+
+# ---- prompts share a step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_num_partial_prefills", "first_step"),
+    [(1, {"a": 12}), (2, {"a": 6, "b": 6}), (3, {"a": 4, "b": 4, "c": 4}), (4, {"a": 4, "b": 4, "c": 4})],
+)
+def test_prompts_under_way_share_the_step(max_num_partial_prefills: int, first_step: dict[str, int]) -> None:
+    core, executor = make_core(
+        chunked=True, max_num_batched_tokens=12, max_num_partial_prefills=max_num_partial_prefills
+    )
+    requests = [make_request(name, 20, max_tokens=3) for name in "abc"]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests)
+    assert scheduled(executor)[0] == first_step
+
+
+def test_a_prompt_alone_has_the_whole_step() -> None:
+    core, executor = make_core(chunked=True, max_num_batched_tokens=12, max_num_partial_prefills=4)
+    core.add_request(make_request("a", 20))
+    core.step()
+    core.step()
+    assert scheduled(executor) == [{"a": 12}, {"a": 8}]
+
+
+def test_a_long_prompt_takes_no_more_than_the_threshold() -> None:
+    core, executor = make_core(chunked=True, max_num_batched_tokens=16, long_prefill_token_threshold=6)
+    request = make_request("a", 20, max_tokens=1)
+    core.add_request(request)
+    assert_tokens(run(core), [request])
+    assert [counts["a"] for counts in scheduled(executor)] == [6, 6, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("max_long_partial_prefills", "steps"),
+    [
+        # b waits for a, and c, which came last, does not
+        (1, [{"a": 6, "c": 4}, {"a": 6, "c": 1}, {"a": 2, "b": 6, "c": 1}]),
+        (2, [{"a": 6, "b": 6, "c": 4}, {"a": 6, "b": 6, "c": 1}, {"a": 2, "b": 2, "c": 1}]),
+    ],
+)
+def test_short_prompts_pass_long_ones(max_long_partial_prefills: int, steps: list[dict[str, int]]) -> None:
+    core, executor = make_core(
+        chunked=True,
+        max_num_batched_tokens=24,
+        max_num_partial_prefills=3,
+        max_long_partial_prefills=max_long_partial_prefills,
+        long_prefill_token_threshold=6,
+    )
+    requests = [make_request("a", 14), make_request("b", 14), make_request("c", 4)]
+    for request in requests:
+        core.add_request(request)
+    results = run(core)
+    assert_tokens(results, requests)
+    assert scheduled(executor)[:3] == steps
+
+
+def test_overtaken_prompts_keep_their_order() -> None:
+    core, executor = make_core(
+        chunked=True,
+        max_num_batched_tokens=24,
+        max_num_seqs=8,
+        max_num_partial_prefills=3,
+        long_prefill_token_threshold=6,
+    )
+    requests = [make_request(name, 14, max_tokens=3) for name in "abcd"] + [make_request("s", 2, max_tokens=3)]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests)
+    assert order_of_entry(executor) == "asbcd"
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"chunked": True},
+        {"chunked": True, "max_num_partial_prefills": 3},
+        {"chunked": True, "max_num_partial_prefills": 3, "long_prefill_token_threshold": 5},
+        {"chunked": True, "num_scheduler_steps": 3, "prefix_caching": True},
+    ],
+)
+def test_the_budget_is_used_and_never_exceeded(settings: dict[str, Any], async_scheduling: bool) -> None:
+    source = random.Random(11)
+    core, executor = make_core(
+        num_blocks=30,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        max_model_len=40,
+        async_scheduling=async_scheduling,
+        **settings,
+    )
+    requests = [
+        make_request(f"r{i}", [source.randrange(40) for _ in range(source.randint(1, 16))], seed=i) for i in range(30)
+    ]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests, 40 if settings else 16)
+    totals = [made.total_num_scheduled_tokens for made in executor.steps]
+    assert max(totals) == 16
+    assert min(totals) > 0
+    assert_all_free(core)
