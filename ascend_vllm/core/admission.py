@@ -101,8 +101,6 @@ class Admission:
         parent = self._parent(request)
         if parent is None:
             return self._compute(builder, request, budget, num_reserved, now)
-        if parent.status is RequestStatus.WAITING:
-            return None
         num_shared = request.num_prompt_tokens - 1
         if builder.num_computed_before(parent) < num_shared:
             # its turn comes when an earlier step has computed the parent's prompt: copies precede a step
@@ -115,11 +113,14 @@ class Admission:
         return self._enter(builder, request, request, 1, now)
 
     def _parent(self, request: Request) -> Request | None:
-        """The request whose prompt a waiting one can share, now or soon."""
+        """The request whose prompt a waiting one can share, now or soon.
+
+        One that waits behind it is none: the two would wait for each other.
+        """
         if request.parent_id is None or request.num_output_tokens:
             return None
         parent = self._requests.get(request.parent_id)
-        if parent is None or parent.status not in (RequestStatus.WAITING, RequestStatus.RUNNING):
+        if parent is None or parent.status is not RequestStatus.RUNNING:
             return None
         return parent
 
