@@ -83,10 +83,12 @@ def greedy_traffic(name: str, n: int) -> list[Conversation]:
     """Prompts of 1 … 300 tokens, some of which begin alike, and conversations."""
     make = functools.partial(text_ids, name)
     shared = make(200, 3)
-    lengths = (LONGEST_PROMPT, 1, 17, 120, 16, 2, 250, 15)
+    lengths = (LONGEST_PROMPT, 1, 17, 120, 16, 2, 15)
     prompts = [make(length, index) for index, length in enumerate(lengths)]
     prompts[2:2] = [shared + make(length, 20 + length) for length in (1, 30)]
     prompts[6:6] = [shared, shared + make(70, 11)]
+    # equal blocks behind others: their keys and values differ
+    prompts.append(make(128, 50) + prompts[0][128:270])
     num_tokens = [10 + 3 * (i % 5) for i in range(len(prompts))]
     if name == "mistral":
         # many short ones that outgrow the window run at the same time
