@@ -20,6 +20,7 @@ class Rows:
         queue: its policy orders the running rows.
 
     Attributes:
+        num_slots: as given.
         running: all rows; the last is the first to be preempted.
         by_slot: the same rows.
         free_slots: a stack.
@@ -28,6 +29,7 @@ class Rows:
 
     def __init__(self, num_slots: int, queue: RequestQueue) -> None:
         self._queue = queue
+        self.num_slots = num_slots
         self.running: list[Request] = []
         self.by_slot: dict[int, Request] = {}
         # slot 0 lies on top at first

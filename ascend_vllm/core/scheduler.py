@@ -37,7 +37,7 @@ from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows, rows_of
-from ascend_vllm.core.scheduler_audit import audit_scheduler
+from ascend_vllm.core.scheduler_audit import audit
 from ascend_vllm.core.step_builder import StepBuilder
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
@@ -530,7 +530,7 @@ class Scheduler:
 
     def audit(self) -> dict[str, Any]:
         """The accounts of blocks and slots, see core/scheduler_audit.py; "violations" is empty if they agree."""
-        return audit_scheduler(self)
+        return audit(self.kv_cache, self.rows, self.waiting, self.requests.values())
 
 
 def _row_logprobs(logprobs: StepLogprobs, index: int, count: int, num_logprobs: int) -> list[TokenLogprobs]:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable
+from typing import Any
 
+from ascend_vllm.core.kv_cache_manager import KVCacheManager
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
-from ascend_vllm.core.rows import rows_of
-
-if TYPE_CHECKING:
-    from ascend_vllm.core.scheduler import Scheduler
+from ascend_vllm.core.request_queue import RequestQueue
+from ascend_vllm.core.rows import Rows, rows_of
 
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 
 
-def audit_scheduler(scheduler: Scheduler) -> dict[str, Any]:
+def audit(
+    kv_cache: KVCacheManager, rows: Rows, waiting: RequestQueue, requests: Collection[Request]
+) -> dict[str, Any]:
     """The accounts of blocks and slots.
+
+    Args:
+        kv_cache: of the blocks.
+        rows: of the slots.
+        waiting: the queue.
+        requests: all that live.
 
     Returns:
         num_blocks, num_free_blocks, num_slots, num_free_slots, num_running, num_waiting: counts (running ones are
@@ -23,59 +30,57 @@ def audit_scheduler(scheduler: Scheduler) -> dict[str, Any]:
         blocks_by_request: number of device blocks of each request that has some, those of its rows added up;
         violations: sentences, none if all is consistent.
     """
-    kv_cache = scheduler.kv_cache
-    owners = list(_owners(scheduler))
-    blocks_by_request = {
-        request.request_id: sum(len(row.block_ids) for row in rows_of(request))
-        for request in scheduler.requests.values()
-        if any(row.block_ids for row in rows_of(request))
-    }
+    owners = [row for request in requests for row in rows_of(request)]
+    num_blocks = {request.request_id: sum(len(row.block_ids) for row in rows_of(request)) for request in requests}
     return {
         "num_blocks": kv_cache.num_blocks,
         "num_free_blocks": kv_cache.num_free_blocks,
-        "num_slots": scheduler.config.max_num_seqs,
-        "num_free_slots": len(scheduler.rows.free_slots),
-        "num_running": len(scheduler.rows.running),
-        "num_waiting": len(scheduler.waiting),
-        "blocks_by_request": blocks_by_request,
-        "violations": kv_cache.violations(owners) + _slot_violations(scheduler) + _queue_violations(scheduler),
+        "num_slots": rows.num_slots,
+        "num_free_slots": len(rows.free_slots),
+        "num_running": len(rows.running),
+        "num_waiting": len(waiting),
+        "blocks_by_request": {request_id: count for request_id, count in num_blocks.items() if count},
+        "violations": [
+            *kv_cache.violations(owners),
+            *_slot_violations(rows),
+            *_reservation_violations(rows, requests),
+            *_queue_violations(rows, waiting, requests),
+        ],
     }
 
 
-def _owners(scheduler: Scheduler) -> Iterator[Request]:
-    for request in scheduler.requests.values():
-        yield from rows_of(request)
-
-
-def _slot_violations(scheduler: Scheduler) -> list[str]:
-    wrong = [
-        f"{request} is not in its slot" for slot, request in scheduler.rows.by_slot.items() if request.slot != slot
-    ]
-    if sorted([*scheduler.rows.by_slot, *scheduler.rows.free_slots]) != list(range(scheduler.config.max_num_seqs)):
+def _slot_violations(rows: Rows) -> list[str]:
+    wrong = [f"{row} is not in its slot" for slot, row in rows.by_slot.items() if row.slot != slot]
+    if sorted([*rows.by_slot, *rows.free_slots]) != list(range(rows.num_slots)):
         wrong.append("a slot is lost or taken twice")
-    if sorted(map(id, scheduler.rows.running)) != sorted(map(id, scheduler.rows.by_slot.values())):
+    if sorted(map(id, rows.running)) != sorted(map(id, rows.by_slot.values())):
         wrong.append("the running requests are not those in slots")
-    groups = [request.beam_group for request in scheduler.requests.values() if request.beam_group is not None]
+    return wrong
+
+
+def _reservation_violations(rows: Rows, requests: Iterable[Request]) -> list[str]:
+    """A running beam search has, or can have, as many slots as it is wide."""
+    groups = [request.beam_group for request in requests if request.beam_group is not None]
     reserved = sum(group.num_reserved_slots for group in groups)
-    if reserved != scheduler.rows.num_reserved or reserved > len(scheduler.rows.free_slots):
-        wrong.append(f"{scheduler.rows.num_reserved} slots are reserved, {reserved} are asked for")
-    wrong += [
+    wrong = [
         f"{group.root} has {len(group.rows)} rows and {group.num_reserved_slots} reserved slots"
         for group in groups
         if group.root.status is RequestStatus.RUNNING and len(group.rows) + group.num_reserved_slots != group.width
     ]
+    if reserved != rows.num_reserved or reserved > len(rows.free_slots):
+        wrong.append(f"{rows.num_reserved} slots are reserved, {reserved} are asked for")
     return wrong
 
 
-def _queue_violations(scheduler: Scheduler) -> list[str]:
-    wrong = [f"{r} is among the running" for r in scheduler.rows.running if r.status is not RequestStatus.RUNNING]
+def _queue_violations(rows: Rows, waiting: RequestQueue, requests: Iterable[Request]) -> list[str]:
+    wrong = [f"{row} is among the running" for row in rows.running if row.status is not RequestStatus.RUNNING]
     wrong += [
-        f"{r} is among the waiting"
-        for r in scheduler.waiting
-        if r.status not in _WAITING or r.slot != NO_SLOT or r.block_ids
+        f"{request} is among the waiting"
+        for request in waiting
+        if request.status not in _WAITING or request.slot != NO_SLOT or request.block_ids
     ]
-    running = {id(row if row.beam_group is None else row.beam_group.root) for row in scheduler.rows.running}
-    waiting = set(map(id, scheduler.waiting))
-    if running & waiting or running | waiting != set(map(id, scheduler.requests.values())):
+    running_ids = {id(row if row.beam_group is None else row.beam_group.root) for row in rows.running}
+    waiting_ids = set(map(id, waiting))
+    if running_ids & waiting_ids or running_ids | waiting_ids != set(map(id, requests)):
         wrong.append("a request neither runs nor waits, or does both")
     return wrong
