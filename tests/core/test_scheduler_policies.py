@@ -126,6 +126,7 @@ def test_an_urgent_request_takes_the_blocks_of_as_many_as_it_needs(async_schedul
     urgent = make_ranked("u", 0, 9.0, prompt=13, max_tokens=2)
     core.add_request(urgent)
     while "u" not in collected:
+        assert core.has_unfinished()
         step(core, collected)
     finish(core, collected)
     assert_tokens(collected, [*requests, urgent])
@@ -406,7 +407,12 @@ def test_overtaken_prompts_keep_their_order() -> None:
     requests = [make_request(name, 14, max_tokens=3) for name in "abcd"] + [make_request("s", 2, max_tokens=3)]
     for request in requests:
         core.add_request(request)
-    assert_tokens(run(core), requests)
+    collected: dict[str, Collected] = {}
+    while core.has_unfinished():
+        step(core, collected)
+        waiting = [request.request_id for request in core._scheduler.waiting]
+        assert waiting == sorted(waiting)
+    assert_tokens(collected, requests)
     assert order_of_entry(executor) == "asbcd"
 
 

@@ -130,6 +130,7 @@ def test_which_requests_are_swapped(mode: str | None, several: str, expected: Re
         requests.pop()
     collected: dict[str, Collected] = {}
     while not core.stats()["num_preemptions"]:
+        assert core.has_unfinished()
         step(core, collected)
     assert core._scheduler.requests["last"].status is expected
     finish(core, collected)
@@ -147,6 +148,7 @@ def test_swapped_requests_come_back_before_new_prompts() -> None:
     late = make_request("late", 1, max_tokens=2)
     core.add_request(late)
     while len(entries(executor, "c")) == 1:
+        assert core.has_unfinished()
         assert not entries(executor, "late")
         step(core, collected)
     finish(core, collected)

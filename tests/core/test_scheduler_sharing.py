@@ -289,6 +289,7 @@ def test_a_swapped_search_leaves_as_a_whole_and_its_beams_go_on_sharing(async_sc
     collected: dict[str, Collected] = {}
     root = core._scheduler.requests["b"]
     while root.status is not RequestStatus.SWAPPED:
+        assert core.has_unfinished()
         step(core, collected)
     assert root.beam_group is not None
     rows = root.beam_group.rows
@@ -384,6 +385,7 @@ def test_an_abort_while_swapped_frees_everything() -> None:
     core, _, old, _ = tight_search()
     collected: dict[str, Collected] = {}
     while core._scheduler.requests["b"].status is not RequestStatus.SWAPPED:
+        assert core.has_unfinished()
         step(core, collected)
     core.abort_requests(["b"])
     assert core.stats()["num_swapped"] == 0

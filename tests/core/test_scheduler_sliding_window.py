@@ -92,6 +92,7 @@ def test_a_windowed_row_goes_on_after_a_preemption(async_scheduling: bool, mode:
     core.add_request(low)
     collected: dict[str, Collected] = {}
     while len(collected.get("low", Collected()).token_ids) < 20:
+        assert core.has_unfinished()
         step(core, collected)
     core.add_request(urgent)
     while core.has_unfinished():
@@ -118,11 +119,13 @@ def preempted_beyond_the_cache(**settings: Any) -> Collected:
     core.add_request(low)
     collected: dict[str, Collected] = {}
     while len(collected.get("low", Collected()).token_ids) < 20:
+        assert core.has_unfinished()
         step(core, collected)
     request = core._scheduler.requests["low"]
     core.add_request(urgent)
     core.add_request(after)
     while request.status is RequestStatus.RUNNING:
+        assert core.has_unfinished()
         step(core, collected)
     assert request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
     for _ in range(200):
