@@ -68,13 +68,13 @@ def keep_alive_on_engine_death() -> bool:
     return os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") == "1"
 
 
-def engine_iteration_timeout_s() -> float | None:
-    """`VLLM_ENGINE_ITERATION_TIMEOUT_S`: the seconds that one step of the engine may take, 60 by default.
+def engine_iteration_timeout_s(default: float) -> float | None:
+    """`VLLM_ENGINE_ITERATION_TIMEOUT_S`: the seconds that one step of the engine may take, 600 by default on CPU.
 
-    After that the engine counts as dead and the server ends. 0 means no limit.
+    After that the engine counts as dead and the server ends. 0 means no limit, and the default on NPUs is 60.
     """
     # docstrings here are answers of the demo model, so it is said here: raises ConfigError if it is no number
-    value = os.environ.get("VLLM_ENGINE_ITERATION_TIMEOUT_S", "") or "60"
+    value = os.environ.get("VLLM_ENGINE_ITERATION_TIMEOUT_S", "") or str(default)
     try:
         seconds = float(value)
     except ValueError:

@@ -148,6 +148,12 @@ def check_config(config: EngineConfig) -> None:
             "Prefix caching is not supported with sliding window. Run with --disable-sliding-window to use prefix "
             "caching."
         )
+    window, steps = config.cache.sliding_window, config.scheduler.num_scheduler_steps
+    # a row that has ended computes on for a call, and its blocks of that time must not be given away yet
+    if window is not None and steps >= window:
+        raise ConfigError(
+            f"--num-scheduler-steps ({steps}) must be smaller than the model's sliding window ({window})."
+        )
     if config.model.hidden_size % config.model.num_heads and not config.model.hf_config.get("head_dim"):
         raise ConfigError(
             f"config.json: hidden_size ({config.model.hidden_size}) must be divisible by num_attention_heads "

@@ -18,6 +18,7 @@ from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.engine.iteration_watch import IterationWatch
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import FACTS
 from ascend_vllm.types.messages import (
     AbortRequests,
     CoreInbound,
@@ -71,7 +72,7 @@ class AsyncCoreClient:
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_death: Callable[[EngineDeadError], None],
     ) -> None:
-        self._timeout_s = envs.engine_iteration_timeout_s()
+        self._timeout_s = envs.engine_iteration_timeout_s(FACTS[config.device.device].iteration_timeout_s)
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._process = CoreProcess(config)

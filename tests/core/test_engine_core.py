@@ -15,13 +15,6 @@ from ascend_vllm.types.messages import FinishReason
 from tests.core.memory_executor import MemoryExecutor, assert_all_free, make_config, make_core, make_request, run
 
 
-@pytest.fixture
-def package_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The package's log, which does not propagate by itself."""
-    monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
-    return caplog
-
-
 def test_idle_core_has_nothing_to_do() -> None:
     core, executor = make_core()
     assert not core.has_unfinished()

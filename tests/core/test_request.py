@@ -1,4 +1,4 @@
-"""A request's states and its end; the queue it waits in."""
+"""A request's states and its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ascend_vllm.core.request import (
     Request,
     RequestStatus,
 )
-from ascend_vllm.core.request_queue import FCFSQueue
 from ascend_vllm.types.messages import FinishReason
 from tests.core.memory_executor import make_request
 
@@ -94,37 +93,3 @@ def test_seed_is_the_requests_own_or_the_drawn_one() -> None:
 def test_end_token_ids_are_what_min_tokens_forbids() -> None:
     assert make(stop_token_ids=[9, 1]).end_token_ids == [1, EOS, 9]
     assert make(ignore_eos=True).end_token_ids == []
-
-
-def make_queue(count: int) -> tuple[FCFSQueue, list[Request]]:
-    queue = FCFSQueue()
-    requests = [Request(make_request(f"r{i}", 2), 100, 0) for i in range(count)]
-    for request in requests:
-        queue.add(request)
-    return queue, requests
-
-
-def test_fcfs_order() -> None:
-    queue, requests = make_queue(3)
-    assert list(queue) == requests
-    assert queue.peek() is requests[0]
-    assert [queue.pop() for _ in range(3)] == requests
-    assert len(queue) == 0
-    with pytest.raises(IndexError):
-        queue.pop()
-
-
-def test_preempted_go_to_the_front() -> None:
-    queue, requests = make_queue(3)
-    first, second = queue.pop(), queue.pop()
-    queue.put_back(second)
-    queue.put_back(first)
-    assert list(queue) == requests
-
-
-def test_remove_from_the_middle() -> None:
-    queue, requests = make_queue(3)
-    queue.remove(requests[1])
-    assert list(queue) == [requests[0], requests[2]]
-    with pytest.raises(KeyError):
-        queue.remove(requests[1])

@@ -615,6 +615,10 @@ def test_windows(config: dict[str, Any], window: int | None, is_cacheable: bool,
         )
     disabled = config_of(directory, enable_prefix_caching=True, disable_sliding_window=True).cache
     assert (disabled.enable_prefix_caching, disabled.sliding_window) == (True, None)
+    if window is not None:
+        assert config_of(directory, num_scheduler_steps=window - 1).scheduler.num_scheduler_steps == window - 1
+        with pytest.raises(ConfigError, match=rf"--num-scheduler-steps \({window}\) must be smaller than .*window"):
+            config_of(directory, num_scheduler_steps=window)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------
