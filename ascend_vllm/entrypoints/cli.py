@@ -15,6 +15,7 @@ from ascend_vllm.engine.arg_fields import flags_of
 from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, expand_config_file
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.entrypoints import cli_client
 from ascend_vllm.errors import AscendVllmError, ConfigError
 
 EXIT_FAILURE = 1
@@ -73,8 +74,38 @@ def _demo(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command
     return 0
 
 
+def _run_batch(namespace: argparse.Namespace) -> int:
+    from ascend_vllm.entrypoints.openai.run_batch import run_batch
+
+    return run_batch(namespace)
+
+
+def _add_run_batch_arguments(parser: FlexibleArgumentParser) -> None:
+    from ascend_vllm.entrypoints.openai.run_batch import add_arguments
+
+    parser.description = "Answers a file of OpenAI requests, without a server."
+    add_arguments(parser)
+
+
+def _add_collect_env_arguments(parser: FlexibleArgumentParser) -> None:
+    parser.description = "Prints what a bug report should say of this machine and of what is installed."
+
+
+def _collect_env(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command gets its namespace
+    from ascend_vllm.entrypoints.collect_env import describe
+
+    print(describe())
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "serve": Command("start the OpenAI-compatible server", _add_serve_arguments, _serve, _expand_serve),
+    "complete": Command(
+        "continue lines with a running server", cli_client.add_complete_arguments, cli_client.complete
+    ),
+    "chat": Command("talk to a running server", cli_client.add_chat_arguments, cli_client.chat),
+    "run-batch": Command("answer a file of requests", _add_run_batch_arguments, _run_batch),
+    "collect-env": Command("describe this machine for a report", _add_collect_env_arguments, _collect_env),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }
 

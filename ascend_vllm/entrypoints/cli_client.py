@@ -1,0 +1,154 @@
+"""A running server asked from the terminal: `ascend-vllm complete` and `ascend-vllm chat`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from ascend_vllm import envs
+from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
+from ascend_vllm.errors import AscendVllmError
+
+_TIMEOUT_S = 600
+
+
+class ClientError(AscendVllmError):
+    """The server cannot be reached, or refused a request; says what to do."""
+
+
+class Client:
+    """Requests to one OpenAI-compatible server.
+
+    Args:
+        url: with its path, for example ``http://localhost:8000/v1``.
+        api_key: sent as a bearer token; None: none.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def first_model(self) -> str:
+        """The name under which the server's model is served.
+
+        Raises:
+            ClientError: the server cannot be reached or refuses.
+        """
+        with self._open("/models", None) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The choices of a streamed answer's events.
+
+        Raises:
+            ClientError: the server cannot be reached or refuses, or the stream carries an error.
+        """
+        with self._open(path, {**body, "stream": True}) as answer:
+            for line in answer:
+                data = line.decode().strip().removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise ClientError(str(event["error"].get("message", event["error"])))
+                yield from event.get("choices", [])
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            raise ClientError(f"{self._url} answers {error.code}: {_message(error.read())}") from error
+        except (OSError, ValueError) as error:
+            raise ClientError(
+                f"{self._url} cannot be reached ({error}). Is a server running there? --url names another."
+            ) from error
+
+
+def _message(body: bytes) -> str:
+    """What an error answer says."""
+    try:
+        content = json.loads(body)
+        return str(content["error"]["message"] if isinstance(content.get("error"), dict) else content)
+    except (ValueError, KeyError, AttributeError):
+        return body.decode(errors="replace")[:500]
+
+
+def add_complete_arguments(parser: FlexibleArgumentParser) -> None:
+    """Adds the arguments of `complete`."""
+    parser.description = "Continues each line that you type, with a running server."
+    _add_arguments(parser)
+
+
+def add_chat_arguments(parser: FlexibleArgumentParser) -> None:
+    """Adds the arguments of `chat`."""
+    parser.description = "A conversation with the model of a running server; the end of the input ends it."
+    _add_arguments(parser)
+    parser.add_argument("--system-prompt", help="what the model is told before the conversation")
+
+
+def _add_arguments(parser: FlexibleArgumentParser) -> None:
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="the server (default: %(default)s)")
+    parser.add_argument("--model-name", help="the model to ask; without it the first that the server has")
+    parser.add_argument("--api-key", help="the key that the server wants; without it VLLM_API_KEY")
+
+
+def complete(args: argparse.Namespace) -> int:
+    """Completes lines of the standard input until it ends. Returns the exit code."""
+    client, model = _connect(args)
+    for prompt in _typed_lines("Please enter prompt to complete:", sys.stdin, sys.stdout):
+        body = {"model": model, "prompt": prompt}
+        _print(choice.get("text") or "" for choice in client.stream("/completions", body))
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Answers lines of the standard input as one conversation until it ends. Returns the exit code."""
+    client, model = _connect(args)
+    messages: list[dict[str, str]] = []
+    if args.system_prompt:
+        messages.append({"role": "system", "content": args.system_prompt})
+    for line in _typed_lines("Please enter a message for the chat model:", sys.stdin, sys.stdout):
+        messages.append({"role": "user", "content": line})
+        events = client.stream("/chat/completions", {"model": model, "messages": messages})
+        text = _print(choice.get("delta", {}).get("content") or "" for choice in events)
+        messages.append({"role": "assistant", "content": text})
+    return 0
+
+
+def _connect(args: argparse.Namespace) -> tuple[Client, str]:
+    client = Client(args.url, args.api_key or envs.api_key())
+    model = args.model_name or client.first_model()
+    print(f"Using model: {model}")
+    return client, model
+
+
+def _typed_lines(invitation: str, source: TextIO, terminal: TextIO) -> Iterator[str]:
+    """Lines that are not empty, each asked for with a prompt."""
+    print(invitation)
+    while True:
+        print("> ", end="", flush=True, file=terminal)
+        line = source.readline()
+        if not line:
+            print(file=terminal)
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _print(pieces: Iterator[str]) -> str:
+    """Prints pieces as they come; returns the whole text."""
+    text = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        text += piece
+    print()
+    return text

@@ -1,0 +1,71 @@
+"""`ascend-vllm complete`, `chat` and `collect-env`, typed as a user types them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import httpx
+
+from tests.server import ROOT, Server, free_port
+
+
+def run(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ascend_vllm.entrypoints.cli", *words],
+        cwd=ROOT,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_complete(openai_server: Server) -> None:
+    done = run("complete", "--url", f"{openai_server.url}/v1", typed="hello\n\nagain\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Using model: tiny\nPlease enter prompt to complete:\n> ")
+    # the empty line is asked for again and not sent
+    assert done.stdout.count("> ") >= 4
+
+
+def num_prompt_tokens(http: httpx.Client) -> float:
+    (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:prompt_tokens_total")]
+    return float(line.split()[-1])
+
+
+def test_chat_keeps_the_conversation(openai_server: Server, http: httpx.Client) -> None:
+    words = ["chat", "--url", f"{openai_server.url}/v1", "--model-name", "alias", "--system-prompt", "Be brief."]
+    counts = [num_prompt_tokens(http)]
+    for typed in ("hello\n", "hello\nhello\n"):
+        done = run(*words, typed=typed)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("Using model: alias\nPlease enter a message for the chat model:\n> ")
+        counts.append(num_prompt_tokens(http))
+    one, two = counts[1] - counts[0], counts[2] - counts[1]
+    # the second question brings the first one and its answer along
+    assert two > 2 * one
+
+
+def test_a_server_that_refuses_is_one_line(openai_server: Server) -> None:
+    done = run("complete", "--url", f"{openai_server.url}/v1", "--model-name", "nobody", typed="hello\n")
+    assert done.returncode == 1
+    assert "answers 404: The model `nobody` does not exist." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_server_is_one_line() -> None:
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    done = run("chat", "--url", url, typed="hello\n")
+    assert done.returncode == 1
+    assert f"{url} cannot be reached" in done.stderr
+    assert "--url names another" in done.stderr
+
+
+def test_collect_env() -> None:
+    done = run("collect-env")
+    assert done.returncode == 0
+    facts = dict(line.split(None, 1) for line in done.stdout.splitlines())
+    assert facts["Python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert facts["torch"][0].isdigit()
+    assert "Native kernels    loaded" in done.stdout
