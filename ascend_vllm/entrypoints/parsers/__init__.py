@@ -1,0 +1,1 @@
+"""Parsers of generated text: tool calls (`tools`) and thoughts (`reasoning`)."""

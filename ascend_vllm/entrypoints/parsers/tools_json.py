@@ -1,0 +1,238 @@
+"""Tool calls that models write as JSON objects: name and arguments.
+
+The usual order, the name first, is told while it is written: the arguments go out as the model writes them. A call in
+another order is told when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ascend_vllm.entrypoints.parsers.tools import MarkedToolParser
+
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+# an object up to the "{" of its arguments, if it begins in the usual order
+_HEAD = re.compile(
+    rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{_STRING}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)',
+    re.DOTALL,
+)
+_FIRST_KEY = re.compile(rf"\{{\s*{_STRING}", re.DOTALL)
+_FIRST_KEYS = frozenset(("name", "type", "id", "arguments", "parameters"))
+_IN_OBJECT = re.compile(r'[{}\[\]"]')
+_IN_STRING = re.compile(r'["\\]')
+
+
+class BracketScanner:
+    """Finds where a JSON object ends in text that comes in pieces.
+
+    Args:
+        depth: brackets that are open already.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
+
+    def find_end(self, text: str) -> int:
+        """The index behind the bracket that closes the outermost one; -1: it is not in this piece."""
+        at = 0
+        while at < len(text):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+                continue
+            match = (_IN_STRING if self._in_string else _IN_OBJECT).search(text, at)
+            if match is None:
+                break
+            at = match.end()
+            if self._in_string:
+                self._escaped = match[0] == "\\"
+                self._in_string = self._escaped
+            elif match[0] == '"':
+                self._in_string = True
+            else:
+                self._depth += 1 if match[0] in "{[" else -1
+                if self._depth == 0:
+                    return at
+        return -1
+
+
+class JsonToolParser(MarkedToolParser):
+    """Calls of the form ``{"name": "f", "arguments": {...}}`` behind a marker.
+
+    Attributes:
+        PRELUDE: what may stand between the marker and the object.
+        NAMED_HEAD: another form: a bare name (group 1) before the object of arguments; None: there is none.
+        NAMED_START: matches all of a text that may become a `NAMED_HEAD`.
+    """
+
+    PRELUDE: ClassVar[re.Pattern[str]] = re.compile(r"\s*")
+    NAMED_HEAD: ClassVar[re.Pattern[str] | None] = None
+    NAMED_START: ClassVar[re.Pattern[str]] = re.compile("")
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._state = self._read_head
+        self._scanner: BracketScanner | None = None
+        self._scanned = 0  # characters of `rest` that the scanner has seen
+        self._in_object = False  # arguments are a member of an object that must be closed, too
+
+    def read_call(self, final: bool) -> bool:
+        """See `MarkedToolParser.read_call`."""
+        return self._state(final)
+
+    def _read_head(self, final: bool) -> bool:
+        if self.opener and self.NAMED_HEAD is not None:
+            if named := self.NAMED_HEAD.match(self.rest):
+                return self._begin_arguments(named[1], named.end(), in_object=False)
+            if not final and self.NAMED_START.fullmatch(self.rest):
+                return False
+        prelude = self.PRELUDE.match(self.rest) if self.opener else None
+        start = prelude.end() if prelude else 0
+        if start == len(self.rest) and not final:
+            return False
+        if not self.rest.startswith("{", start):
+            return self._leave(self.refuse_call)
+        if head := _HEAD.match(self.rest, start):
+            name = _load(f'"{head[1]}"')
+            if not isinstance(name, str) or not name:
+                return self._leave(self.refuse_call)
+            return self._begin_arguments(name, head.end(), in_object=True)
+        first_key = _FIRST_KEY.match(self.rest, start)
+        if first_key and first_key[1] not in _FIRST_KEYS:
+            return self._leave(self.refuse_call)
+        return self._read_whole(start, final)
+
+    def _read_whole(self, start: int, final: bool) -> bool:
+        """Wait for the end of an object in another order."""
+        if self._scanner is None:
+            self._scanner, self._scanned = BracketScanner(), start
+        found = self._scanner.find_end(self.rest[self._scanned :])
+        if found < 0:
+            self._scanned = len(self.rest)
+            return self._leave(self.refuse_call) if final else False
+        end = self._scanned + found
+        call = self._call_of(_load(self.rest[start:end]))
+        if call is None:
+            return self._leave(self.refuse_call)
+        name, arguments = call
+        self.open_call(name)
+        self.add_arguments(arguments)
+        self.rest = self.rest[end:]
+        return self._leave(self.end_call)
+
+    def _call_of(self, value: Any) -> tuple[str, str] | None:
+        """Name and arguments of an object, if it is a call; a bare one must have arguments."""
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or not name:
+            return None
+        key = next((key for key in ("arguments", "parameters") if key in value), None)
+        if key is None and not self.opener:
+            return None
+        arguments = value[key] if key else None
+        if isinstance(arguments, str) and isinstance(_load(arguments), dict):
+            return name, arguments
+        return name, json.dumps(arguments or {}, ensure_ascii=False)
+
+    def _begin_arguments(self, name: str, end: int, in_object: bool) -> bool:
+        self.open_call(name)
+        self.rest = self.rest[end:]
+        self._in_object = in_object
+        self._scanner = BracketScanner()
+        self._state = self._read_arguments
+        return True
+
+    def _read_arguments(self, _final: bool) -> bool:
+        assert self._scanner is not None
+        end = self._scanner.find_end(self.rest)
+        if end < 0:
+            self.add_arguments(self.rest)
+            self.rest = ""
+            return False
+        self.add_arguments(self.rest[:end])
+        self.rest = self.rest[end:]
+        if not self._in_object:
+            return self._leave(self.end_call)
+        self._scanner = None
+        self._state = self._read_tail
+        return True
+
+    def _read_tail(self, _final: bool) -> bool:
+        """Skip what follows the arguments in their object. Models forget its bracket now and then."""
+        text = self.rest.lstrip()
+        if self._scanner is None:
+            if not text:
+                return False
+            if not text.startswith((",", "}")):
+                return self._leave(self.end_call)
+            self._scanner = BracketScanner(depth=1)
+        end = self._scanner.find_end(self.rest)
+        if end < 0:
+            self.rest = ""
+            return False
+        self.rest = self.rest[end:]
+        return self._leave(self.end_call)
+
+    def _leave(self, how: Any) -> bool:
+        """Back to text."""
+        self._scanner = None
+        self._state = self._read_head
+        return bool(how())
+
+
+def _load(text: str) -> Any:
+    """JSON's value, or None if it is none; control characters in strings are let pass."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
+
+
+class HermesToolParser(JsonToolParser):
+    """Hermes 2 and Qwen2.5: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``."""
+
+    OPENERS = ("<tool_call>",)
+    SEPARATORS = ("</tool_call>",)
+
+
+class InternLMToolParser(JsonToolParser):
+    """InternLM 2.5: ``<|action_start|><|plugin|>{"name": "f", "parameters": {...}}<|action_end|>``."""
+
+    KEEPS_SPECIAL_TOKENS = True
+    OPENERS = ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>")
+    SEPARATORS = ("<|action_end|>",)
+
+
+class Llama3JsonToolParser(JsonToolParser):
+    """Llama 3.1: ``{"name": "f", "parameters": {...}}`` and nothing else, perhaps behind ``<|python_tag|>``.
+
+    Several calls are separated by ";".
+    """
+
+    KEEPS_SPECIAL_TOKENS = True
+    OPENERS = ("<|python_tag|>",)
+    SEPARATORS = (";",)
+    BARE_AT_START = True
+    BARE_AFTER_CALL = True
+
+
+class MistralToolParser(JsonToolParser):
+    """Mistral: ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, newer models ``[TOOL_CALLS]f{...}``."""
+
+    KEEPS_SPECIAL_TOKENS = True
+    OPENERS = ("[TOOL_CALLS]",)
+    SEPARATORS = (",", "]")
+    BARE_AFTER_CALL = True
+    PRELUDE = re.compile(r"\s*(?:\[\s*)?")
+    NAMED_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+    NAMED_START = re.compile(r"\s*[\w.-]+(?:\[[A-Z_]*\]?\w*){0,2}\s*")
+
+    def make_id(self) -> str:
+        """Nine letters and digits: the templates of these models take no other ids."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
