@@ -39,7 +39,8 @@ Calls = list[tuple[str, str]]
 def read(name: str, pieces: Sequence[str]) -> tuple[str, Calls]:
     """Content and calls; deltas must be as a stream wants them: in order, name and id once and first."""
     parser = find_tool_parser(name)(TOOLS)
-    content, calls, ids = "", [], set()
+    content, ids = "", set()
+    calls: list[list[str]] = []
     for delta in [*map(parser.feed, pieces), parser.finish()]:
         content += delta.content
         for call in delta.calls:

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ascend_vllm.entrypoints.parsers.tools import MarkedToolParser
@@ -78,7 +78,7 @@ class JsonToolParser(MarkedToolParser):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self._state = self._read_head
+        self._state: Callable[[bool], bool] = self._read_head
         self._scanner: BracketScanner | None = None
         self._scanned = 0  # characters of `rest` that the scanner has seen
         self._in_object = False  # arguments are a member of an object that must be closed, too
@@ -179,11 +179,11 @@ class JsonToolParser(MarkedToolParser):
         self.rest = self.rest[end:]
         return self._leave(self.end_call)
 
-    def _leave(self, how: Any) -> bool:
+    def _leave(self, how: Callable[[], bool]) -> bool:
         """Back to text."""
         self._scanner = None
         self._state = self._read_head
-        return bool(how())
+        return how()
 
 
 def _load(text: str) -> Any:
