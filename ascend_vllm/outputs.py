@@ -77,7 +77,8 @@ class RequestOutput:
         request_id: the id it was added with.
         prompt: the prompt's text; None when token ids were given.
         prompt_token_ids: the prompt's ids.
-        prompt_logprobs: per prompt token, None for the first; None unless asked for.
+        prompt_logprobs: per prompt token, None for the first; None unless asked for. With
+            RequestOutputKind.DELTA only the first output has them.
         outputs: the sequences; with RequestOutputKind.DELTA only those that got something new.
         finished: whether all sequences have ended.
         metrics: times, when statistics are on.

@@ -129,7 +129,9 @@ class Admission:
     ) -> int | None:
         """Admits a request with what the prefix cache holds of it; as `_begin`."""
         kv_cache = self._kv_cache
-        cached = kv_cache.find_cached_blocks(request)
+        # a prompt whose log-probabilities are wanted is computed, though it may be cached
+        reads_cache = not request.needs_prompt_logprobs
+        cached = kv_cache.find_cached_blocks(request) if reads_cache else []
         num_cached = len(cached) * kv_cache.block_size
         count = request.num_tokens - num_cached
         if self._cuts_prompts:
@@ -142,7 +144,7 @@ class Admission:
         row.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
             request.num_cached_tokens = num_cached
-            if kv_cache.enable_prefix_caching:
+            if kv_cache.enable_prefix_caching and reads_cache:
                 kv_cache.count_lookup(request.num_tokens, num_cached)
         return self._enter(builder, request, row, count, now)
 

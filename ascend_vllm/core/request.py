@@ -18,7 +18,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+from ascend_vllm.types.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
     from ascend_vllm.core.beam_group import BeamGroup
@@ -98,6 +98,9 @@ class Request:
         first_scheduled_time: seconds of time.monotonic().
         num_pending_tokens: tokens that steps handed out will have sampled.
         num_counted_prompt_tokens: prompt tokens that statistics have counted.
+        prompt_logprobs: of the prompt's tokens but the first, as far as they are known; None unless asked for, and
+            once they have been told.
+        num_prompt_logprobs: prompt tokens, counted from the first, that need no log-probabilities any more.
         end_ids: ids that end it, once it has min_num_tokens.
         min_num_tokens: tokens before which it cannot end.
     """
@@ -121,10 +124,12 @@ class Request:
         "num_counted_prompt_tokens",
         "num_pending_tokens",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_tokens",
         "parent_id",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "sampling_params",
         "seed",
@@ -158,6 +163,9 @@ class Request:
         self.content_keys = message.content_keys
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0
+        # nothing comes before the first token
+        self.num_prompt_logprobs = self.num_prompt_tokens if params.prompt_logprobs is None else 1
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.first_scheduled_time: float | None = None
         self.stop_reason: int | None = None
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
@@ -200,6 +208,11 @@ class Request:
         """How it ended; None while it lives."""
         return FINISH_REASONS.get(self.status)
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether its prompt must be computed for the log-probabilities' sake, even if it is cached."""
+        return self.num_prompt_logprobs < self.num_prompt_tokens
+
     def transition(self, status: RequestStatus) -> None:
         """Changes its state.
 
@@ -221,6 +234,20 @@ class Request:
         row.block_ids, row.cpu_block_ids = [], []
         row.num_pending_tokens = 0
         return row
+
+    def append_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
+        """Takes log-probabilities of consecutive prompt tokens, but none twice.
+
+        A prompt that is computed again after a preemption may tell of tokens that are known by now.
+
+        Args:
+            start: index of the first token in the prompt.
+            entries: one per token.
+        """
+        new = entries[max(0, self.num_prompt_logprobs - start) :]
+        if self.prompt_logprobs is not None and start <= self.num_prompt_logprobs:
+            self.prompt_logprobs += new
+            self.num_prompt_logprobs += len(new)
 
     def append_output(self, token_ids: list[int]) -> int:
         """Takes the tokens a step sampled, up to the one that ends the sequence.

@@ -49,7 +49,7 @@ from ascend_vllm.types.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
-from ascend_vllm.types.step import SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepLogprobs, StepOutput
 
 logger = init_logger(__name__)
 
@@ -419,6 +419,8 @@ class Scheduler:
         self._num_step_prompt_tokens = made.num_prompt_tokens
         if made.has_prompts:
             self._admission.last_prompt_latency_s = time.monotonic() - made.made_at
+        if output.prompt_logprobs:
+            _take_prompt_logprobs(made, output.prompt_logprobs)
         num_generated = 0
         any_finished = False
         logprobs = output.logprobs
@@ -447,6 +449,7 @@ class Scheduler:
             if is_first:
                 result.first_scheduled_time = request.first_scheduled_time
                 result.num_cached_tokens = request.num_cached_tokens
+                result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             if logprobs is not None and request.sampling_params.logprobs is not None:
                 result.new_logprobs = _row_logprobs(logprobs, index, count, request.sampling_params.logprobs)
             if caches_prefixes and request.num_tokens > (request.num_cached_blocks + 1) * block_size:
@@ -540,3 +543,18 @@ def _row_logprobs(logprobs: StepLogprobs, index: int, count: int, num_logprobs: 
     values = logprobs.logprobs[index, :count, :width].tolist()
     ranks = logprobs.ranks[index, :count].tolist()
     return [TokenLogprobs(*entry) for entry in zip(token_ids, values, ranks, strict=True)]
+
+
+def _take_prompt_logprobs(made: _StepInFlight, parts: Sequence[PromptLogprobs]) -> None:
+    """Gives requests the log-probabilities of the part of their prompt that a step computed.
+
+    Those that have been preempted since then take them too: what was computed is good.
+    """
+    by_slot = dict(zip(made.slots, made.rows, strict=True))
+    for part in parts:
+        request = by_slot[part.slot]
+        if request.prompt_logprobs is None:
+            continue
+        width = 1 + (request.sampling_params.prompt_logprobs or 0)
+        columns = part.token_ids[:, :width].tolist(), part.logprobs[:, :width].tolist(), part.ranks.tolist()
+        request.append_prompt_logprobs(part.start, [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)])

@@ -113,4 +113,5 @@ def _new_row(row: Request) -> NewRow:
         seed=row.seed,
         stop_token_ids=row.end_token_ids,
         max_num_tokens=row.max_num_tokens,
+        num_prompt_logprobs=row.num_prompt_logprobs,
     )

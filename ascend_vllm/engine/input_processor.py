@@ -176,7 +176,11 @@ class InputProcessor:
             EngineCoreRequest(
                 request_id=f"{request_id}.{next(self._serial)}" if index else first_id,
                 prompt_token_ids=token_ids,
-                sampling_params=core_params.clone(seed=derive_seed(params.seed, index)),
+                sampling_params=core_params.clone(
+                    seed=derive_seed(params.seed, index),
+                    # of the one prompt that all share
+                    prompt_logprobs=None if index else params.prompt_logprobs,
+                ),
                 eos_token_id=eos_id,
                 arrival_time=arrival_time,
                 priority=priority,
@@ -249,15 +253,18 @@ class InputProcessor:
                 f"Requested sample logprobs of {params.logprobs}, which is greater than max allowed: {limit}",
                 "logprobs",
             )
+        if params.prompt_logprobs is not None and params.prompt_logprobs > limit:
+            raise RequestError(
+                f"Requested prompt logprobs of {params.prompt_logprobs}, which is greater than max allowed: {limit}",
+                "prompt_logprobs",
+            )
         if params.seed is not None and not _INT64_MIN <= params.seed <= _INT64_MAX:
             raise RequestError(f"seed must be a signed 64-bit integer, got {params.seed}.", "seed")
         if self._tokenizer is None and params.detokenize:
             raise RequestError("detokenize must be false: the engine runs with --skip-tokenizer-init", "detokenize")
 
     def _check_supported(self, params: SamplingParams) -> None:
-        """Fields of `SamplingParams` whose feature this version does not have."""
-        if params.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs is not supported in this version.", "prompt_logprobs")
+        """Combinations of fields that the engine does not serve."""
         # checked by SamplingParams too, but output_kind is often set later
         is_delta = params.output_kind is RequestOutputKind.DELTA
         if is_delta and params.num_sequences != params.n and not params.use_beam_search:

@@ -17,13 +17,13 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.beam_output import BeamSearchState
 from ascend_vllm.engine.input_processor import ProcessedRequest
 from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
-from ascend_vllm.engine.sequence_state import SequenceState
+from ascend_vllm.engine.sequence_state import SequenceState, shape_prompt_logprobs
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
-from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, TokenLogprobs
 
 logger = init_logger(__name__)
 
@@ -109,16 +109,20 @@ class _RequestState:
     """One request: its sequences, or its beam search as if it were one, and its times."""
 
     __slots__ = (
+        "awaits_prompt_logprobs",
         "core_ids",
+        "holds_back",
         "kind",
         "max_tokens",
         "metrics",
         "num_cached_tokens",
         "num_returned",
         "num_unfinished",
+        "prompt_logprobs",
         "queue",
         "request",
         "sequences",
+        "tokenizer",
     )
 
     def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue | None) -> None:
@@ -141,10 +145,30 @@ class _RequestState:
         self.max_tokens = request.core_requests[0].sampling_params.max_tokens or 0
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
+        self.tokenizer = tokenizer if params.detokenize else None
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self.awaits_prompt_logprobs = params.prompt_logprobs is not None
+        # sequences have tokens that no output has told of, since the prompt's log-probabilities come first
+        self.holds_back = False
+
+    def take_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Keeps the prompt's log-probabilities until they are told."""
+        num_logprobs = self.request.params.prompt_logprobs or 0
+        self.prompt_logprobs = shape_prompt_logprobs(
+            self.request.prompt_token_ids, entries, num_logprobs, self.tokenizer
+        )
+        self.awaits_prompt_logprobs = False
 
     def make_output(self, changed: Sequence[AnySequence]) -> RequestOutput | None:
         """The output due after a change of some sequences, if one is."""
         finished = self.num_unfinished == 0
+        # the first sequence brings them; others may be ahead of it if it was preempted
+        if self.awaits_prompt_logprobs and not finished and self.sequences[0].finish_reason is None:
+            self.holds_back = True
+            return None
+        if self.holds_back:
+            self.holds_back = False
+            changed = [sequence for sequence in self.sequences if sequence.num_tokens]
         if self.kind is RequestOutputKind.DELTA:
             outputs = [output for sequence in changed for output in sequence.make_outputs(self.kind)]
             if not outputs and not finished:
@@ -155,11 +179,14 @@ class _RequestState:
             outputs = [output for sequence in self.sequences for output in sequence.make_outputs(self.kind)]
             if len(self.sequences) > 1:
                 outputs = self._choose(outputs, finished)
+        prompt_logprobs = self.prompt_logprobs
+        if self.kind is RequestOutputKind.DELTA:
+            self.prompt_logprobs = None
         return RequestOutput(
             self.request.request_id,
             self.request.prompt,
             self.request.prompt_token_ids,
-            None,
+            prompt_logprobs,
             outputs,
             finished,
             self.metrics,
@@ -263,6 +290,8 @@ class OutputProcessor:
                 self._fail(state, output, step)
                 continue
             _record_tokens(state, sequence, output, step)
+            if output.prompt_logprobs is not None:
+                state.take_prompt_logprobs(output.prompt_logprobs)
             if (
                 self._stream_each_token
                 and len(output.new_token_ids) > 1

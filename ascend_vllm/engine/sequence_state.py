@@ -187,19 +187,56 @@ class SequenceState:
         join to the whole text.
         """
         self._cumulative_logprob += entry.logprobs[0]
-        logprobs, num_logprobs = self._logprobs, self._num_logprobs
-        if logprobs is None or num_logprobs is None:
-            return
-        sampled = entry.token_ids[0]
-        text = self._token_text(sampled)
-        if text is not None and _REPLACEMENT in text:
-            text = piece
-        position = {sampled: Logprob(entry.logprobs[0], entry.rank, text)}
-        for rank in range(1, min(num_logprobs + 1, len(entry.token_ids))):
-            token_id = entry.token_ids[rank]
-            if token_id not in position:
-                position[token_id] = Logprob(entry.logprobs[rank], rank, self._token_text(token_id))
-        logprobs.append(position)
+        if self._logprobs is not None and self._num_logprobs is not None:
+            self._logprobs.append(_shape_position(entry, self._num_logprobs, self._tokenizer, piece))
 
-    def _token_text(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+def shape_prompt_logprobs(
+    prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_logprobs: int, tokenizer: Tokenizer | None
+) -> list[PositionLogprobs | None]:
+    """Log-probabilities of a prompt as callers get them.
+
+    Args:
+        prompt_token_ids: the prompt.
+        entries: one per token but the first.
+        num_logprobs: most likely tokens to show beside each token.
+        tokenizer: None: no texts.
+
+    Returns:
+        One entry per token; None for the first, which nothing comes before.
+    """
+    detokenizer: IncrementalDetokenizer = NoDetokenizer()
+    if tokenizer is not None:
+        detokenizer = tokenizer.make_detokenizer(skip_special_tokens=False)
+    detokenizer.push(prompt_token_ids[:1])
+    result: list[PositionLogprobs | None] = [None]
+    for token_id, entry in zip(prompt_token_ids[1:], entries, strict=True):
+        result.append(_shape_position(entry, num_logprobs, tokenizer, detokenizer.push((token_id,))))
+    return result
+
+
+def _shape_position(
+    entry: TokenLogprobs, num_logprobs: int, tokenizer: Tokenizer | None, piece: str
+) -> PositionLogprobs:
+    """One position: its own token, then the most likely ones.
+
+    Args:
+        entry: as the core sends it.
+        num_logprobs: most likely tokens to show.
+        tokenizer: None: no texts.
+        piece: what the token added to the text, shown if it is part of a character.
+    """
+
+    def text_of(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_text(token_id)
+
+    own = entry.token_ids[0]
+    text = text_of(own)
+    if text is not None and _REPLACEMENT in text:
+        text = piece
+    position = {own: Logprob(entry.logprobs[0], entry.rank, text)}
+    for rank in range(1, min(num_logprobs + 1, len(entry.token_ids))):
+        token_id = entry.token_ids[rank]
+        if token_id not in position:
+            position[token_id] = Logprob(entry.logprobs[rank], rank, text_of(token_id))
+    return position

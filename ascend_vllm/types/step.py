@@ -59,6 +59,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     stop_token_ids: list[int]
     # tokens at which the sequence ends whatever they are; several steps at once do not go on behind them
     max_num_tokens: int = UNLIMITED
+    # prompt tokens whose log-probabilities need not be told (again); the first one has none
+    num_prompt_logprobs: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
@@ -109,6 +111,20 @@ class StepLogprobs(msgspec.Struct, array_like=True, gc=False):
     ranks: np.ndarray
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of P consecutive prompt tokens of a row, each given those before it."""
+
+    slot: int
+    # index of the first of them in the prompt, 1 or more
+    start: int
+    # [P, 1+K] int32: the prompt's token, then the K most likely ones, best first
+    token_ids: np.ndarray
+    # [P, 1+K] float32
+    logprobs: np.ndarray
+    # [P] int32: 1 + number of vocabulary entries more likely than the prompt's token
+    ranks: np.ndarray
+
+
 class StepOutput(msgspec.Struct, array_like=True, gc=False):
     """What a step gives back, from one rank."""
 
@@ -119,3 +135,5 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     sampled_token_ids: np.ndarray
     # None when no sampling row asked for log-probabilities
     logprobs: StepLogprobs | None = None
+    # of the rows that asked for them and computed a part of their prompt
+    prompt_logprobs: list[PromptLogprobs] = []

@@ -7,12 +7,13 @@ import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
 from ascend_vllm.models.blocks import CausalLM
-from ascend_vllm.types.step import SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.logprobs import collect
+from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import Sampler
 
 
@@ -50,6 +51,7 @@ class ModelRunner:
         # on CPU the device's memory is the host's: nobody waits for ids there, nor copies tokens
         host_memory = device.type == "cpu" if host_memory is None else host_memory
         self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
+        self._scorer = PromptScorer(batch, model.compute_logits, device)
         self._device = device
         self._multi_step = MultiStepDecoder(batch, self._sampler, self._logits, device, host_memory=host_memory)
 
@@ -62,15 +64,13 @@ class ModelRunner:
         """
         self._mover.move(step.block_moves)
         self._batch.apply(step)
+        self._scorer.apply(step)
         if not step.slots:
             return _nothing_sampled(step.step_id)
         slots = np.array(step.slots, np.int64)
-        if step.num_steps > 1:
-            sampled, logprobs = self._multi_step.run(slots, step.num_steps)
-        else:
-            slots, sampled, logprobs = self._forward_and_sample(slots, np.array(step.num_scheduled_tokens, np.int64))
-        if len(slots) == 0:
-            return _nothing_sampled(step.step_id)
+        if step.num_steps == 1:
+            return self._forward_and_sample(step.step_id, slots, np.array(step.num_scheduled_tokens, np.int64))
+        sampled, logprobs = self._multi_step.run(slots, step.num_steps)
         return StepOutput(
             step_id=step.step_id,
             slots=slots.astype(np.int32),
@@ -78,17 +78,16 @@ class ModelRunner:
             logprobs=logprobs,
         )
 
-    def _forward_and_sample(
-        self, slots: Int64Array, num_scheduled: Int64Array
-    ) -> tuple[Int64Array, Int64Array, StepLogprobs | None]:
-        """Computes the rows' next tokens; returns the slots that sampled, [S], and their ids, [S, 1]."""
+    def _forward_and_sample(self, step_id: int, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
+        """Computes the rows' next tokens and samples for those that have no more."""
         host_batch = self._batch.build(slots, num_scheduled)
         batch = host_batch.to_device(self._device)
         hidden = self._hidden(batch)
+        prompts = self._scorer.score(host_batch, slots, hidden)
         self._batch.advance(slots, num_scheduled)
         sampling_slots = host_batch.sampling_slots
         if len(sampling_slots) == 0:
-            return sampling_slots, sampling_slots[:, None], None
+            return _nothing_sampled(step_id, [prompt.fetch() for prompt in prompts])
         if len(sampling_slots) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._model.compute_logits(hidden)
@@ -97,7 +96,13 @@ class ModelRunner:
         sampled = self._sampler.sample(logits, plan, num_tokens)
         token_ids = sampled.token_ids.cpu().numpy()
         self._batch.append(sampling_slots, token_ids)
-        return sampling_slots, token_ids[:, None], collect([(plan.asking, sampled.logprobs)], len(sampling_slots), 1)
+        return StepOutput(
+            step_id=step_id,
+            slots=sampling_slots.astype(np.int32),
+            sampled_token_ids=token_ids[:, None],
+            logprobs=collect([(plan.asking, sampled.logprobs)], len(sampling_slots), 1),
+            prompt_logprobs=[prompt.fetch() for prompt in prompts],
+        )
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of the step's tokens."""
@@ -109,5 +114,10 @@ class ModelRunner:
         return self._model.compute_logits(self._hidden(batch))
 
 
-def _nothing_sampled(step_id: int) -> StepOutput:
-    return StepOutput(step_id=step_id, slots=np.zeros(0, np.int32), sampled_token_ids=np.zeros((0, 1), np.int64))
+def _nothing_sampled(step_id: int, prompt_logprobs: list[PromptLogprobs] | None = None) -> StepOutput:
+    return StepOutput(
+        step_id=step_id,
+        slots=np.zeros(0, np.int32),
+        sampled_token_ids=np.zeros((0, 1), np.int64),
+        prompt_logprobs=prompt_logprobs or [],
+    )

@@ -139,7 +139,7 @@ async def test_logprobs(engine: AsyncLLM) -> None:
         ({"prompt_token_ids": [384]}, params(), "Token id 384 is out of vocabulary"),
         ({"prompt_token_ids": [1] * 256}, params(), "maximum context length is 256 tokens"),
         ("a", params(logprobs=21), "greater than max allowed: 20"),
-        ("a", params(prompt_logprobs=1), "prompt_logprobs is not supported"),
+        ("a", params(prompt_logprobs=21), "Requested prompt logprobs of 21"),
     ],
 )
 async def test_wrong_requests_are_refused_at_once(

@@ -67,7 +67,11 @@ def test_wrong_prompts(byte_level: Tokenizer, prompt: Any, words: str) -> None:
     ("params", "words", "param"),
     [
         ({"logprobs": 21}, "Requested sample logprobs of 21, which is greater than max allowed: 20", "logprobs"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported", "prompt_logprobs"),
+        (
+            {"prompt_logprobs": 21},
+            "Requested prompt logprobs of 21, which is greater than max allowed: 20",
+            "prompt_logprobs",
+        ),
         (
             {"logit_bias": {600: 1.0, 3: 1.0}},
             "token_id(s) [600] in logit_bias contain out-of-vocab token ids. Vocabulary size: 600",

@@ -576,3 +576,55 @@ def test_cached_tokens_are_those_of_the_first_sequence(byte_level: Tokenizer) ->
             num_cached_tokens=cached,
         )
     assert outputs[0].num_cached_tokens == engine.stats.num_cached_tokens == 4
+
+
+# ---- log-probabilities of the prompt ------------------------------------------------------------------------
+
+
+def prompt_entries(ids: list[int]) -> list[TokenLogprobs]:
+    """For each token but the first: itself, then two others."""
+    return [TokenLogprobs([id_, 9, 10], [-3.0, -0.5, -1.0], 4) for id_ in ids[1:]]
+
+
+def test_prompt_logprobs_have_the_shape_of_vllm(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("The 日本")
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(prompt_logprobs=1), prompt={"prompt_token_ids": ids})
+    (first,) = engine.give([7], prompt_logprobs=prompt_entries(ids))
+    (last,) = engine.give([8], finish_reason=FinishReason.LENGTH)
+    for output in (first, last):
+        found = output.prompt_logprobs
+        assert found is not None
+        assert found[0] is None
+        assert [list(position) for position in found[1:] if position] == [[id_, 9] for id_ in ids[1:]]
+        own = [position[id_] for id_, position in zip(ids[1:], found[1:], strict=True)]
+        assert {(entry.logprob, entry.rank) for entry in own} == {(-3.0, 4)}
+        assert (found[1][9].logprob, found[1][9].rank) == (-0.5, 1)
+        # bytes of a character count where they complete it
+        assert byte_level.token_text(ids[0]) + "".join(entry.decoded_token for entry in own) == "The 日本"
+
+
+def test_the_first_delta_has_the_prompt_logprobs(byte_level: Tokenizer) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(prompt_logprobs=2, output_kind=DELTA), prompt={"prompt_token_ids": [5, 6]})
+    (first,) = engine.give([7], prompt_logprobs=prompt_entries([5, 6]))
+    (second,) = engine.give([8], finish_reason=FinishReason.LENGTH)
+    assert [None if entry is None else list(entry) for entry in first.prompt_logprobs] == [None, [6, 9, 10]]
+    assert second.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_sequence_that_is_ahead_waits_for_the_prompt_logprobs(byte_level: Tokenizer, ends_early: bool) -> None:
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(n=2, prompt_logprobs=0, output_kind=DELTA), prompt={"prompt_token_ids": [5, 6]})
+    requests = engine.output._requests["r"].request.core_requests
+    assert [request.sampling_params.prompt_logprobs for request in requests] == [0, None]
+    assert engine.give([7], index=1) == []
+    assert engine.give([8], index=1, finish_reason=FinishReason.LENGTH if ends_early else None) == []
+    (output,) = engine.give([9], prompt_logprobs=prompt_entries([5, 6]))
+    assert output.prompt_logprobs is not None
+    assert {part.index: part.token_ids for part in output.outputs} == {0: [9], 1: [7, 8]}
+    assert [part.finish_reason for part in output.outputs] == [None, "length" if ends_early else None]
+    (output,) = engine.give([10], finish_reason=FinishReason.LENGTH)
+    assert [part.token_ids for part in output.outputs] == [[10]]
+    engine.output.abort("r", engine.stats)

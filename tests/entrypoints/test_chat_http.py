@@ -249,3 +249,12 @@ async def test_the_official_async_client(openai_server: Any) -> None:
         text = "".join([piece.choices[0].delta.content or "" async for piece in stream])
         answer = await client.chat.completions.create(**BASE)
     assert text == answer.choices[0].message.content
+
+
+def test_prompt_logprobs_of_a_conversation(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    found = ask(http, prompt_logprobs=1)["prompt_logprobs"]
+    completion = http.post("/v1/completions", json={"prompt": ids, "max_tokens": 1, "prompt_logprobs": 1}).json()
+    assert found == completion["choices"][0]["prompt_logprobs"]
+    assert found[0] is None
+    assert [next(iter(position)) for position in found[1:]] == [str(id_) for id_ in ids[1:]]

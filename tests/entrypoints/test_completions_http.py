@@ -245,6 +245,87 @@ def test_end_of_text_and_ignoring_it(http: httpx.Client) -> None:
     assert shown["text"] == "<|im_end|>" * 5
 
 
+def by_forcing(http: httpx.Client, ids: list[int]) -> list[float]:
+    """Log-probability of each token but the first, each as the output of a request of its own."""
+    found = []
+    for position in range(1, len(ids)):
+        answer = ask(http, prompt=ids[:position], max_tokens=1, allowed_token_ids=[ids[position]], logprobs=0)
+        found += answer["choices"][0]["logprobs"]["token_logprobs"]
+    return found
+
+
+def test_prompt_logprobs(http: httpx.Client) -> None:
+    ids = tokens(http, BASE["prompt"])
+    choices = ask(http, prompt_logprobs=2, n=2, temperature=1.0, seed=1)["choices"]
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+    first, *rest = choices[0]["prompt_logprobs"]
+    assert first is None
+    for id_, position in zip(ids[1:], rest, strict=True):
+        assert next(iter(position)) == str(id_)
+        assert len(position) == 2 + (position[str(id_)]["rank"] > 2)
+        assert all(list(entry) == ["logprob", "rank", "decoded_token"] for entry in position.values())
+        assert {1, 2} <= {entry["rank"] for entry in position.values()}
+    own = [position[str(id_)] for id_, position in zip(ids[1:], rest, strict=True)]
+    assert [entry["logprob"] for entry in own] == pytest.approx(by_forcing(http, ids), abs=1e-4)
+    assert BASE["prompt"].endswith("".join(entry["decoded_token"] for entry in own))
+    assert ask(http, prompt_logprobs=0)["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"prompt_logprobs": 21}, "Requested prompt logprobs of 21, which is greater than max allowed: 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` are not available when `stream=True`."),
+    ],
+)
+def test_prompt_logprobs_that_are_refused(http: httpx.Client, fields: dict[str, Any], text: str) -> None:
+    response = http.post("/v1/completions", json=BASE | fields)
+    assert response.status_code == 400
+    assert text in response.json()["message"]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_echo_with_logprobs(http: httpx.Client, max_tokens: int, as_ids: bool) -> None:
+    ids = tokens(http, BASE["prompt"])
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "n": 2}
+    fields |= {"temperature": 1.0, "seed": 1, "prompt": [ids if as_ids else BASE["prompt"]] * 2}
+    plain = ask(http, **fields | {"echo": False, "max_tokens": max_tokens or 1})["choices"]
+    choices = ask(http, **fields)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    for choice, unechoed in zip(choices, plain, strict=True):
+        found = choice["logprobs"]
+        assert [len(values) for values in found.values()] == [len(ids) + max_tokens] * 4
+        assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+        assert found["token_logprobs"][1 : len(ids)] == pytest.approx(by_forcing(http, ids), abs=1e-4)
+        assert found["tokens"][len(ids) :] == unechoed["logprobs"]["tokens"][:max_tokens]
+        expected = unechoed["logprobs"]["token_logprobs"][:max_tokens]
+        assert found["token_logprobs"][len(ids) :] == pytest.approx(expected, abs=1e-4)
+        assert "".join(found["tokens"][: len(ids)]) == BASE["prompt"]
+        assert choice["text"] == BASE["prompt"] + (unechoed["text"] if max_tokens else "")
+        lengths = [len(token) for token in found["tokens"]]
+        assert found["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+        pairs = zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True)
+        assert [top[token] for token, top in pairs] == found["token_logprobs"][1:]
+        assert all(1 <= len(top) <= 2 for top in found["top_logprobs"][1:])
+        pairs = zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
+        assert [position[str(id_)]["logprob"] for id_, position in pairs] == found["token_logprobs"][1 : len(ids)]
+    streamed: dict[int, dict[str, list[Any]]] = {}
+    for event in ask_stream(http, **fields):
+        choice = event["choices"][0]
+        for name, values in choice["logprobs"].items():
+            streamed.setdefault(choice["index"], {}).setdefault(name, []).extend(values)
+    # whole answers have the best of a prompt's choices first
+    told = sorted(streamed.values(), key=lambda found: found["tokens"])
+    whole = sorted((choice["logprobs"] for choice in choices), key=lambda found: found["tokens"])
+    assert len(told) == len(whole)
+    for one, other in zip(told, whole, strict=True):
+        assert (one["tokens"], one["text_offset"]) == (other["tokens"], other["text_offset"])
+        assert one["token_logprobs"][0] is one["top_logprobs"][0] is None
+        assert one["token_logprobs"][1:] == pytest.approx(other["token_logprobs"][1:], abs=1e-4)
+        assert [list(top) for top in one["top_logprobs"][1:]] == [list(top) for top in other["top_logprobs"][1:]]
+
+
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_logprobs(http: httpx.Client, num_top: int) -> None:
     choice = ask(http, logprobs=num_top, temperature=0.8, seed=3)["choices"][0]
@@ -440,6 +521,8 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": [""]}, 400, "stop cannot contain an empty string."),
     ({"logprobs": 21}, 400, "Requested sample logprobs of 21, which is greater than max allowed: 20"),
     ({"logprobs": -1}, 400, "`logprobs` must be a positive value."),
+    ({"prompt_logprobs": -1}, 400, "`prompt_logprobs` must be a positive value."),
+    ({"echo": True, "logprobs": 1, "prompt_logprobs": -1}, 400, "`prompt_logprobs` must be a positive value."),
     ({"logit_bias": {"abc": 1}}, 400, "cannot be converted to integer token IDs: ['abc']"),
     ({"logit_bias": {"9999": 1}}, 400, "out-of-vocab token ids. Vocabulary size: 384"),
     ({"allowed_token_ids": [9999]}, 400, "allowed_token_ids contains out-of-vocab token id!"),

@@ -50,6 +50,21 @@ def test_logprobs_of_both_endpoints() -> None:
     assert chat(top_logprobs=0).sampling_params({}, 1, False).logprobs is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 1}, 1),
+        ({"prompt_logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 3, "stream": True}, 3),
+    ],
+)
+def test_prompt_logprobs_of_completions(fields: dict[str, Any], expected: int | None) -> None:
+    assert completion(**fields).sampling_params({}, 1, False).prompt_logprobs == expected
+
+
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
 def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {
@@ -58,7 +73,6 @@ def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
         "documents": [{"a": 1}],
         "tools": [{"type": "function"}],
         "logprob_token_ids": [1],
-        "prompt_logprobs": 1,
         "stream_interval": 2,
         "thinking_token_budget": 3,
         "repetition_detection": {"x": 1},
@@ -84,7 +98,6 @@ def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"echo": True, "logprobs": 1}, "echo"),
     ],
 )
 def test_combinations_that_are_refused(fields: dict[str, Any], param: str) -> None:

@@ -377,3 +377,22 @@ def test_shutdown_may_come_twice() -> None:
     llm.shutdown()
     with pytest.raises(RuntimeError, match="the engine was shut down"):
         llm.generate("a", GREEDY, use_tqdm=False)
+
+
+def test_prompt_logprobs_of_a_batch(llm: LLM) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("qwen2-tied"), dtype=torch.float32)
+    outputs = llm.generate(PROMPTS, GREEDY.clone(prompt_logprobs=3))
+    assert [output.prompt for output in outputs] == PROMPTS
+    for output in outputs:
+        ids = output.prompt_token_ids
+        with torch.inference_mode():
+            expected = torch.log_softmax(reference(torch.tensor([ids])).logits[0], -1)
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(ids)
+        for id_, position, row in zip(ids[1:], output.prompt_logprobs[1:], expected[:-1], strict=True):
+            assert position is not None
+            assert next(iter(position)) == id_
+            found = torch.tensor([entry.logprob for entry in position.values()])
+            torch.testing.assert_close(found, row[list(position)], atol=1e-4, rtol=0)
+    assert llm.generate("a", GREEDY)[0].prompt_logprobs is None

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionLogprobs
 from ascend_vllm.outputs import Logprob, PositionLogprobs
 
+if TYPE_CHECKING:
+    from ascend_vllm.engine.tokenization import Tokenizer
+
 # JSON has no infinity; vLLM's value for "impossible"
 _IMPOSSIBLE = -9999.0
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def _token_text(token_id: int, entry: Logprob, as_token_ids: bool) -> str:
@@ -15,21 +24,31 @@ def _token_text(token_id: int, entry: Logprob, as_token_ids: bool) -> str:
 
 
 def completion_logprobs(
-    token_ids: list[int],
-    positions: list[PositionLogprobs],
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
     text_offset: int,
     as_token_ids: bool,
+    tokenizer: Tokenizer | None = None,
 ) -> CompletionLogprobs:
     """Log-probabilities of /v1/completions.
 
     Args:
-        token_ids: the generated tokens.
-        positions: one entry per token: the token itself and the most likely ones.
+        token_ids: the generated tokens, behind the prompt's if they are echoed.
+        positions: one entry per token: the token itself and the most likely ones; None for a prompt's first.
         text_offset: characters of the tokens before these.
         as_token_ids: show tokens as ``token_id:123``.
+        tokenizer: knows the text of a prompt's first token.
     """
     result = CompletionLogprobs([], [], [], [])
     for token_id, entries in zip(token_ids, positions, strict=True):
+        if entries is None:
+            token = _first_text(token_id, as_token_ids, tokenizer)
+            result.text_offset.append(text_offset)
+            result.token_logprobs.append(None)
+            result.tokens.append(token)
+            result.top_logprobs.append(None)
+            text_offset += len(token)
+            continue
         sampled = entries[token_id]
         token = _token_text(token_id, sampled, as_token_ids)
         top: dict[str, float] = {token: max(sampled.logprob, _IMPOSSIBLE)}
@@ -42,6 +61,29 @@ def completion_logprobs(
         result.top_logprobs.append(top)
         text_offset += len(token)
     return result
+
+
+def _first_text(token_id: int, as_token_ids: bool, tokenizer: Tokenizer | None) -> str:
+    """Text of a token without log-probabilities; "" for a part of a character, which the next ones complete."""
+    text = None if tokenizer is None else tokenizer.token_text(token_id)
+    if text is not None and _REPLACEMENT in text:
+        text = ""
+    return _token_text(token_id, Logprob(0.0, None, text), as_token_ids)
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[PositionLogprobs | None] | None:
+    """A prompt's log-probabilities as answers show them: in numbers that JSON has."""
+    if positions is None:
+        return None
+    return [
+        None
+        if entries is None
+        else {
+            token_id: dataclasses.replace(entry, logprob=max(entry.logprob, _IMPOSSIBLE))
+            for token_id, entry in entries.items()
+        }
+        for entries in positions
+    ]
 
 
 def chat_logprobs(

@@ -8,6 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, Usage
+from ascend_vllm.outputs import PositionLogprobs
 
 
 class ChatMessage(BaseModel):
@@ -122,5 +123,5 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
-    prompt_logprobs: None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -39,7 +39,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []),
     "mm_processor_kwargs": (None, {}),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "repetition_detection": (None,),
     "stream_interval": (None, 1),
     "structural_tag": (None,),
@@ -178,6 +177,15 @@ class GenerationRequest(ApiRequest):
             raise ValueError("Stream options can only be defined when `stream=True`.")
         return self
 
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None:
+            if self.prompt_logprobs < 0:
+                raise ValueError("`prompt_logprobs` must be a positive value.")
+            if self.stream and self.prompt_logprobs > 0:
+                raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
+        return self
+
     @property
     def include_usage(self) -> bool:
         """Whether the stream's last chunk carries the usage."""
@@ -191,6 +199,10 @@ class GenerationRequest(ApiRequest):
     def requested_logprobs(self) -> int | None:
         """Number of most likely tokens to return per position; None: no log-probabilities."""
         raise NotImplementedError
+
+    def requested_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's positions."""
+        return self.prompt_logprobs
 
     def check_supported(self) -> None:
         """Refuse fields whose feature is not available.
@@ -246,6 +258,7 @@ class GenerationRequest(ApiRequest):
                 max_tokens=max_tokens,
                 min_tokens=self.min_tokens,
                 logprobs=logprobs,
+                prompt_logprobs=self.requested_prompt_logprobs(),
                 skip_special_tokens=self.skip_special_tokens,
                 spaces_between_special_tokens=self.spaces_between_special_tokens,
                 include_stop_str_in_output=self.include_stop_str_in_output,

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, TokenId, Usage
-from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import PositionLogprobs
 
 
 class CompletionRequest(GenerationRequest):
@@ -30,13 +30,9 @@ class CompletionRequest(GenerationRequest):
         """`logprobs` as it is: 0 returns the sampled tokens' only."""
         return self.logprobs
 
-    def check_supported(self) -> None:
-        """Refuse what is not available, here also the prompt's log-probabilities that echo would need."""
-        super().check_supported()
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "`echo` together with `logprobs` is not supported by this version of the server.", param="echo"
-            )
+    def requested_prompt_logprobs(self) -> int | None:
+        """`prompt_logprobs`, or what `echo` needs to show `logprobs` of the prompt too."""
+        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
     def effective_max_tokens(self) -> int:
@@ -62,6 +58,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     """One generated text.
 
     Attributes:
+        prompt_logprobs: per prompt token, None for the first; None unless asked for.
         sentence_length: characters of `text`.
         cum_log_probs: sum of the generated tokens' log-probabilities, if they were computed.
     """
@@ -71,7 +68,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     sentence_length: int
     cum_log_probs: float | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ascend_vllm.entrypoints.chat_template import parse_messages
 from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
-from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
+from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatChoice,
     ChatCompletionRequest,
@@ -113,6 +113,7 @@ class _Answer:
             choices=choices,
             usage=self._usage.total(),
             system_fingerprint=self._settings.fingerprint,
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         )
         if self._request.return_token_ids:
             response.prompt_token_ids = self._prompt.token_ids

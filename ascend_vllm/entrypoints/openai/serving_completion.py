@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
-from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs
+from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
 from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionChoice,
@@ -21,7 +21,7 @@ from ascend_vllm.entrypoints.openai.protocol_completion import (
 from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingBase, UsageCounter
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.errors import RequestError
-from ascend_vllm.outputs import CompletionOutput, RequestOutput
+from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
 
 class ServingCompletion(ServingBase):
@@ -83,6 +83,7 @@ class _Answer:
         self, serving: ServingCompletion, request: CompletionRequest, response_id: str, prompts: Sequence[Prompt]
     ) -> None:
         self._request = request
+        self._serving = serving
         self._settings = serving.settings
         self._id = response_id
         self._model = serving.model_name
@@ -94,12 +95,17 @@ class _Answer:
         # characters of the tokens shown so far by each choice's logprobs, and of each choice's text
         self._logprob_offsets = [0] * (self._n * len(prompts))
         self._text_lengths = [0] * (self._n * len(prompts))
+        # of each prompt, once they are there
+        self._prompt_logprobs: list[list[PositionLogprobs | None] | None] = [None] * len(prompts)
+        # choices whose logprobs have begun
+        self._begun: set[int] = set()
 
     def complete(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         """The whole answer; `outputs` are final, one per prompt."""
         choices = []
         for prompt_index, output in enumerate(outputs):
             self._usage.add(prompt_index, output)
+            self._prompt_logprobs[prompt_index] = prompt_logprobs(output.prompt_logprobs)
             # sorted by the engine (best first); numbered anew
             for order, generated in enumerate(output.outputs):
                 choices.append(self._choice(prompt_index, prompt_index * self._n + order, generated))
@@ -119,9 +125,10 @@ class _Answer:
         choice = CompletionChoice(
             index=index,
             text=text,
-            logprobs=self._logprobs(index, generated),
+            logprobs=self._logprobs(prompt_index, index, generated),
             finish_reason="length" if request.echo_only else generated.finish_reason,
             stop_reason=None if request.echo_only else generated.stop_reason,
+            prompt_logprobs=self._prompt_logprobs[prompt_index],
             sentence_length=len(text),
             cum_log_probs=generated.cumulative_logprob,
         )
@@ -139,11 +146,21 @@ class _Answer:
         self._text_lengths[index] += len(text)
         return text
 
-    def _logprobs(self, index: int, generated: CompletionOutput) -> CompletionLogprobs | None:
-        if self._request.logprobs is None or generated.logprobs is None:
+    def _logprobs(self, prompt_index: int, index: int, generated: CompletionOutput) -> CompletionLogprobs | None:
+        """Those of a choice's new tokens, behind the prompt's if they are echoed and the choice begins."""
+        request, tokenizer = self._request, None
+        if request.logprobs is None or generated.logprobs is None:
             return None
+        token_ids: list[int] = [] if request.echo_only else generated.token_ids
+        positions: list[PositionLogprobs | None] = [] if request.echo_only else [*generated.logprobs]
+        of_prompt = self._prompt_logprobs[prompt_index]
+        if request.echo and index not in self._begun and of_prompt is not None:
+            tokenizer = self._serving.tokenizer()
+            token_ids = self._prompts[prompt_index].token_ids + token_ids
+            positions = of_prompt + positions
+        self._begun.add(index)
         result = completion_logprobs(
-            generated.token_ids, generated.logprobs, self._logprob_offsets[index], self._as_token_ids
+            token_ids, positions, self._logprob_offsets[index], self._as_token_ids, tokenizer
         )
         self._logprob_offsets[index] += sum(map(len, result.tokens))
         return result
@@ -161,6 +178,8 @@ class _Answer:
         try:
             async for prompt_index, output in outputs:
                 usage.add(prompt_index, output)
+                if output.prompt_logprobs is not None:
+                    self._prompt_logprobs[prompt_index] = output.prompt_logprobs
                 events = []
                 for generated in output.outputs:
                     index = prompt_index * n + generated.index
@@ -192,7 +211,7 @@ class _Answer:
         return writer.event(
             index,
             text,
-            self._logprobs(index, generated),
+            self._logprobs(prompt_index, index, generated),
             "length" if request.echo_only else generated.finish_reason,
             None if request.echo_only else generated.stop_reason,
             self._usage.choice_usage(prompt_index, index) if request.continuous_usage else None,
