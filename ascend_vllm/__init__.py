@@ -19,6 +19,13 @@ _EXPORTS = {
     "CompletionOutput": "ascend_vllm.outputs",
     "BeamSearchOutput": "ascend_vllm.outputs",
     "BeamSearchSequence": "ascend_vllm.outputs",
+    # LMDeploy's names
+    "pipeline": "ascend_vllm.entrypoints.pipeline",
+    "GenerationConfig": "ascend_vllm.entrypoints.pipeline_config",
+    "TurbomindEngineConfig": "ascend_vllm.entrypoints.pipeline_config",
+    "PytorchEngineConfig": "ascend_vllm.entrypoints.pipeline_config",
+    "ChatTemplateConfig": "ascend_vllm.entrypoints.pipeline_template",
+    "Response": "ascend_vllm.entrypoints.pipeline_config",
 }
 
 __all__ = ["__version__", *_EXPORTS]

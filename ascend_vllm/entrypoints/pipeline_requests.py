@@ -1,0 +1,98 @@
+"""One synchronous engine for several callers: whoever waits turns the crank for all."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Iterator
+
+from ascend_vllm.engine.input_processor import TokensPrompt
+from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.sampling_params import SamplingParams
+
+
+class SharedRequests:
+    """Requests of several callers on one engine: whoever waits turns the crank for all.
+
+    Args:
+        engine: shared by the callers.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.lock = threading.Lock()
+        # request id → where its outputs go
+        self.inboxes: dict[str, collections.deque[RequestOutput]] = {}
+        self._numbers = itertools.count()
+
+    def open(self) -> Inbox:
+        """A place for the requests of one call."""
+        return Inbox(self)
+
+    def next_number(self) -> int:
+        """The number of the next prompt."""
+        return next(self._numbers)
+
+    def step(self) -> None:
+        """Runs a step and gives everyone what is theirs; the lock must be held."""
+        for output in self.engine.step():
+            inbox = self.inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+
+
+class Inbox:
+    """The requests of one call; leaving it ends those that still run.
+
+    Args:
+        requests: of all calls.
+    """
+
+    def __init__(self, requests: SharedRequests) -> None:
+        self._requests = requests
+        self._outputs: collections.deque[RequestOutput] = collections.deque()
+        self._open_ids: set[str] = set()
+
+    def __enter__(self) -> Inbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._requests.lock:
+            for request_id in self._open_ids:
+                self._requests.inboxes.pop(request_id, None)
+            # empty after a call that went well; a closed pipeline has no engine to tell
+            if self._open_ids and self._requests.engine.has_unfinished_requests():
+                self._requests.engine.abort_request(list(self._open_ids))
+
+    def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams) -> None:
+        """Queues a request under an id that no request has had.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        with self._requests.lock:
+            self._requests.engine.add_request(request_id, prompt, params)
+            self._requests.inboxes[request_id] = self._outputs
+            self._open_ids.add(request_id)
+
+    def outputs(self) -> Iterator[RequestOutput]:
+        """Outputs of these requests until all have finished.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+        """
+        while self._open_ids:
+            with self._requests.lock:
+                if not self._outputs:
+                    if not self._requests.engine.has_unfinished_requests():
+                        raise RuntimeError("the pipeline was closed")
+                    self._requests.step()
+                arrived = list(self._outputs)
+                self._outputs.clear()
+                for output in arrived:
+                    if output.finished:
+                        self._open_ids.discard(output.request_id)
+                        self._requests.inboxes.pop(output.request_id, None)
+            yield from arrived
