@@ -63,6 +63,14 @@ def max_n_sequences() -> int:
     return int(os.environ.get("VLLM_MAX_N_SEQUENCES", "16384"))
 
 
+def http_timeout_keep_alive_s() -> int:
+    """`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`: seconds an HTTP connection may be idle between requests; default 5."""
+    value = os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")
+    if not value.isdecimal():
+        raise ConfigError(f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE must be a whole number of seconds, got {value!r}.")
+    return int(value)
+
+
 def keep_alive_on_engine_death() -> bool:
     """`VLLM_KEEP_ALIVE_ON_ENGINE_DEATH`: 1 lets the HTTP server stay, answering errors, when the engine has died."""
     return os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from ascend_vllm.engine.arg_fields import flag, refuse_unsupported
@@ -10,13 +11,12 @@ from ascend_vllm.engine.arg_parser import LoRAModule
 from ascend_vllm.errors import ConfigError
 
 _NO_TOOLS = "tool calls are not available in this version; describe the tools in the prompt"
-_HTTP_PARSER = "the HTTP parser has fixed limits"
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
 
 @dataclasses.dataclass
 class HttpArgs:
-    """Address and encryption, the same for both servers."""
+    """Address, encryption and limits, the same for both servers."""
 
     SECTION: ClassVar[str] = "HTTP server"
 
@@ -58,6 +58,33 @@ class HttpArgs:
         kind="nullable_str",
         example="--root-path /llm",
     )
+    h11_max_incomplete_event_size: int | None = flag(
+        None,
+        "The largest size of the head of an HTTP request, that is its address and its headers, in bytes. Without it "
+        "4 MiB are allowed.",
+        kind="length",
+        example="--h11-max-incomplete-event-size 64K",
+    )
+    h11_max_header_count: int | None = flag(
+        None,
+        "The largest number of headers of an HTTP request. Without it 256 are allowed.",
+        kind="int",
+        example="--h11-max-header-count 100",
+    )
+    max_body_bytes: int = flag(
+        64 << 20,
+        "The largest size of the body of an HTTP request in bytes; a larger one is refused with status 413. "
+        "2M means 2 MiB.",
+        kind="length",
+        example="--max-body-bytes 2M",
+    )
+    client_timeout_s: float = flag(
+        60.0,
+        "The seconds a client may take to send a request, with a second more for every 1000 bytes of it, and the "
+        "seconds it may go without reading an answer that waits for it. After that the connection is closed.",
+        kind="float",
+        example="--client-timeout-s 20",
+    )
 
     def check(self) -> None:
         """Checks what can be known before anything is started.
@@ -74,7 +101,14 @@ class HttpArgs:
             raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}.")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates may clients show?")
+        self._check_limits()
         refuse_unsupported(type(self), vars(self))
+
+    def _check_limits(self) -> None:
+        for name in ("h11_max_incomplete_event_size", "h11_max_header_count", "max_body_bytes", "client_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
 
 
 @dataclasses.dataclass
@@ -92,10 +126,11 @@ class GenerateServerArgs(HttpArgs):
     )
     generate_format: str = flag(
         "vllm",
-        "The form of questions and answers at /generate.",
+        "The form of requests and answers at /generate: vllm streams the prompt with all the text so far, mindie "
+        "only the new text, with MindIE's ranges and errors.",
         kind="str",
         choices=("vllm", "mindie"),
-        unsupported="MindIE's form is not available in this version; leave the flag out",
+        example="--generate-format mindie",
     )
 
 
@@ -307,12 +342,6 @@ class FrontendArgs(HttpArgs):
         "Reads the certificate again when its file changes.",
         kind="flag",
         unsupported="restart the server to change the certificate",
-    )
-    h11_max_incomplete_event_size: int | None = flag(
-        None, "The largest size of an unfinished HTTP header in bytes.", kind="length", unsupported=_HTTP_PARSER
-    )
-    h11_max_header_count: int | None = flag(
-        None, "The largest number of headers of an HTTP request.", kind="int", unsupported=_HTTP_PARSER
     )
     api_server_count: int = flag(
         1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 import ascend_vllm
 from ascend_vllm.engine.args_server import GenerateServerArgs
+from ascend_vllm.entrypoints.generate_mindie import MindieFormat
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
     decode_json,
@@ -77,13 +78,58 @@ def _texts(prompt: str, output: RequestOutput) -> dict[str, list[str]]:
     return {"text": [prompt + generated.text for generated in output.outputs]}
 
 
-async def _frames(prompt: str, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[bytes, None]:
+class GenerateFormat(Protocol):
+    """How requests and answers of /generate are written."""
+
+    def parse(self, body: bytes) -> tuple[str, bool, SamplingParams]:
+        """Prompt, whether to stream, and sampling parameters; `RequestError` for what is wrong."""
+
+    def whole(self, prompt: str, output: RequestOutput) -> Response:
+        """The answer to a request that does not stream."""
+
+    def frame(self, prompt: str, params: SamplingParams, output: RequestOutput) -> bytes:
+        """A piece of a stream, without the zero byte that ends it."""
+
+    def error_frame(self, error: Exception) -> bytes:
+        """What ends a stream that fails, likewise."""
+
+    def install_error_handlers(self, app: FastAPI) -> None:
+        """Let every exception that leaves a route become an error answer."""
+
+
+class VllmFormat:
+    """vLLM's: prompt and text together, everything so far in every frame; ASCII alone in streams."""
+
+    def parse(self, body: bytes) -> tuple[str, bool, SamplingParams]:
+        """See `parse_request`."""
+        return parse_request(body)
+
+    def whole(self, prompt: str, output: RequestOutput) -> Response:
+        """``{"text":["<prompt><output>", …]}``."""
+        return json_response(_texts(prompt, output))
+
+    def frame(self, prompt: str, _params: SamplingParams, output: RequestOutput) -> bytes:
+        """``{"text": ["<prompt><output so far>", …]}``."""
+        return json.dumps(_texts(prompt, output)).encode()
+
+    def error_frame(self, error: Exception) -> bytes:
+        """The body that the error would have had as an answer."""
+        return json.dumps(to_http_error(error).body).encode()
+
+    def install_error_handlers(self, app: FastAPI) -> None:
+        """The error answers of the OpenAI-compatible server."""
+        install_error_handlers(app)
+
+
+async def _frames(
+    form: GenerateFormat, prompt: str, params: SamplingParams, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[bytes, None]:
     """Every output as a frame; an error is a last frame of its own."""
     try:
         async for output in outputs:
-            yield json.dumps(_texts(prompt, output)).encode() + b"\0"
+            yield form.frame(prompt, params, output) + b"\0"
     except Exception as error:
-        yield json.dumps(to_http_error(error).body).encode() + b"\0"
+        yield form.error_frame(error) + b"\0"
 
 
 async def _first(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
@@ -98,7 +144,7 @@ async def _chain(
         yield output
 
 
-async def generate(engine: AsyncLLM, http: Request) -> Response:
+async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Response:
     """The answer to one request.
 
     Raises:
@@ -106,7 +152,7 @@ async def generate(engine: AsyncLLM, http: Request) -> Response:
         EngineDeadError: the engine is gone.
         ClientDisconnectedError: the client went away; the generation was aborted.
     """
-    prompt, stream, params = parse_request(await http.body())
+    prompt, stream, params = form.parse(await http.body())
     outputs = engine.generate(prompt, params, f"generate-{secrets.token_hex(8)}")
     try:
         first = await run_unless_disconnected(http.receive, _first(outputs))
@@ -114,15 +160,22 @@ async def generate(engine: AsyncLLM, http: Request) -> Response:
         await outputs.aclose()
         raise
     if stream:
-        return StreamResponse(_frames(prompt, _chain(first, outputs)), None, outputs.aclose)
+        return StreamResponse(_frames(form, prompt, params, _chain(first, outputs)), None, outputs.aclose)
     # without streaming the first output is the only one
     await outputs.aclose()
-    return json_response(_texts(prompt, first))
+    return form.whole(prompt, first)
+
+
+def _make_format(engine: AsyncLLM, args: GenerateServerArgs) -> GenerateFormat:
+    if args.generate_format == "mindie":
+        return MindieFormat(engine.config.model.vocab_size, engine.max_model_len)
+    return VllmFormat()
 
 
 def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     """The application: /generate, /health and the documentation pages."""
     app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__, root_path=args.root_path or "")
+    form = _make_format(engine, args)
 
     @app.get("/health")
     async def health() -> Response:
@@ -134,11 +187,11 @@ def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
 
     @app.post("/generate")
     async def generate_route(http: Request) -> Response:
-        return await generate(engine, http)
+        return await generate(engine, form, http)
 
     @app.exception_handler(ClientDisconnectedError)
     async def client_gone(_http: Request, _error: Exception) -> Response:
         return Response(status_code=499)
 
-    install_error_handlers(app)
+    form.install_error_handlers(app)
     return app

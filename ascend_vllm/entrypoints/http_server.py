@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
 from ascend_vllm import envs
 from ascend_vllm.engine.args_server import HttpArgs
+from ascend_vllm.entrypoints.http_protocol import (
+    DEFAULT_MAX_HEAD_BYTES,
+    DEFAULT_MAX_HEADERS,
+    HttpLimits,
+    LimitedHttpProtocol,
+)
+from ascend_vllm.entrypoints.openai.middleware import BodyLimitMiddleware
 from ascend_vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from ascend_vllm.engine.async_llm import AsyncLLM
 
@@ -24,7 +32,6 @@ logger = init_logger(__name__)
 
 # seconds that open answers get to end after SIGTERM or Ctrl-C; container platforms kill after 30 by default
 _GRACEFUL_SHUTDOWN_S = 20
-_KEEP_ALIVE_S = 5
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
 # how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
@@ -36,7 +43,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        args: encryption and the name of the host for the log.
+        args: encryption, limits, and the name of the host for the log.
         sock: a bound socket.
         log_level: of uvicorn.
         access_log: one line per request.
@@ -45,7 +52,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: FastAPI,
+        app: ASGIApp,
         args: HttpArgs,
         sock: socket.socket,
         *,
@@ -53,16 +60,23 @@ class HttpServer(uvicorn.Server):
         access_log: bool,
         example: str | None = None,
     ) -> None:
+        limits = HttpLimits(
+            max_head_bytes=args.h11_max_incomplete_event_size or DEFAULT_MAX_HEAD_BYTES,
+            max_headers=args.h11_max_header_count or DEFAULT_MAX_HEADERS,
+            client_timeout_s=args.client_timeout_s,
+        )
         config = uvicorn.Config(
-            app,
+            # outside of everything else, so that whoever reads a body is given no more than the limit
+            BodyLimitMiddleware(app, args.max_body_bytes),
             host=args.host or "0.0.0.0",
             port=sock.getsockname()[1],
-            http="httptools",
+            # uvicorn calls it as it would call the class
+            http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits)),
             ws="none",
             log_level=log_level,
             access_log=access_log,
             backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=envs.http_timeout_keep_alive_s(),
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,

@@ -1,0 +1,229 @@
+"""uvicorn's HTTP protocol with limits: on the head of a request, and on the time that a client may take.
+
+uvicorn's own parser on httptools takes heads of any size, waits for ever for a request that was begun, and for ever
+for a client that does not read its answer. Each of these ties up memory or a connection of a server that anybody may
+reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ascend_vllm.entrypoints.openai.protocol_common import error_body
+
+# vLLM's defaults
+DEFAULT_MAX_HEAD_BYTES = 4 << 20
+DEFAULT_MAX_HEADERS = 256
+
+# A client that sends this many bytes a second is slow, but not idle: each second's worth gives it a second more.
+_MIN_BYTES_PER_S = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class HttpLimits:
+    """What one connection may take.
+
+    Attributes:
+        max_head_bytes: address and headers of a request.
+        max_headers: number of headers of a request, trailers included.
+        client_timeout_s: for a request to arrive, and for a client to read what waits for it.
+    """
+
+    max_head_bytes: int = DEFAULT_MAX_HEAD_BYTES
+    max_headers: int = DEFAULT_MAX_HEADERS
+    client_timeout_s: float = 60.0
+
+
+class _HeadTooLargeError(Exception):
+    """The head of a request is above its limits."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection.
+
+    A request that is not complete in time is answered with 408, one whose head is too large with 431; both close the
+    connection. A client that does not read its answer is disconnected, which aborts its request.
+
+    Args:
+        limits: of the connection.
+        kwargs: what uvicorn gives a protocol.
+    """
+
+    def __init__(self, *, limits: HttpLimits, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._limits = limits
+        self._head_bytes = 0
+        self._is_head = False
+        # whether a request has arrived whole and nothing of the next one
+        self._is_complete = False
+        self._start = 0.0
+        self._num_received = 0
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client that connects must send something."""
+        super().connection_made(transport)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        self._cancel_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, then see what is still missing."""
+        if self.transport.is_closing():
+            return
+        was_head = self._is_head
+        self._is_complete = False
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if was_head and self._is_head:
+            # a header that does not end is not shown by the parser: what comes without an end counts whole
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, self._head_message())
+                return
+        if self._is_complete:
+            self._stop_reading_timer()
+        elif self._read_timer is None:
+            self._await_request()
+        elif self.cycle is None or not self.cycle.response_complete:
+            # the body of a request that was refused is thrown away, and gets no more time
+            self._num_received += len(data)
+
+    def on_message_begin(self) -> None:
+        """A new head."""
+        super().on_message_begin()
+        self._is_head, self._is_complete, self._head_bytes = True, False, 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the address."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer of a chunked body."""
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > self._limits.max_headers:
+            raise _HeadTooLargeError
+
+    def on_headers_complete(self) -> None:
+        """The head has ended; trailers are counted with it."""
+        self._is_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request has arrived."""
+        self._is_complete = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, or above the limits of a head, is refused."""
+        is_too_large = self._head_bytes > self._limits.max_head_bytes or (
+            self.headers is not None and len(self.headers) > self._limits.max_headers
+        )
+        if is_too_large:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, self._head_message())
+        elif self._is_answering():
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the answer is made."""
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self._limits.client_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection is closed; one whose client never reads the end of its answer is cut."""
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(self._limits.client_timeout_s, self.transport.abort)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._limits.max_head_bytes:
+            raise _HeadTooLargeError
+
+    def _head_message(self) -> str:
+        limits = self._limits
+        return (
+            f"The head of the request is too large: {limits.max_head_bytes} bytes (--h11-max-incomplete-event-size) "
+            f"and {limits.max_headers} headers (--h11-max-header-count) are allowed."
+        )
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_request(self) -> None:
+        """Start the time for a request to arrive."""
+        self._start, self._num_received = self.loop.time(), 0
+        self._read_timer = self.loop.call_later(self._limits.client_timeout_s, self._check_request)
+
+    def _check_request(self) -> None:
+        """Whether the request that was waited for has its time used up."""
+        self._read_timer = None
+        if self.transport.is_closing():
+            return
+        allowed_s = self._limits.client_timeout_s + self._num_received / _MIN_BYTES_PER_S
+        left_s = self._start + allowed_s - self.loop.time()
+        # the client cannot send while the server does not read, and the answer to an earlier request goes on
+        is_excused = self.flow.read_paused or (self._is_answering() and (self._is_head or not self._has_body()))
+        if left_s > 0 or is_excused:
+            delay_s = left_s if left_s > 0 else self._limits.client_timeout_s
+            self._read_timer = self.loop.call_later(delay_s, self._check_request)
+        elif self._is_head or self._is_answering():
+            seconds = f"{self._limits.client_timeout_s:g}"
+            self._refuse(
+                HTTPStatus.REQUEST_TIMEOUT, f"The request did not arrive within {seconds} s (--client-timeout-s)."
+            )
+        else:
+            self.transport.close()
+
+    def _has_body(self) -> bool:
+        """Whether the body of the present request is still arriving."""
+        return self.cycle is not None and self.cycle.more_body
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer and close; without an answer if another one has begun on this connection."""
+        self._cancel_timers()
+        is_body = self._is_answering() and self._has_body() and not self._is_head and not self.pipeline
+        if not self._is_answering() or (is_body and not self.cycle.response_started):
+            content = msgspec.json.encode(error_body(message, "Bad Request", status.value))
+            lines = [
+                f"HTTP/1.1 {status.value} {status.phrase}",
+                "content-type: application/json",
+                f"content-length: {len(content)}",
+                "connection: close",
+            ]
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
+        self.transport.close()
+
+    def _stop_reading_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _cancel_timers(self) -> None:
+        self._stop_reading_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
