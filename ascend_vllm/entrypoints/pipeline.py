@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import math
 import random
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -98,7 +99,11 @@ def pipeline(
             f"or PytorchEngineConfig; got {type(backend).__name__}"
         )
     if "tp" in kwargs:
-        logger.warning("The argument tp is deprecated: use backend_config=TurbomindEngineConfig(tp=...).")
+        warnings.warn(
+            "The argument tp is deprecated: use backend_config=TurbomindEngineConfig(tp=...).",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         backend = dataclasses.replace(backend, tp=kwargs.pop("tp"))
     directory = ensure_demo_model() if model_path == DEMO_MODEL_NAME else model_path
     engine = LLMEngine(_make_engine_config(directory, backend.settings(), kwargs))
@@ -135,7 +140,7 @@ class Pipeline:
         self.chat_template = chat_template
         self.session_len = engine.max_model_len
         self._tokenizer = tokenizer
-        self._words = _WordTokens(tokenizer, engine.config.model.vocab_size)
+        self._words = WordTokens(tokenizer, engine.config.model.vocab_size)
         # a template's end of an answer is of use only if the vocabulary has it
         self._template_stop_ids = [
             id_
@@ -422,7 +427,7 @@ class _Job:
         )
 
 
-class _WordTokens:
+class WordTokens:
     """Which tokens of a vocabulary hold a word.
 
     Args:

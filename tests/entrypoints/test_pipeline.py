@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 
 from ascend_vllm import (
     LLM,
@@ -25,7 +27,8 @@ from ascend_vllm import (
     TurbomindEngineConfig,
     pipeline,
 )
-from ascend_vllm.entrypoints.pipeline import Pipeline
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.pipeline import Pipeline, WordTokens
 from ascend_vllm.errors import ConfigError, RequestError
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -316,6 +319,18 @@ def test_a_word_of_several_tokens_is_ignored(pipe: Pipeline, caplog: pytest.LogC
     assert "only words of one token can be used" in caplog.text
 
 
+def test_words_of_a_vocabulary_without_bytes() -> None:
+    vocabulary = ["<unk>", "▁", "▁a", "ing", "▁sing", "song", "▁king", "<stop>"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: id_ for id_, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    tokenizer.add_special_tokens(["<stop>"])
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    words = WordTokens(Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)), len(vocabulary))
+    assert words.find("ing") == [3, 4, 6]
+    assert words.find("<stop>") == [7]
+
+
 @pytest.mark.parametrize("name", ["stop_words", "bad_words"])
 @pytest.mark.parametrize("words", ["a", [1], ("a",)])
 def test_words_must_be_a_list(pipe: Pipeline, name: str, words: Any) -> None:
@@ -518,9 +533,12 @@ def test_eviction_changes_no_answer(eviction_type: str) -> None:
     backend = PytorchEngineConfig(
         session_len=192, eviction_type=eviction_type, block_size=16, num_gpu_blocks=12, num_cpu_blocks=24
     )
-    with pipeline(tiny_model("qwen2-tied"), backend_config=backend, dtype="float32") as pipe:
+    with pipeline(tiny_model("qwen2-tied"), backend_config=backend, dtype="float32", disable_log_stats=False) as pipe:
         assert [one.token_ids for one in pipe(prompts, config)] == expected
         assert pipe.llm_engine.call_utility("audit")["num_free_blocks"] == 12
+        registry = pipe.llm_engine.metrics.registry
+        samples = [sample for family in registry.collect() for sample in family.samples]
+        assert sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total") > 0
 
 
 @pytest.mark.parametrize(
@@ -574,7 +592,12 @@ def test_arguments_of_pipeline() -> None:
         pipeline(tiny_model("qwen2-tied"), log_level="LOUD")
     with pytest.raises(TypeError, match="absent"):
         pipeline(tiny_model("qwen2-tied"), absent=1)
-    with pytest.warns(UserWarning, match="tp=2: this version computes on one device"), make_pipe(tp=2) as pipe:
+    with (
+        pytest.warns(DeprecationWarning, match="The argument tp is deprecated"),
+        pytest.warns(UserWarning, match="tp=2: this version computes on one device"),
+    ):
+        pipe = make_pipe(tp=2)
+    with pipe:
         assert pipe("Hello", GREEDY).generate_token_len == 12  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="shut down"):
         pipe("Hello", GREEDY)
