@@ -411,17 +411,17 @@ def test_limits_of_the_whole_server(guarded: Server, browser: httpx.Client) -> N
 
 
 def test_a_client_that_does_not_read_frees_its_blocks(guarded: Server, browser: httpx.Client) -> None:
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 30_000, "temperature": 0, "ignore_eos": True}
-    # log-probabilities make the answer long, so that the buffers are soon full
-    data = json.dumps(body | {"stream": True, "logprobs": 20}).encode()
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
+    # many sequences with log-probabilities make the answer long, so that the buffers are soon full
+    data = json.dumps(body | {"stream": True, "logprobs": 20, "n": 16}).encode()
     with socket.socket() as sock:
         # a small window: what a client does not read has to wait in the server
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", guarded.port))
         sock.sendall(post("/v1/completions", data, "Authorization: Bearer first", "Content-Type: application/json"))
-        assert wait_until(lambda: metric(browser, "num_requests_running") == 1)
+        assert wait_until(lambda: metric(browser, "num_requests_running") > 0)
         assert wait_until(lambda: is_idle(browser), 60), browser.get("/metrics").text
     aborted = re.search(
         r'^vllm:request_success_total\{.*"abort".*\} (\S+)$', browser.get("/metrics").text, re.MULTILINE
     )
-    assert aborted is not None and float(aborted[1]) == 1
+    assert aborted is not None and float(aborted[1]) >= 1
