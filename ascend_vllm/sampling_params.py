@@ -36,6 +36,7 @@ _NEUTRAL_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
+    "bad_words": (None, []),
 }
 
 _INTEGERS = ("best_of", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
@@ -84,6 +85,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         include_stop_str_in_output: keep the stop string in the text.
         logit_bias: added to the logits of these ids, each within −100 … 100.
         allowed_token_ids: only these ids can be sampled.
+        bad_words: texts that are not generated: the last token of each, with or without a space before it, cannot
+            follow the others.
         use_beam_search: search for the most likely sequences instead of sampling. Needs temperature=0 and at least 2
             beams; the fields that change probabilities, `stop` and log-probabilities cannot be used with it.
         length_penalty: beams are compared by cumulative log-probability / length ** length_penalty, the length being
@@ -130,6 +133,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str | None = False
+    bad_words: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -255,6 +259,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         for name in ("stop_token_ids", "allowed_token_ids"):
             if not all(type(token_id) is int for token_id in getattr(self, name) or ()):
                 raise TypeError(f"{name} must be a list of integers")
+        if not all(isinstance(word, str) for word in self.bad_words or ()):
+            raise TypeError("bad_words must be a list of strings")
+        if any(not word for word in self.bad_words or ()):
+            raise ValueError(f"bad_words cannot contain an empty string, got {self.bad_words}.")
         if any(not stop for stop in self.stop_strings):
             raise ValueError("stop cannot contain an empty string.")
         if self.stop_strings and not self.detokenize:

@@ -90,6 +90,7 @@ class Request:
         num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
         content_keys: what besides the token ids decides its KV, as in EngineCoreRequest.
         parent_id: the request whose prompt's blocks it may share.
+        bad_words: sequences of ids that its output must not contain.
         beam_group: the beam search that it is, or that it is a row of.
         max_num_tokens: tokens at which it ends whatever they are.
         seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
@@ -107,6 +108,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "bad_words",
         "beam_group",
         "block_hashes",
         "block_ids",
@@ -161,6 +163,7 @@ class Request:
         self.num_cached_blocks = 0
         self.num_cached_tokens = 0
         self.content_keys = message.content_keys
+        self.bad_words = message.bad_words
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0
         # nothing comes before the first token

@@ -114,4 +114,5 @@ def _new_row(row: Request) -> NewRow:
         stop_token_ids=row.end_token_ids,
         max_num_tokens=row.max_num_tokens,
         num_prompt_logprobs=row.num_prompt_logprobs,
+        bad_words=row.bad_words,
     )

@@ -128,7 +128,9 @@ class InputProcessor:
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
             token_ids = self._need_tokenizer().encode(_need_text(text))
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+        words = _with_and_without_space(params)
+        bad_words = [self._need_tokenizer().encode(word, add_special_tokens=False) for word in words]
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
 
     async def process_async(
         self,
@@ -147,7 +149,9 @@ class InputProcessor:
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
             token_ids = await self._need_tokenizer().encode_async(_need_text(text))
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+        words = _with_and_without_space(params)
+        bad_words = [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
@@ -163,7 +167,9 @@ class InputProcessor:
         priority: int,
         arrival_time: float,
         cache_salt: str | None,
+        bad_words: list[list[int]],
     ) -> ProcessedRequest:
+        bad_words = self._check_bad_words(bad_words)
         if params.truncate_prompt_tokens is not None:
             token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=text is not None)
         self._check_prompt(token_ids)
@@ -186,6 +192,7 @@ class InputProcessor:
                 priority=priority,
                 parent_id=first_id if index else None,
                 beam_search=beam_search,
+                bad_words=bad_words,
                 content_keys=[] if cache_salt is None else [(0, f"salt:{cache_salt}")],
             )
             for index in range(1 if beam_search is not None else params.num_sequences)
@@ -212,6 +219,8 @@ class InputProcessor:
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
             stop=[],
+            # their ids go with the request
+            bad_words=None,
             # Ids without a row in the vocabulary are never sampled, and must not index its logits.
             stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],
             truncate_prompt_tokens=None,
@@ -260,6 +269,8 @@ class InputProcessor:
             )
         if params.seed is not None and not _INT64_MIN <= params.seed <= _INT64_MAX:
             raise RequestError(f"seed must be a signed 64-bit integer, got {params.seed}.", "seed")
+        if params.bad_words and self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer: the engine runs with --skip-tokenizer-init", "bad_words")
         if self._tokenizer is None and params.detokenize:
             raise RequestError("detokenize must be false: the engine runs with --skip-tokenizer-init", "detokenize")
 
@@ -283,6 +294,16 @@ class InputProcessor:
                 raise RequestError("allowed_token_ids is not None and empty!", "allowed_token_ids")
             if not all(0 <= id_ < size for id_ in params.allowed_token_ids):
                 raise RequestError("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids")
+
+    def _check_bad_words(self, bad_words: list[list[int]]) -> list[list[int]]:
+        """The distinct sequences of ids; a text that has none cannot be generated anyway."""
+        wrong = sorted({id_ for word in bad_words for id_ in word if id_ >= self._vocab_size})
+        if wrong:
+            raise RequestError(
+                f"bad_words has token ids {wrong} that the model does not have. Vocabulary size: {self._vocab_size}",
+                "bad_words",
+            )
+        return [list(word) for word in dict.fromkeys(map(tuple, bad_words)) if word]
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -310,6 +331,14 @@ def derive_seed(seed: int | None, index: int) -> int | None:
         return seed & _SEED_MASK
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) & _SEED_MASK
+
+
+def _with_and_without_space(params: SamplingParams) -> list[str]:
+    """Each of bad_words as it begins a text, and as it stands within one."""
+    words = params.bad_words or []
+    for word in words:
+        _check_unicode("bad_words", word)
+    return [space + word.lstrip() for word in words for space in ("", " ")]
 
 
 def _parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:

@@ -70,6 +70,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     # what besides the token ids decides the contents of KV blocks: (first position concerned, key), e.g. the cache
     # salt and the adapter's id at position 0, an image's hash where the image begins
     content_keys: list[tuple[int, str]] = []
+    # token ids of what must not be generated, each of one token or more
+    bad_words: list[list[int]] = []
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, gc=False):

@@ -61,6 +61,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     max_num_tokens: int = UNLIMITED
     # prompt tokens whose log-probabilities need not be told (again); the first one has none
     num_prompt_logprobs: int = 0
+    # sequences that the output must not contain, each of one token or more
+    bad_words: list[list[int]] = []
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):

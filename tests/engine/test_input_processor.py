@@ -284,3 +284,26 @@ async def test_async_processing_is_the_same(byte_level: Tokenizer) -> None:
     assert request.core_requests[0].arrival_time == 3.0
     with pytest.raises(RequestError, match="Prompt cannot be empty"):
         await inputs.process_async("r", "", SamplingParams())
+
+
+def test_bad_words_are_tokenised_with_and_without_a_space(byte_level: Tokenizer) -> None:
+    params = SamplingParams(bad_words=["fox", " fox", "quick brown"], n=2)
+    requests = processor(byte_level).process("r", "a", params).core_requests
+    texts = ["fox", " fox", "quick brown", " quick brown"]
+    expected = [byte_level.encode(text, add_special_tokens=False) for text in texts]
+    assert [request.bad_words for request in requests] == [expected, expected]
+    assert requests[0].sampling_params.bad_words is None
+    assert processor(byte_level).process("r", "a", SamplingParams()).core_requests[0].bad_words == []
+
+
+def test_bad_words_outside_the_vocabulary(byte_level: Tokenizer) -> None:
+    small = InputProcessor(make_config(vocab_size=10), byte_level)
+    with pytest.raises(RequestError, match="bad_words has token ids") as error:
+        small.process("r", {"prompt_token_ids": [1]}, SamplingParams(bad_words=["fox"]))
+    assert error.value.param == "bad_words"
+
+
+def test_bad_words_need_a_tokenizer() -> None:
+    bare = InputProcessor(make_config(), None)
+    with pytest.raises(RequestError, match="bad_words need a tokenizer"):
+        bare.process("r", {"prompt_token_ids": [1]}, SamplingParams(bad_words=["a"], detokenize=False))

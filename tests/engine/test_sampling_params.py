@@ -32,6 +32,7 @@ BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0.0}
         ({"min_tokens": 10, "max_tokens": 3}, "min_tokens must be less than or equal to max_tokens=3, got 10."),
         ({"logprobs": -1}, "logprobs must be non-negative, got -1."),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be non-negative, got -1."),
+        ({"bad_words": ["a", ""]}, "bad_words cannot contain an empty string, got ['a', '']."),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be >= 1, got 0"),
         ({"stop": [""]}, "stop cannot contain an empty string."),
         (
@@ -72,6 +73,7 @@ BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0.0}
         (BEAMS | {"stop": "x"}, "stop cannot be used with beam search."),
         (BEAMS | {"logprobs": 0}, "logprobs cannot be used with beam search."),
         (BEAMS | {"prompt_logprobs": 0}, "prompt_logprobs cannot be used with beam search."),
+        (BEAMS | {"bad_words": ["a"]}, "bad_words cannot be used with beam search."),
         (BEAMS | {"logit_bias": {3: 1.0}}, "logit_bias cannot be used with beam search."),
         (BEAMS | {"allowed_token_ids": [3]}, "allowed_token_ids cannot be used with beam search."),
     ],
@@ -154,7 +156,7 @@ def test_sequences_to_generate() -> None:
 def test_positional_order_is_0_6_3s() -> None:
     names = list(SamplingParams.__struct_fields__)
     assert names[:5] == ["n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"]
-    assert names[-3:] == ["use_beam_search", "length_penalty", "early_stopping"]
+    assert names[-4:] == ["use_beam_search", "length_penalty", "early_stopping", "bad_words"]
 
 
 def test_beam_search_params() -> None:

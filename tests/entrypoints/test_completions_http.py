@@ -588,3 +588,14 @@ def test_unknown_fields_are_ignored(http: httpx.Client, openai_server: Server) -
 def test_text_in_other_scripts_comes_back_whole(http: httpx.Client) -> None:
     prompt = "héllo 你好 🙂 \u2028"
     assert ask(http, prompt=prompt, echo=True, max_tokens=1)["choices"][0]["text"].startswith(prompt)
+
+
+def test_bad_words(http: httpx.Client) -> None:
+    free = ask(http, return_token_ids=True)["choices"][0]
+    word = http.post("/detokenize", json={"tokens": free["token_ids"][2:3]}).json()["prompt"]
+    # the text of a token that is itself again
+    assert tokens(http, word) == free["token_ids"][2:3]
+    choice = ask(http, return_token_ids=True, bad_words=[word])["choices"][0]
+    assert choice["token_ids"][:2] == free["token_ids"][:2]
+    assert free["token_ids"][2] not in choice["token_ids"]
+    assert ask(http, bad_words=[])["choices"][0]["text"] == free["text"]

@@ -69,7 +69,6 @@ def test_prompt_logprobs_of_completions(fields: dict[str, Any], expected: int | 
 def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {
         "guided_choice": ["a"],
-        "bad_words": ["a"],
         "documents": [{"a": 1}],
         "tools": [{"type": "function"}],
         "logprob_token_ids": [1],

@@ -27,7 +27,6 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 # field → the values that ask for nothing; any other value is refused
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "bad_words": (None, []),
     "documents": (None, []),
     "guided_choice": (None,),
     "guided_decoding_backend": (None,),
@@ -266,6 +265,7 @@ class GenerationRequest(ApiRequest):
                 output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
                 logit_bias=parse_logit_bias(self.logit_bias),
                 allowed_token_ids=self.allowed_token_ids,
+                bad_words=self.bad_words,
                 **sampling,
             )
         except (TypeError, ValueError) as error:

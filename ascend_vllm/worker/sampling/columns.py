@@ -5,6 +5,7 @@ Letters: M slots.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +24,40 @@ LOGIT_BIAS = 4
 ALLOWED_IDS = 8
 MIN_TOKENS = 16
 LOGPROBS = 32
+BAD_WORDS = 64
 
 NO_LOGPROBS = -1
+
+
+# stands for any token before the first one of a sequence
+ANY_TOKEN = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BadWordTable:
+    """Sequences that a row's output must not contain.
+
+    Letters: E sequences, W tokens of the longest one.
+    """
+
+    # [E, W-1] int64: what comes before the last token, ANY_TOKEN in front of shorter ones
+    prefixes: npt.NDArray[np.int64]
+    # [E] int64: the last tokens
+    last: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, words: list[list[int]]) -> BadWordTable:
+        """From lists of ids, none of them empty."""
+        width = max(map(len, words)) - 1
+        prefixes = np.full((len(words), width), ANY_TOKEN, np.int64)
+        for row, word in zip(prefixes, words, strict=True):
+            row[width - len(word) + 1 :] = word[:-1]
+        return cls(prefixes, np.array([word[-1] for word in words], np.int64))
+
+    def widened(self, width: int) -> npt.NDArray[np.int64]:
+        """[E, width] prefixes."""
+        missing = width - self.prefixes.shape[1]
+        return np.pad(self.prefixes, ((0, 0), (missing, 0)), constant_values=ANY_TOKEN)
 
 
 class SamplingColumns:
@@ -63,6 +96,8 @@ class SamplingColumns:
         self.stop_ids = RaggedTable(num_slots)
         self.logit_bias = RaggedTable(num_slots)
         self.allowed_ids = RaggedTable(num_slots)
+        # slot → sequences of ids that the output must not contain, of the rows that have some
+        self.bad_words: dict[int, BadWordTable] = {}
         self._tables = (self.stop_ids, self.logit_bias, self.allowed_ids)
         # all of the above but the tables
         self._columns: tuple[npt.NDArray[Any], ...] = (
@@ -97,11 +132,15 @@ class SamplingColumns:
         self.stop_ids.set(slot, stop_ids)
         self.logit_bias.set(slot, list(bias), list(bias.values()))
         self.allowed_ids.set(slot, self._known(params.allowed_token_ids or ()))
+        self.bad_words.pop(slot, None)
+        if row.bad_words:
+            self.bad_words[slot] = BadWordTable.of(row.bad_words)
         self.features[slot] = self._features_of(row, has_bias=bool(bias), has_stop_ids=bool(stop_ids))
 
     def clear(self, slot: int) -> None:
         """Forgets a row that has left its slot."""
         self.features[slot] = 0
+        self.bad_words.pop(slot, None)
         for table in self._tables:
             table.set(slot, ())
 
@@ -111,6 +150,14 @@ class SamplingColumns:
             column[targets] = column[sources]
         for table in self._tables:
             table.copy(sources, targets)
+        if self.bad_words:
+            # rare: only rows of beam searches are copied, and those have none
+            pairs = zip(targets.tolist(), sources.tolist(), strict=True)
+            found = {target: self.bad_words.get(source) for target, source in pairs}
+            for target, words in found.items():
+                self.bad_words.pop(target, None)
+                if words is not None:
+                    self.bad_words[target] = words
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         return [token for token in token_ids if 0 <= token < self._vocab_size]
@@ -125,4 +172,5 @@ class SamplingColumns:
             | (ALLOWED_IDS if params.allowed_token_ids is not None else 0)
             | (MIN_TOKENS if has_stop_ids and params.min_tokens > 0 else 0)
             | (LOGPROBS if params.logprobs is not None else 0)
+            | (BAD_WORDS if row.bad_words else 0)
         )

@@ -19,10 +19,12 @@ Filters = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Index = tuple[torch.Tensor, torch.Tensor]
 Features = npt.NDArray[np.int32]
 
+_NEED_HISTORY = columns.PENALTIES | columns.BAD_WORDS
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Penalties:
-    """Arguments of `apply_penalties` that do not change from token to token."""
+class History:
+    """The rows' tokens, for what depends on them."""
 
     # [rows, more than the longest row] int32: tokens of each row; the sampled ones are added here
     token_ids: torch.Tensor
@@ -30,8 +32,26 @@ class Penalties:
     table_rows: torch.Tensor
     # [S] int32
     prompt_lens: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Penalties:
+    """Arguments of `apply_penalties` that do not change from token to token, beside the history."""
+
     # [S] float32 each: repetition, frequency, presence
     factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BadWords:
+    """Sequences that must not come about. W is the length of the longest."""
+
+    # [E]: row, and last id, of each sequence
+    index: Index
+    # [E, W-1] int64: the ids before the last one; columns.ANY_TOKEN in front of shorter ones
+    prefixes: torch.Tensor
+    # [W-1] int64: how far behind the end of a row's tokens each column is
+    distances: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +104,9 @@ class SamplingPlan:
     forbidden: ForbiddenIds | None = None
     bias: LogitBias | None = None
     penalties: Penalties | None = None
+    bad_words: BadWords | None = None
+    # set if there are penalties or bad words
+    history: History | None = None
 
 
 class Planner:
@@ -130,7 +153,9 @@ class Planner:
             allowed=self._allowed(slots, features) if needed & columns.ALLOWED_IDS else None,
             forbidden=self._forbidden(slots, features) if needed & columns.MIN_TOKENS else None,
             bias=self._bias(slots) if needed & columns.LOGIT_BIAS else None,
-            penalties=self._penalties(slots, num_steps) if needed & columns.PENALTIES else None,
+            penalties=self._penalties(slots) if needed & columns.PENALTIES else None,
+            bad_words=self._bad_words(slots, features) if needed & columns.BAD_WORDS else None,
+            history=self._history(slots, num_steps) if needed & _NEED_HISTORY else None,
         )
 
     def _filters(self, slots: Int64Array) -> Filters:
@@ -162,24 +187,37 @@ class Planner:
         rows, ids, values = self._params.logit_bias.gather(slots)
         return LogitBias(self._index(rows, ids), upload(values, self._device))
 
-    def _penalties(self, slots: Int64Array, num_steps: int) -> Penalties:
-        batch, params, device = self._batch, self._params, self._device
+    def _penalties(self, slots: Int64Array) -> Penalties:
+        params, device = self._params, self._device
+        return Penalties(
+            (
+                upload(params.repetition_penalty[slots], device),
+                upload(params.frequency_penalty[slots], device),
+                upload(params.presence_penalty[slots], device),
+            )
+        )
+
+    def _bad_words(self, slots: Int64Array, features: Features) -> BadWords:
+        rows = np.flatnonzero(features & columns.BAD_WORDS)
+        # a turn for each row that has bad words: their tables are of all sizes
+        tables = [self._params.bad_words[slot] for slot in slots[rows].tolist()]
+        width = max(table.prefixes.shape[1] for table in tables)
+        counts = [len(table.last) for table in tables]
+        return BadWords(
+            self._index(np.repeat(rows, counts), np.concatenate([table.last for table in tables])),
+            upload(np.concatenate([table.widened(width) for table in tables]), self._device),
+            torch.arange(width, 0, -1, device=self._device),
+        )
+
+    def _history(self, slots: Int64Array, num_steps: int) -> History:
+        batch, device = self._batch, self._device
         if self._all_token_ids is not None:
             token_ids, table_rows = self._all_token_ids, upload(slots, device)
         else:
             width = int(batch.num_tokens[slots].max()) + num_steps
             token_ids = upload(batch.token_ids[slots, :width], device)
             table_rows = torch.arange(len(slots), device=device)
-        return Penalties(
-            token_ids=token_ids,
-            table_rows=table_rows,
-            prompt_lens=upload(batch.prompt_lens[slots].astype(np.int32), device),
-            factors=(
-                upload(params.repetition_penalty[slots], device),
-                upload(params.frequency_penalty[slots], device),
-                upload(params.presence_penalty[slots], device),
-            ),
-        )
+        return History(token_ids, table_rows, upload(batch.prompt_lens[slots].astype(np.int32), device))
 
     def _index(self, rows: Int64Array, ids: Int64Array) -> Index:
         return upload(rows, self._device), upload(ids, self._device)

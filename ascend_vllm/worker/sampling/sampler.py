@@ -1,7 +1,7 @@
 """From logits to token ids.
 
-Order of application (vLLM's): log-probabilities of the raw logits are set aside; then allowed ids, min_tokens,
-logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a draw. With
+Order of application (vLLM's): log-probabilities of the raw logits are set aside; then allowed ids, bad
+words, min_tokens, logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a draw. With
 ``processed_logprobs`` log-probabilities are taken at the end instead.
 
 Letters: S sampling rows of a step, V vocabulary.
@@ -16,8 +16,9 @@ import torch
 from ascend_vllm.ops.sampling import apply_penalties, sample_tokens
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.columns import ANY_TOKEN
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logprobs, report
-from ascend_vllm.worker.sampling.plan import Penalties, Planner, SamplingPlan
+from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
@@ -88,15 +89,15 @@ class Sampler:
         return Sampled(ids, report(logprobs, _asking_rows(ids, plan), num_logprobs))
 
     def remember(self, plan: SamplingPlan, token_ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Tells the penalties of sampled tokens, before the same plan samples again.
+        """Adds sampled tokens to the plan's history, before the same plan samples again.
 
         Args:
             plan: that sampled them.
             token_ids: [S] int64.
             num_tokens: [S] int64, as they were when the tokens were sampled.
         """
-        if plan.penalties is not None:
-            plan.penalties.token_ids[plan.penalties.table_rows, num_tokens] = token_ids.int()
+        if plan.history is not None:
+            plan.history.token_ids[plan.history.table_rows, num_tokens] = token_ids.int()
 
     def _edit(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
         """Masks, biases and penalties, on the rows that have them. Masks are exact in any dtype."""
@@ -106,14 +107,16 @@ class Sampler:
             values = logits[plan.allowed.index]
             logits[plan.allowed.rows] = -torch.inf
             logits[plan.allowed.index] = values
+        if plan.bad_words is not None and plan.history is not None:
+            _ban_words(logits, plan.bad_words, plan.history, num_tokens)
         if plan.forbidden is not None:
             index = plan.forbidden.index
             young = num_tokens[index[0]] < plan.forbidden.below
             logits[index] = logits[index].masked_fill(young, -torch.inf)
         if plan.bias is not None:
             logits[plan.bias.index] += plan.bias.values
-        if plan.penalties is not None:
-            _penalise(logits, plan.penalties, num_tokens)
+        if plan.penalties is not None and plan.history is not None:
+            _penalise(logits, plan.penalties, plan.history, num_tokens)
         return logits
 
     def _as_float(self, logits: torch.Tensor) -> torch.Tensor:
@@ -143,12 +146,24 @@ class Sampler:
         return ids
 
 
-def _penalise(logits: torch.Tensor, penalties: Penalties, num_tokens: torch.Tensor) -> None:
+def _ban_words(logits: torch.Tensor, words: BadWords, history: History, num_tokens: torch.Tensor) -> None:
+    """Forbids the last token of each sequence whose others the output ends with."""
+    rows = words.index[0]
+    places = num_tokens[rows][:, None] - words.distances
+    tokens = history.token_ids[history.table_rows[rows][:, None], places.clamp(min=0)]
+    matches = (tokens == words.prefixes) & (places >= history.prompt_lens[rows][:, None])
+    banned = (matches | (words.prefixes == ANY_TOKEN)).all(1)
+    # added, since several sequences may end with the same token
+    values = torch.zeros(len(rows), dtype=logits.dtype, device=logits.device).masked_fill_(banned, -torch.inf)
+    logits.index_put_(words.index, values, accumulate=True)
+
+
+def _penalise(logits: torch.Tensor, penalties: Penalties, history: History, num_tokens: torch.Tensor) -> None:
     apply_penalties(
         logits,
-        penalties.token_ids,
-        penalties.table_rows,
-        penalties.prompt_lens,
+        history.token_ids,
+        history.table_rows,
+        history.prompt_lens,
         num_tokens.int(),
         *penalties.factors,
     )
