@@ -221,9 +221,10 @@ class InputOutputArgs:
     )
     reasoning_parser: str | None = flag(
         None,
-        "The name of the parser that separates a model's thoughts from its answer.",
+        "The format in which the model writes its thoughts, which are then separated from its answer in chat: "
+        "deepseek_r1 or qwen3.",
         kind="nullable_str",
-        unsupported="reasoning parsers are not available in this version; thoughts stay in the text",
+        example="--reasoning-parser qwen3",
     )
     tokenizer_pool_size: int = flag(0, "The number of processes that tokenise text.", kind="int", no_effect=_POOL)
     tokenizer_pool_type: str = flag("ray", "What kind of processes tokenise text.", kind="str", no_effect=_POOL)

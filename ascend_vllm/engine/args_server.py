@@ -10,7 +10,6 @@ from ascend_vllm.engine.arg_fields import flag, refuse_unsupported
 from ascend_vllm.engine.arg_parser import LoRAModule
 from ascend_vllm.errors import ConfigError
 
-_NO_TOOLS = "tool calls are not available in this version; describe the tools in the prompt"
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
 
@@ -237,27 +236,35 @@ class FrontendArgs(HttpArgs):
     )
     enable_auto_tool_choice: bool = flag(
         False,
-        "Lets the model decide on its own to call a tool.",
+        "Lets the model decide on its own to call one of the tools that a chat request brings. It needs "
+        "--tool-call-parser.",
         kind="flag",
-        unsupported=_NO_TOOLS,
+        example="--enable-auto-tool-choice --tool-call-parser hermes",
     )
     tool_call_parser: str | None = flag(
         None,
-        "The name of the parser that finds tool calls in the text of a model.",
+        "The format in which the model writes tool calls: hermes (Hermes and Qwen2.5, also named qwen), internlm, "
+        "llama3_json, mistral, qwen3_coder (also named qwen3_xml), or a name from --tool-parser-plugin.",
         kind="str",
-        unsupported=_NO_TOOLS,
+        example="--enable-auto-tool-choice --tool-call-parser hermes",
     )
     tool_parser_plugin: str = flag(
-        "", "A Python file with a parser of your own for tool calls.", kind="str", unsupported=_NO_TOOLS
+        "",
+        "A Python file with a parser of your own for tool calls. The name it registers can be given to "
+        "--tool-call-parser.",
+        kind="str",
+        example="--tool-parser-plugin my_parser.py --tool-call-parser my_format",
     )
     exclude_tools_when_tool_choice_none: bool = flag(
         False,
         "Leaves the tools out of the prompt when a request says that none may be called.",
         kind="flag",
-        unsupported=_NO_TOOLS,
     )
     tool_server: str | None = flag(
-        None, "The address of a server that carries out tool calls.", kind="nullable_str", unsupported=_NO_TOOLS
+        None,
+        "The address of a server that carries out tool calls.",
+        kind="nullable_str",
+        unsupported="clients carry out the calls themselves",
     )
     max_log_len: int | None = flag(
         None,

@@ -321,5 +321,6 @@ def test_server_checks(values: dict[str, object], message: str) -> None:
 
 def test_server_check_refuses_unsupported_flags() -> None:
     FrontendArgs().check()
-    with pytest.raises(UnsupportedFlagError, match="--enable-auto-tool-choice is not supported"):
-        FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes").check()
+    FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes").check()
+    with pytest.raises(UnsupportedFlagError, match="--tool-server demo is not supported"):
+        FrontendArgs(tool_server="demo").check()

@@ -210,7 +210,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"cache_salt": ""}, 400, "Parameter 'cache_salt' must be a non-empty string if provided."),
     ({"priority": 1}, 400, "Got priority 1 but Priority scheduling is not enabled."),
     ({"chat_template": "{{ 1 }}"}, 400, "--trust-request-chat-template"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "`tools` is not supported"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, '"auto" tool choice requires'),
     ({"response_format": {"type": "xml"}}, 400, "Input should be 'text', 'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_object"}}, 400, "`response_format`"),
 ]

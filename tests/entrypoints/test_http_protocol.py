@@ -70,7 +70,6 @@ def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {
         "guided_choice": ["a"],
         "documents": [{"a": 1}],
-        "tools": [{"type": "function"}],
         "logprob_token_ids": [1],
         "stream_interval": 2,
         "thinking_token_budget": 3,

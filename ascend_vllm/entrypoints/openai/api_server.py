@@ -10,6 +10,7 @@ from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fie
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.args_server import FrontendArgs
 from ascend_vllm.entrypoints import launcher
+from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,12 +52,13 @@ def _run_server(args: argparse.Namespace) -> int:
         frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
     engine_args = EngineArgs.from_cli_args(args)
     log_requests = bool(engine_args.enable_log_requests)
+    parsers = ChatParsers.from_flags(frontend_args, engine_args.reasoning_parser)
 
     def make_app(engine: AsyncLLM) -> FastAPI:
         # late: while the engine loads the model in its own process, this one imports the web framework
         from ascend_vllm.entrypoints.openai.app import build_app, describe_routes
 
-        app = build_app(engine, frontend_args, log_requests=log_requests)
+        app = build_app(engine, frontend_args, log_requests=log_requests, parsers=parsers)
         describe_routes(app, launcher.logger.info)
         return app
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 import ascend_vllm
 from ascend_vllm import envs
+from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
     decode_json,
@@ -175,18 +176,21 @@ async def _client_gone(_http: Request, _error: Exception) -> Response:
     return Response(status_code=499)
 
 
-def build_app(engine: AsyncLLM, args: FrontendArgs, *, log_requests: bool = False) -> FastAPI:
+def build_app(
+    engine: AsyncLLM, args: FrontendArgs, *, log_requests: bool = False, parsers: ChatParsers | None = None
+) -> FastAPI:
     """The application.
 
     Args:
         engine: the engine's front, ready to generate.
         args: the server's flags.
         log_requests: log a line with the parameters of every request.
+        parsers: what reads tool calls and thoughts; None: nothing does.
 
     Raises:
         ConfigError: a flag of the HTTP layer is wrong.
     """
-    settings = ServingSettings.from_args(args, engine, log_requests)
+    settings = ServingSettings.from_args(args, engine, log_requests, parsers or ChatParsers())
     docs: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(
         title="ascend-vllm",

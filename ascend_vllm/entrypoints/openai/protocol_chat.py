@@ -52,13 +52,41 @@ class ChatCompletionRequest(GenerationRequest):
                 raise ValueError("`top_logprobs` must be a positive value.")
             if self.top_logprobs > 0 and not self.logprobs:
                 raise ValueError("when using `top_logprobs`, `logprobs` must be set to true.")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("When using `tool_choice`, `tools` must be set.")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        names = [_function_name(tool) for tool in self.tools or ()]
+        if None in names:
+            raise ValueError(
+                'Each of `tools` must be like `{"type": "function", "function": {"name": "my_function"}}`.'
+            )
+        if self.tool_choice in (None, "none", "auto"):
+            return
+        if not self.tools:
+            raise ValueError("When using `tool_choice`, `tools` must be set.")
+        if isinstance(self.tool_choice, dict):
+            name = _function_name(self.tool_choice)
+            if name is None:
+                raise ValueError(
+                    "Incorrectly formatted `tool_choice`. Should be like "
+                    '`{"type": "function", "function": {"name": "my_function"}}`'
+                )
+            if name not in names:
+                raise ValueError("The tool specified in `tool_choice` does not match any of the specified `tools`")
+        elif self.tool_choice != "required":
+            raise ValueError('`tool_choice` must be "none", "auto", "required" or a named tool.')
 
     def requested_logprobs(self) -> int | None:
         """`top_logprobs` when `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def effective_tool_choice(self) -> str | dict[str, Any]:
+        """`tool_choice`: without it the model may call the tools that are given."""
+        if not self.tools:
+            return "none"
+        return "auto" if self.tool_choice is None else self.tool_choice
 
     @property
     def effective_max_tokens(self) -> int | None:
@@ -69,6 +97,13 @@ class ChatCompletionRequest(GenerationRequest):
         """Variables for the chat template beside the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
+
+
+def _function_name(tool: dict[str, Any]) -> str | None:
+    """The name of a tool or of a tool choice; None: it is not of the right form."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if tool.get("type", "function") == "function" and isinstance(name, str) and name else None
 
 
 class ChatTopLogprob(msgspec.Struct):
@@ -95,11 +130,12 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatResponseMessage(msgspec.Struct):
-    """The generated message."""
+    """The generated message; `reasoning` only with a reasoning parser."""
 
     role: str
     content: str | None
     tool_calls: list[dict[str, Any]]
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):

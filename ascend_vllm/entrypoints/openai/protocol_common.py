@@ -44,7 +44,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
-    "tools": (None, []),
     "truncation_side": (None, "left"),
 }
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 import ascend_vllm
 from ascend_vllm.entrypoints.chat_template import ContentFormat, render_chat
+from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
     GenerationRequest,
@@ -59,6 +60,7 @@ class ServingSettings:
         log_requests: log each request's parameters.
         max_log_len: characters or ids of a prompt that are logged; None: all.
         fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
+        parsers: what reads tool calls and thoughts.
     """
 
     model_names: tuple[str, ...]
@@ -76,9 +78,12 @@ class ServingSettings:
     log_requests: bool = False
     max_log_len: int | None = None
     fingerprint: str = ""
+    parsers: ChatParsers = dataclasses.field(default_factory=ChatParsers)
 
     @classmethod
-    def from_args(cls, args: FrontendArgs, engine: AsyncLLM, log_requests: bool) -> ServingSettings:
+    def from_args(
+        cls, args: FrontendArgs, engine: AsyncLLM, log_requests: bool, parsers: ChatParsers
+    ) -> ServingSettings:
         """From the server's flags and the engine's configuration."""
         config = engine.config
         identity = f"{config.model.model} {config.model.dtype} {config.parallel.tensor_parallel_size}"
@@ -99,6 +104,7 @@ class ServingSettings:
             log_requests=log_requests,
             max_log_len=args.max_log_len,
             fingerprint=f"ascend-vllm-{ascend_vllm.__version__}-{digest}",
+            parsers=parsers,
         )
 
 
@@ -199,6 +205,7 @@ class ServingBase:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt's text for a conversation, made off the event loop.
 
@@ -220,6 +227,7 @@ class ServingBase:
             content_format=self.settings.content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
             template_kwargs={**self.settings.default_chat_template_kwargs, **template_kwargs},
         )
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ascend_vllm.entrypoints.chat_template import parse_messages
 from ascend_vllm.entrypoints.openai import sse
+from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from ascend_vllm.entrypoints.openai.protocol_chat import (
@@ -39,12 +40,14 @@ class ServingChat(ServingBase):
         """
         self.check_model(request.model)
         request.check_supported()
+        self.settings.parsers.prepare(request)
         text = await self.render(
             request.messages,
             request_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.template_kwargs(),
+            tools=self.settings.parsers.tools_in_prompt(request),
         )
         token_ids = await self.encode(text, request.add_special_tokens, request.truncate_prompt_tokens)
         max_tokens = self._max_tokens(request, len(token_ids))
@@ -121,16 +124,32 @@ class _Answer:
 
     def _choice(self, generated: CompletionOutput) -> ChatChoice:
         self._usage.completion_tokens[generated.index] += len(generated.token_ids)
+        message = ChatResponseMessage(self._role, self._echo + generated.text, [])
+        finish_reason = generated.finish_reason
+        parser = self._make_parser()
+        if parser is not None:
+            parser.feed(generated.text, final=True)
+            finish_reason = parser.finish_reason(finish_reason)
+            message.content = self._echo + parser.content
+            if not message.content and (parser.tool_calls or parser.reasoning):
+                message.content = None
+            message.tool_calls = parser.tool_calls
+            if parser.reasoning is not None:
+                message.reasoning = parser.reasoning or None
         choice = ChatChoice(
             generated.index,
-            ChatResponseMessage(self._role, self._echo + generated.text, []),
+            message,
             self._logprobs(generated),
-            generated.finish_reason,
+            finish_reason,
             generated.stop_reason,
         )
         if self._request.return_token_ids:
             choice.token_ids = generated.token_ids
         return choice
+
+    def _make_parser(self) -> ChoiceParser | None:
+        """A parser of one choice; None: its text is the content."""
+        return self._settings.parsers.make(self._request, self._prompt.text or "")
 
     def _logprobs(self, generated: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs or generated.logprobs is None:
@@ -147,6 +166,7 @@ class _Answer:
         )
         plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
         usage = self._usage
+        parsers = [self._make_parser() for _ in range(self._n)]
         try:
             async for _, output in outputs:
                 events = []
@@ -155,11 +175,15 @@ class _Answer:
                     events.extend(self._opening(writer))
                 for generated in output.outputs:
                     usage.completion_tokens[generated.index] += len(generated.token_ids)
-                    if plain and generated.finish_reason is None:
+                    parser = parsers[generated.index]
+                    if parser is not None:
+                        events.extend(self._parsed_events(writer, generated, parser, plain))
+                    elif plain and generated.finish_reason is None:
                         events.append(writer.text_event(generated.index, generated.text))
                     else:
                         events.append(self._event(writer, generated))
-                yield b"".join(events)
+                if events:  # none while a parser holds text back
+                    yield b"".join(events)
             if include_usage:
                 yield writer.usage_event(usage.total())
         except Exception as error:
@@ -177,6 +201,27 @@ class _Answer:
 
     def _usage_now(self, index: int) -> Any:
         return self._usage.choice_usage(0, index) if self._request.continuous_usage else None
+
+    def _parsed_events(
+        self, writer: sse.ChatChunkWriter, generated: CompletionOutput, parser: ChoiceParser, plain: bool
+    ) -> list[bytes]:
+        """Events of a choice that a parser reads; its last one has an empty delta."""
+        finished = generated.finish_reason is not None
+        deltas = parser.feed(generated.text, final=finished)
+        if finished or not (deltas or plain):
+            deltas.append({})
+        extras: list[dict[str, Any]] = [{} for _ in deltas]
+        if not plain:  # the tokens of all of these deltas come with the first
+            extras[0]["logprobs"] = self._logprobs(generated)
+            if self._request.return_token_ids:
+                extras[0]["token_ids"] = generated.token_ids
+        if finished:
+            extras[-1]["finish_reason"] = parser.finish_reason(generated.finish_reason)
+            extras[-1]["stop_reason"] = generated.stop_reason
+        usage = self._usage_now(generated.index)
+        return [
+            writer.event(generated.index, delta, usage, extra) for delta, extra in zip(deltas, extras, strict=True)
+        ]
 
     def _event(self, writer: sse.ChatChunkWriter, generated: CompletionOutput) -> bytes:
         """An event with more than text."""

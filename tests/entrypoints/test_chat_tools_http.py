@@ -1,0 +1,332 @@
+"""Tools and thoughts in /v1/chat/completions.
+
+A tiny model calls no tools, so what it would write is written here by hand and handed to the real application as the
+engine's outputs. What does not depend on the output is tested on a real server.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.openai.api_server import make_parser, run_server
+from ascend_vllm.entrypoints.openai.app import build_app
+from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+from ascend_vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine.engine_for_tests import make_config
+from tests.entrypoints.conftest import ENGINE_FLAGS
+from tests.server import OPENAI_SERVER, Server, running
+from tests.tiny_models import tiny_model
+
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+BASE: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL]}
+ARGUMENTS = '{"text": "a \\"b\\"", "count": 3}'
+CALL = f'<tool_call>\n{{"name": "find", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+class ScriptedEngine:
+    """An engine's front whose model writes a given text, cut into given pieces, for every choice."""
+
+    def __init__(self, pieces: Sequence[str], finish_reason: str = "stop") -> None:
+        self.config = make_config(max_model_len=512)
+        self.max_model_len = 512
+        self.tokenizer = Tokenizer.from_directory(tiny_model("qwen2"))
+        self.params: list[SamplingParams] = []
+        self.prompts: list[str] = []
+        self._pieces = pieces
+        self._finish_reason = finish_reason
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        return {}
+
+    async def generate(
+        self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.params.append(params)
+        self.prompts.append(self.tokenizer.decode(prompt["prompt_token_ids"]))
+        pieces = self._pieces if params.output_kind is RequestOutputKind.DELTA else ["".join(self._pieces)]
+        for position, text in enumerate(pieces):
+            reason = self._finish_reason if position == len(pieces) - 1 else None
+            outputs = [
+                CompletionOutput(index, text, [40], None, [{40: Logprob(-1.0, 1, "x")}], reason)
+                for index in range(params.n)
+            ]
+            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, outputs, reason is not None)
+
+
+def client_of(engine: ScriptedEngine, **flags: Any) -> httpx.AsyncClient:
+    """A client of the real application on a scripted engine."""
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", **flags}
+    reasoning = flags.pop("reasoning_parser", None)
+    args = FrontendArgs(**flags)
+    app = build_app(engine, args, parsers=ChatParsers.from_flags(args, reasoning))  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def ask(engine: ScriptedEngine, flags: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    async with client_of(engine, **(flags or {})) as client:
+        response = await client.post("/v1/chat/completions", json=BASE | fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def ask_stream(
+    engine: ScriptedEngine, flags: dict[str, Any] | None = None, **fields: Any
+) -> list[dict[str, Any]]:
+    async with client_of(engine, **(flags or {})) as client:
+        response = await client.post("/v1/chat/completions", json=BASE | fields | {"stream": True})
+    assert response.status_code == 200, response.text
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events[:-1]]
+
+
+def joined(choices: list[dict[str, Any]], index: int = 0) -> tuple[str, str, list[list[str]], str]:
+    """Thoughts, content, calls and finish reason of one choice of a stream."""
+    content = reasoning = ""
+    calls: list[list[str]] = []
+    own = [choice for choice in choices if choice["index"] == index]
+    for choice in own:
+        content += choice["delta"].get("content") or ""
+        reasoning += choice["delta"].get("reasoning") or ""
+        for call in choice["delta"].get("tool_calls", []):
+            if call["index"] == len(calls):
+                assert call["id"].startswith("chatcmpl-tool-")
+                assert call["type"] == "function"
+                calls.append([call["function"]["name"], call["function"]["arguments"]])
+            else:
+                assert list(call) == ["index", "function"]
+                assert list(call["function"]) == ["arguments"]
+                calls[call["index"]][1] += call["function"]["arguments"]
+    assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
+    return reasoning, content, calls, own[-1]["finish_reason"]
+
+
+async def test_a_call_in_a_whole_answer() -> None:
+    engine = ScriptedEngine([CALL])
+    (choice,) = (await ask(engine))["choices"]
+    message = choice["message"]
+    assert message["content"] is None
+    assert "reasoning" not in message
+    assert message["tool_calls"] == [
+        {
+            "id": message["tool_calls"][0]["id"],
+            "type": "function",
+            "function": {"name": "find", "arguments": ARGUMENTS},
+        }
+    ]
+    assert choice["finish_reason"] == "tool_calls"
+    assert engine.params[0].skip_special_tokens
+
+
+async def test_a_call_in_a_stream() -> None:
+    choices = await ask_stream(ScriptedEngine(["I ", "look.\n", "<tool", *CALL.removeprefix("<tool")]))
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert [choice["delta"] for choice in choices[1:3]] == [{"content": "I "}, {"content": "look.\n"}]
+    opening = choices[3]["delta"]["tool_calls"][0]
+    assert opening["function"] == {"name": "find", "arguments": ""} or opening["function"]["arguments"] == "{"
+    assert len(choices) > 10  # the arguments came in pieces
+    assert (choices[-1]["delta"], choices[-1]["finish_reason"]) == ({}, "tool_calls")
+    assert joined(choices) == ("", "I look.\n", [["find", ARGUMENTS]], "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"{CALL}\n{CALL}", "", 2),
+        ("No <tool_call> here", "No <tool_call> here", 0),
+        ("", "", 0),
+    ],
+)
+async def test_streams_and_whole_answers_agree(text: str, content: str, calls: int) -> None:
+    choices = await ask_stream(ScriptedEngine(list(text) or [""]), n=2)
+    whole = await ask(ScriptedEngine([text]), n=2)
+    for index, choice in enumerate(whole["choices"]):
+        message = choice["message"]
+        made = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+        assert made == [["find", ARGUMENTS]] * calls
+        assert message["content"] == (content or (None if calls else ""))
+        assert joined(choices, index) == ("", content, made, choice["finish_reason"])
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+async def test_one_call_only() -> None:
+    text = f"{CALL}{CALL}"
+    choices = await ask_stream(ScriptedEngine(list(text)), parallel_tool_calls=False)
+    assert joined(choices)[2] == [["find", ARGUMENTS]]
+    whole = await ask(ScriptedEngine([text]), parallel_tool_calls=False)
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_a_call_cut_short() -> None:
+    text = CALL[:50]
+    assert joined(await ask_stream(ScriptedEngine(list(text), "length")))[3] == "length"
+    (choice,) = (await ask(ScriptedEngine([text], "length")))["choices"]
+    assert choice["finish_reason"] == "length"
+    assert ARGUMENTS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+async def test_tool_choice_none_leaves_calls_in_the_text() -> None:
+    engine = ScriptedEngine([CALL])
+    assert joined(await ask_stream(engine, tool_choice="none")) == ("", CALL, [], "stop")
+    (choice,) = (await ask(engine, tool_choice="none"))["choices"]
+    assert (choice["message"]["content"], choice["message"]["tool_calls"]) == (CALL, [])
+
+
+async def test_every_token_s_details_are_told() -> None:
+    """A parser holds text back, but not what else a token has."""
+    fields: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
+    choices = await ask_stream(ScriptedEngine(list(CALL)), **fields)
+    told = [choice for choice in choices if choice["logprobs"]]
+    assert sum(len(choice["logprobs"]["content"]) for choice in told) == len(CALL)
+    assert sum(len(choice.get("token_ids", [])) for choice in choices) == len(CALL)
+
+
+async def test_calls_made_of_special_tokens() -> None:
+    engine = ScriptedEngine([f'[TOOL_CALLS][{{"name": "find", "arguments": {ARGUMENTS}}}]'])
+    (choice,) = (await ask(engine, {"tool_call_parser": "mistral"}))["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    await ask(engine, {"tool_call_parser": "mistral"}, tool_choice="none")
+    assert [params.skip_special_tokens for params in engine.params] == [False, True]
+
+
+async def test_thoughts_then_a_call() -> None:
+    text = f"<think>\nhm</think>\n\n{CALL}"
+    flags = {"reasoning_parser": "qwen3"}
+    assert joined(await ask_stream(ScriptedEngine(list(text)), flags)) == (
+        "\nhm",
+        "",
+        [["find", ARGUMENTS]],
+        "tool_calls",
+    )
+    (choice,) = (await ask(ScriptedEngine([text]), flags))["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("\nhm", None)
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_thoughts_without_tools() -> None:
+    flags = {"reasoning_parser": "deepseek_r1", "tool_call_parser": None, "enable_auto_tool_choice": False}
+    text = "hm</think>Yes"
+    assert joined(await ask_stream(ScriptedEngine(list(text)), flags, tools=None)) == ("hm", "Yes", [], "stop")
+    message = (await ask(ScriptedEngine([text]), flags, tools=None))["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes", "tool_calls": [], "reasoning": "hm"}
+    hidden = await ask(ScriptedEngine([text]), flags, tools=None, include_reasoning=False)
+    assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Yes", "tool_calls": []}
+    silent = await ask_stream(ScriptedEngine(list(text)), flags, tools=None, include_reasoning=False)
+    assert joined(silent) == ("", "Yes", [], "stop")
+
+
+async def test_tools_in_the_prompt() -> None:
+    engine = ScriptedEngine(["x"])
+    template = {"chat_template": TEMPLATE}
+    await ask(engine, template)
+    await ask(engine, template, tool_choice="none")
+    await ask(engine, template | {"exclude_tools_when_tool_choice_none": True}, tool_choice="none")
+    await ask(engine, template, tools=[])
+    assert engine.prompts == ["[find]Hello!", "[find]Hello!", "Hello!", "Hello!"]
+
+
+async def test_the_official_client_streams() -> None:
+    async with (
+        client_of(ScriptedEngine(list(f"So: {CALL}"))) as http,
+        openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client,  # type: ignore[arg-type]
+        client.chat.completions.stream(**BASE) as stream,
+    ):
+        answer = await stream.get_final_completion()
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("So: ", "tool_calls")
+    assert choice.message.tool_calls is not None
+    assert [call.function.arguments for call in choice.message.tool_calls] == [ARGUMENTS]
+
+
+# ---- a real server -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool_server(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with parsers and a template that knows tools."""
+    template: pathlib.Path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    with running(
+        OPENAI_SERVER,
+        ["--model", tiny_dir, "--served-model-name", "tiny", "--chat-template", str(template), *flags, *ENGINE_FLAGS],
+    ) as server:
+        yield server
+
+
+NAMED = {"type": "function", "function": {"name": "find"}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, 'tool_choice="required" is not supported by this version'),
+    ({"tool_choice": NAMED}, 'tool_choice=function "find" is not supported by this version'),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "does not match any of the specified"),
+    ({"tool_choice": {"type": "function"}}, "Incorrectly formatted `tool_choice`."),
+    ({"tool_choice": "sometimes"}, '`tool_choice` must be "none", "auto", "required" or a named tool.'),
+    ({"tool_choice": NAMED, "tools": None}, "When using `tool_choice`, `tools` must be set."),
+    ({"tools": [{"type": "function", "function": {}}]}, "Each of `tools` must be like"),
+]
+
+
+def test_requests_on_a_server_with_parsers(tool_server: Server) -> None:
+    with httpx.Client(base_url=tool_server.url, timeout=60) as http:
+        for fields, text in REFUSED:
+            response = http.post("/v1/chat/completions", json=BASE | fields)
+            assert response.status_code == 400, response.text
+            assert text in response.json()["error"]["message"]
+        assert http.post("/v1/chat/completions", json=BASE | REFUSED[0][0]).json()["error"]["param"] == "tool_choice"
+        size = http.post("/tokenize", json={"prompt": "[find]Hello!"}).json()["count"]
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
+        for choice in ("auto", "none"):
+            asked: dict[str, Any] = BASE | {"tool_choice": choice, "max_tokens": 8, "temperature": 0}
+            answer = client.chat.completions.create(**asked)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == size
+            pieces = list(client.chat.completions.create(**asked, stream=True))
+            text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+            assert text == answer.choices[0].message.content
+            assert pieces[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
+    fields = BASE | {"max_tokens": 4, "temperature": 0}
+    for choice, text in (
+        ("auto", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'),
+        ("required", 'tool_choice="required" requires --tool-call-parser to be set'),
+        (NAMED, 'tool_choice=function "find" requires --tool-call-parser to be set'),
+    ):
+        response = http.post("/v1/chat/completions", json=fields | {"tool_choice": choice})
+        assert (response.status_code, text in response.text.replace("\\", "")) == (400, True), response.text
+    answer = http.post("/v1/chat/completions", json=fields | {"tool_choice": "none"})
+    plain = http.post("/v1/chat/completions", json=fields | {"tools": None})
+    assert answer.status_code == 200
+    # the tiny model's own template knows no tools
+    assert answer.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--tool-call-parser", "nope"], "invalid tool call parser: nope (chose from { hermes, internlm"),
+        (["--reasoning-parser", "nope"], "invalid reasoning parser: nope"),
+        (["--tool-parser-plugin", "/absent.py"], "--tool-parser-plugin: cannot load /absent.py"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
+    ],
+)
+def test_wrong_flags_end_the_start(flags: list[str], text: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_server(make_parser().parse_args(["--model", tiny_model("qwen2"), *flags])) == 2
+    assert text in caplog.text
