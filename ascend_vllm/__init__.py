@@ -15,6 +15,8 @@ _EXPORTS = {
     "EngineArgs": "ascend_vllm.engine.args",
     "SamplingParams": "ascend_vllm.sampling_params",
     "BeamSearchParams": "ascend_vllm.sampling_params",
+    "StructuredOutputsParams": "ascend_vllm.structured_outputs",
+    "GuidedDecodingParams": "ascend_vllm.structured_outputs",
     "RequestOutput": "ascend_vllm.outputs",
     "CompletionOutput": "ascend_vllm.outputs",
     "BeamSearchOutput": "ascend_vllm.outputs",

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ascend_vllm.logger import init_logger
+from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 logger = init_logger(__name__)
 
@@ -37,6 +38,7 @@ _NEUTRAL_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
+    "structured_outputs": (None,),
 }
 
 _INTEGERS = ("best_of", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
@@ -87,6 +89,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         allowed_token_ids: only these ids can be sampled.
         bad_words: texts that are not generated: the last token of each, with or without a space before it, cannot
             follow the others.
+        structured_outputs: what the text must look like.
+        guided_decoding: the same, with vLLM 0.6.3's name.
         use_beam_search: search for the most likely sequences instead of sampling. Needs temperature=0 and at least 2
             beams; the fields that change probabilities, `stop` and log-probabilities cannot be used with it.
         length_penalty: beams are compared by cumulative log-probability / length ** length_penalty, the length being
@@ -128,12 +132,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    guided_decoding: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str | None = False
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -180,6 +186,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.stop_token_ids = []
         if self.seed == -1:
             self.seed = None
+        self._join_structured_outputs()
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
@@ -189,6 +196,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 "temperature %s is raised to %s: dividing by less loses precision.", self.temperature, MIN_TEMPERATURE
             )
             self.temperature = MIN_TEMPERATURE
+
+    def _join_structured_outputs(self) -> None:
+        """Both names of the constraint hold the same afterwards under `structured_outputs`."""
+        for name in ("structured_outputs", "guided_decoding"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, StructuredOutputsParams):
+                raise TypeError(f"{name} must be StructuredOutputsParams, got {type(value).__name__}")
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise ValueError("guided_decoding and structured_outputs are two names of one field; give one.")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.structured_outputs is not None and not self.structured_outputs.constraints():
+            self.structured_outputs = None
 
     def _verify(self) -> None:
         self._verify_counts()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
+from ascend_vllm.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0.0}
 
@@ -156,7 +157,31 @@ def test_sequences_to_generate() -> None:
 def test_positional_order_is_0_6_3s() -> None:
     names = list(SamplingParams.__struct_fields__)
     assert names[:5] == ["n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"]
-    assert names[-4:] == ["use_beam_search", "length_penalty", "early_stopping", "bad_words"]
+    order = names.index("output_kind")
+    assert names[order : order + 4] == ["output_kind", "guided_decoding", "logit_bias", "allowed_token_ids"]
+    assert names[-3:] == ["early_stopping", "bad_words", "structured_outputs"]
+
+
+def test_structured_outputs_have_two_names() -> None:
+    wanted = StructuredOutputsParams(regex="[0-9]+")
+    for params in (
+        SamplingParams(structured_outputs=wanted),
+        SamplingParams(guided_decoding=GuidedDecodingParams(regex="[0-9]+")),
+    ):
+        assert params.structured_outputs == wanted and params.guided_decoding is None
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    # no constraint at all is none
+    assert SamplingParams(structured_outputs=StructuredOutputsParams()).structured_outputs is None
+    with pytest.raises(ValueError, match="two names of one field"):
+        SamplingParams(structured_outputs=wanted, guided_decoding=wanted)
+    with pytest.raises(TypeError, match="structured_outputs must be StructuredOutputsParams, got dict"):
+        SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(ValueError, match="only use one kind of structured outputs constraint but multiple"):
+        StructuredOutputsParams(regex="a", choice=["a"])
+    with pytest.raises(ValueError, match="only use one kind of guided decoding but multiple"):
+        GuidedDecodingParams(regex="a", choice=["a"])
+    with pytest.raises(ValueError, match="choice must hold at least one string"):
+        StructuredOutputsParams(choice=[])
 
 
 def test_beam_search_params() -> None:

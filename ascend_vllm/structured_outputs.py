@@ -1,0 +1,90 @@
+"""What an output must look like: `StructuredOutputsParams`, and vLLM 0.6.3's `GuidedDecodingParams`.
+
+Names, defaults and the text for several constraints at once are vLLM's (0.32 and 0.6.3). At most one constraint
+holds; what a grammar makes of it is the engine core's matter (core/grammar.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# the fields of which at most one may be given
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+    """A constraint on the text of an output.
+
+    Args:
+        json: a JSON schema, as a JSON string or as what it decodes to.
+        regex: a regular expression that the whole text matches.
+        choice: the text is one of these.
+        grammar: a context-free grammar in EBNF (GBNF or Lark notation).
+        json_object: True: any JSON object.
+        disable_any_whitespace: JSON is written without whitespace that has no meaning.
+        disable_additional_properties: objects have no properties that the schema does not name.
+        whitespace_pattern: a regular expression of the whitespace between JSON's elements; None: the backend's.
+        structural_tag: JSON of structural tags: schemas that hold between a beginning and an end.
+        backend: library that compiles the constraint; None: the server's.
+
+    Raises:
+        ValueError: several constraints at once, or none of them with contents.
+
+    Example::
+
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.constraints()
+        if len(given) > 1:
+            raise ValueError(
+                "You can only use one kind of structured outputs constraint but multiple are specified: "
+                f"{ {name: getattr(self, name) for name in given} }"
+            )
+        if self.choice is not None and not self.choice:
+            raise ValueError("choice must hold at least one string, got [].")
+
+    def constraints(self) -> list[str]:
+        """Names of the constraints that are given."""
+        return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+
+
+def GuidedDecodingParams(  # noqa: N802 - a class to its users, with the name and order of vLLM 0.6.3
+    json: str | dict[str, Any] | None = None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+    json_object: bool | None = None,
+    backend: str | None = None,
+    whitespace_pattern: str | None = None,
+) -> StructuredOutputsParams:
+    """vLLM 0.6.3's spelling of `StructuredOutputsParams`.
+
+    Raises:
+        ValueError: several constraints at once.
+
+    Example::
+
+        SamplingParams(guided_decoding=GuidedDecodingParams(regex=r"[0-9]{4}"))
+    """
+    given = {"json": json, "regex": regex, "choice": choice, "grammar": grammar, "json_object": json_object}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    if len(given) > 1:
+        raise ValueError(f"You can only use one kind of guided decoding but multiple are specified: {given}")
+    return StructuredOutputsParams(
+        json, regex, choice, grammar, json_object, whitespace_pattern=whitespace_pattern, backend=backend
+    )
