@@ -38,6 +38,21 @@ class ServingChat(ServingBase):
             EngineDeadError: the engine is gone.
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
+        prompt = await self.prepare(request)
+        max_tokens = self._max_tokens(request, len(prompt.token_ids))
+        generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
+        answer = _Answer(self, request, response_id, prompt)
+        if request.stream:
+            return await self.open_stream(http, generators, answer.stream)
+        outputs = await run_unless_disconnected(http.receive, self.collect(generators))
+        return json_response(answer.complete(outputs[0]))
+
+    async def prepare(self, request: ChatCompletionRequest) -> Prompt:
+        """Check a request and render its conversation; what the flags want of it is set in the request.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
         self.check_model(request.model)
         request.check_supported()
         self.settings.parsers.prepare(request)
@@ -50,14 +65,7 @@ class ServingChat(ServingBase):
             tools=self.settings.parsers.tools_in_prompt(request),
         )
         token_ids = await self.encode(text, request.add_special_tokens, request.truncate_prompt_tokens)
-        max_tokens = self._max_tokens(request, len(token_ids))
-        prompt = Prompt(token_ids, text)
-        generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
-        answer = _Answer(self, request, response_id, prompt)
-        if request.stream:
-            return await self.open_stream(http, generators, answer.stream)
-        outputs = await run_unless_disconnected(http.receive, self.collect(generators))
-        return json_response(answer.complete(outputs[0]))
+        return Prompt(token_ids, text)
 
     def _max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
         requested = request.effective_max_tokens
