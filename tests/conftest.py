@@ -18,3 +18,13 @@ def demo_model_dir() -> str:
     from ascend_vllm.entrypoints.demo import ensure_demo_model
 
     return ensure_demo_model()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
+
+
+@pytest.fixture(scope="session")
+def num_fuzzed_requests(request: pytest.FixtureRequest) -> int:
+    """How many hostile requests the servers get; 100,000 is for a run by hand."""
+    return int(request.config.getoption("--fuzzed-requests"))

@@ -218,6 +218,8 @@ class InputProcessor:
             early_stopping=False,
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
+            # as many as there are tokens is all of them; a larger number need not fit in the sampler's columns
+            top_k=params.top_k if params.top_k < self._vocab_size else -1,
             stop=[],
             # their ids go with the request
             bad_words=None,

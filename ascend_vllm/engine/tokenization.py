@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 # The longest UTF-8 character has 4 bytes; a prompt's last 4 tokens hold all that may be incomplete at its end.
 _BYTE_PROMPT_TAIL = 4
+# largest id that the tokenizers library takes
+_UINT32_MAX = 2**32 - 1
 
 
 class Tokenizer:
@@ -58,8 +60,9 @@ class Tokenizer:
         self.vocab_size: int = len(hf_tokenizer)
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
-        # Only the slow decoders need it, they fail on ids without a token; listing a large vocabulary takes time.
-        self._max_token_id = -1 if self.is_fast else max(hf_tokenizer.get_vocab().values(), default=-1)
+        # Slow decoders fail on ids without a token, fast ones on ids of more than 32 bits. Only the slow ones need
+        # the list, for a large vocabulary takes time.
+        self._max_token_id = _UINT32_MAX if self.is_fast else max(hf_tokenizer.get_vocab().values(), default=-1)
         self._special_ids = frozenset(self._find_special_ids())
         self._byte_tables = _make_byte_tables(self._backend, self._special_ids)
         self._token_texts: dict[int, str] = {}
@@ -143,9 +146,10 @@ class Tokenizer:
             skip_special_tokens: leave special tokens out.
             spaces_between_special_tokens: only slow tokenizers know it.
         """
-        if self._backend is not None:
-            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # the backend takes ids of 32 bits, and tokenizers in Python none that they do not know
         known = [token_id for token_id in token_ids if token_id <= self._max_token_id]
+        if self._backend is not None:
+            return str(self._backend.decode(known, skip_special_tokens=skip_special_tokens))
         return str(
             self.hf.decode(
                 known,

@@ -189,6 +189,9 @@ def _parse_part(part: Any, model_name: str) -> str:
     if not isinstance(part, Mapping):
         raise RequestError(f"A content part must be an object, but is {type(part).__name__}", "messages")
     kind = part.get("type", "text" if "text" in part else None)
+    # before it is looked up: a list, say, cannot be
+    if not isinstance(kind, str):
+        raise RequestError(f"Unknown part type: {kind}", "messages")
     if kind in _MEDIA_PARTS:
         raise RequestError(f"{model_name} is not a multimodal model", "messages")
     if kind not in _TEXT_PARTS:

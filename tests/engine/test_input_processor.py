@@ -250,6 +250,13 @@ def test_min_tokens_never_exceeds_max_tokens(byte_level: Tokenizer) -> None:
     assert core.sampling_params.max_tokens == core.sampling_params.min_tokens == 4
 
 
+def test_top_k_of_the_whole_vocabulary_is_none(byte_level: Tokenizer) -> None:
+    # a number that does not fit into the sampler's columns among them
+    for asked, got in ((7, 7), (2**40, -1), (0, 0), (-1, -1)):
+        request = processor(byte_level).process("r", {"prompt_token_ids": [5]}, SamplingParams(top_k=asked))
+        assert request.core_requests[0].sampling_params.top_k == got
+
+
 def test_truncation_keeps_the_end(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
     params = SamplingParams(truncate_prompt_tokens=3)
     request = processor(byte_level).process("r", {"prompt_token_ids": [5, 6, 7, 8]}, params)

@@ -111,6 +111,11 @@ def test_text_of_single_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(tokenizer.eos_token_id).strip() == tokenizer.hf.eos_token
 
 
+def test_ids_without_a_token_have_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.decode([2**31, *ids, 2**32, 10**30]) == tokenizer.decode(ids)
+
+
 def test_encoding_equals_transformers(tokenizer: Tokenizer) -> None:
     text = f"The fox {tokenizer.hf.eos_token} jumps 日本\n  x"
     for special in (True, False):

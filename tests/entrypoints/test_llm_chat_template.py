@@ -76,6 +76,7 @@ def test_arguments_of_past_tool_calls_become_objects() -> None:
         ([{"content": "hi"}], "A message has no role"),
         ([{"role": "user", "content": 5}], "must be a string or a list of parts, but is int"),
         ([{"role": "user", "content": [{"type": "zzz"}]}], "Unknown part type: zzz"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], "Unknown part type: ['text']"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "tiny is not a multimodal model"),
         ([{"role": "user", "content": [{"type": "text"}]}], "A content part of type text has no text"),
         ([{"role": "user", "content": [5]}], "A content part must be an object, but is int"),
