@@ -17,7 +17,7 @@ NATIVE_SOURCES := $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.
 CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format build docs clean distclean
+.PHONY: help serve test lint format build clients docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   install everything and build the kernels, run nothing"
+	@echo "make clients install the clients that the tests use"
 	@echo "make docs    write docs/flags.md again"
 	@echo "make clean   remove what was built;  make distclean  remove the virtual environment too"
 
@@ -37,7 +38,7 @@ serve: build
 	@echo
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: build $(STAMPS)/test
+test: build $(STAMPS)/test clients
 	$(PY) -m pytest $(ARGS)
 
 # every linter runs, so that one round shows all there is to mend
@@ -55,6 +56,9 @@ format: $(STAMPS)/dev
 	$(VENV)/bin/clang-format -i $(CLANG_FILES)
 
 build: $(STAMPS)/native $(STAMPS)/package
+
+# other people's clients, which tests/clients lets talk to the server
+clients: $(STAMPS)/clients
 
 docs: $(STAMPS)/package
 	$(PY) scripts/make_flags_doc.py
@@ -78,12 +82,18 @@ $(STAMPS)/test: $(STAMPS)/package
 	$(INSTALL) -e '.[test]'
 	@touch $@
 
+# an environment of its own, for these clients ask for other versions of what the server uses
+$(STAMPS)/clients: tests/clients/requirements.txt | $(STAMPS)/torch
+	$(PY) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --no-compile -r $<
+	@touch $@
+
 $(STAMPS)/dev: $(STAMPS)/package
 	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ascend_vllm/*.so $(addprefix $(STAMPS)/,native package test dev)
+	rm -rf build dist *.egg-info ascend_vllm/*.so $(addprefix $(STAMPS)/,native package test dev clients)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean

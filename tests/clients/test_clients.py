@@ -1,0 +1,42 @@
+"""Programs on other people's clients get what the server answers to plain HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server import Server
+
+GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def http(clients_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=clients_server.url, timeout=60) as client:
+        yield client
+
+
+def chat(http: httpx.Client, *messages: tuple[str, str]) -> dict[str, Any]:
+    body = {**GREEDY, "messages": [{"role": role, "content": content} for role, content in messages]}
+    return http.post("/v1/chat/completions", json=body).raise_for_status().json()
+
+
+def completion(http: httpx.Client) -> str:
+    answer = http.post("/v1/completions", json={**GREEDY, "prompt": "hello there"}).raise_for_status()
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_litellm(client_program: Callable[[str], Any], http: httpx.Client) -> None:
+    expected = chat(http, ("user", "hello there"))
+    message = expected["choices"][0]
+    found = client_program("litellm_client.py")
+    text = message["message"]["content"]
+    assert [found[name] for name in ("chat", "stream", "rebuilt", "async")] == [text] * 4
+    assert found["text"] == completion(http)
+    assert found["usage"] == [expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]]
+    assert found["finish_reason"] == message["finish_reason"]
+    assert "The model `nope` does not exist." in found["missing"]

@@ -1,0 +1,28 @@
+"""schemathesis draws requests from the server's own description of its routes: none is answered with a 5xx."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.server import Server, is_idle, wait_until
+
+
+@pytest.mark.slow
+def test_described_routes_never_fail(client_command: Callable[..., str], clients_server: Server) -> None:
+    output = client_command(
+        "schemathesis",
+        *["run", f"{clients_server.url}/openapi.json", "--checks", "not_a_server_error"],
+        *["--max-examples", "25", "--seed", "1", "--no-color", "--suppress-health-check", "all"],
+        # what a server of a tiny model does in far less
+        *["--request-timeout", "30"],
+    )
+    assert "/v1/chat/completions" in httpx.get(f"{clients_server.url}/openapi.json").text
+    cases = re.search(r"(\d+) generated, (\d+) passed", output)
+    assert cases is not None and cases[1] == cases[2] and int(cases[1]) > 500, output
+    with httpx.Client(base_url=clients_server.url) as http:
+        assert http.get("/health").status_code == 200
+        assert wait_until(lambda: is_idle(http)), http.get("/metrics").text
