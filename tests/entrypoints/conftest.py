@@ -12,6 +12,8 @@ from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, running
 from tests.tiny_models import tiny_model
 
 ENGINE_FLAGS = ["--dtype", "float32", "--kv-cache-memory-bytes", "32M", "--max-num-seqs", "64"]
+# of `guarded_server`
+KEY = "a secret"
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +27,17 @@ def openai_server(tiny_dir: str) -> Iterator[Server]:
     """The OpenAI-compatible server."""
     with running(
         OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", "alias", *ENGINE_FLAGS]
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def guarded_server(tiny_dir: str) -> Iterator[Server]:
+    """The OpenAI-compatible server with a key and with what is off by default."""
+    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
+    with running(
+        OPENAI_SERVER,
+        ["--model", tiny_dir, "--served-model-name", "tiny", "--api-key", KEY, *flags, *ENGINE_FLAGS],
     ) as server:
         yield server
 

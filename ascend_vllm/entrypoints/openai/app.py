@@ -14,6 +14,8 @@ from pydantic import BaseModel
 
 import ascend_vllm
 from ascend_vllm import envs
+from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
+from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
@@ -46,6 +48,16 @@ if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 B = TypeVar("B", bound=BaseModel)
+
+# what routes read themselves
+_DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    CountTokensRequest,
+)
 
 
 async def read_body(http: Request, model: type[B]) -> B:
@@ -152,6 +164,29 @@ def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSett
         return json_response(await tokens.detokenize(await read_body(http, DetokenizeRequest)))
 
 
+def _add_message_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
+    """Anthropic's Messages API, whose errors have a shape of their own."""
+    messages = anthropic_serving.ServingMessages(ServingChat(engine, settings))
+
+    @app.post("/v1/messages", openapi_extra=_documented_body(MessagesRequest))
+    async def create_message(http: Request) -> Response:
+        try:
+            return await messages.create(await read_body(http, MessagesRequest), http)
+        except ClientDisconnectedError:
+            raise
+        except Exception as error:
+            return anthropic_serving.error_response(error)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_documented_body(CountTokensRequest))
+    async def count_message_tokens(http: Request) -> Response:
+        try:
+            return json_response(await messages.count_tokens(await read_body(http, CountTokensRequest)))
+        except ClientDisconnectedError:
+            raise
+        except Exception as error:
+            return anthropic_serving.error_response(error)
+
+
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     """The last one added sees a request first."""
     for name in args.middleware:
@@ -200,9 +235,10 @@ def build_app(
     )
     _add_system_routes(app, engine, settings)
     _add_generation_routes(app, engine, settings)
+    _add_message_routes(app, engine, settings)
     if envs.server_dev_mode():
         _add_development_routes(app, engine)
-    _install_openapi(app, (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest))
+    _install_openapi(app, _DOCUMENTED_BODIES)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
     _add_middleware(app, args)

@@ -24,6 +24,8 @@ from ascend_vllm.errors import ConfigError, RequestError
 class ApiKeyMiddleware:
     """Refuses requests under /v1 without one of the keys: 401 ``{"error": "Unauthorized"}``.
 
+    Under /v1/messages the header ``x-api-key: KEY`` does as well: it is what Anthropic's client sends.
+
     Args:
         app: what is guarded.
         keys: keys that are accepted as ``Authorization: Bearer KEY``.
@@ -37,16 +39,27 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with 401."""
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and self._is_guarded(scope["path"]):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            # every key is compared, each in constant time, so that timing tells nothing
-            if not sum(hmac.compare_digest(given, key) for key in self._expected):
-                await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
-                return
+        is_guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and self._path(scope).startswith("/v1")
+        if is_guarded and not self._is_known(scope):
+            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
-    def _is_guarded(self, path: str) -> bool:
-        return path.removeprefix(self._root_path).startswith("/v1")
+    def _is_known(self, scope: Scope) -> bool:
+        # every key is compared, each in constant time, so that timing tells nothing
+        return sum(hmac.compare_digest(given, key) for given in self._given(scope) for key in self._expected) > 0
+
+    def _given(self, scope: Scope) -> list[bytes]:
+        """What the request shows, in the form of an Authorization header."""
+        headers = Headers(scope=scope)
+        given = [headers.get("authorization", "")]
+        if self._path(scope).startswith("/v1/messages"):
+            given.append(f"Bearer {headers.get('x-api-key', '')}")
+        return [value.encode("latin-1") for value in given]
+
+    def _path(self, scope: Scope) -> str:
+        path: str = scope["path"]
+        return path.removeprefix(self._root_path)
 
 
 class RequestIdMiddleware:

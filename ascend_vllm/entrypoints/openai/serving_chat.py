@@ -39,7 +39,7 @@ class ServingChat(ServingBase):
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
         prompt = await self.prepare(request)
-        max_tokens = self._max_tokens(request, len(prompt.token_ids))
+        max_tokens = self.max_tokens(request, len(prompt.token_ids))
         generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
         answer = _Answer(self, request, response_id, prompt)
         if request.stream:
@@ -67,7 +67,12 @@ class ServingChat(ServingBase):
         token_ids = await self.encode(text, request.add_special_tokens, request.truncate_prompt_tokens)
         return Prompt(token_ids, text)
 
-    def _max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
+    def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
+        """Tokens that a prepared request may generate.
+
+        Raises:
+            RequestError: prompt and output do not fit in the model's length.
+        """
         requested = request.effective_max_tokens
         limit = self.settings.max_model_len
         if requested is not None and requested > limit:

@@ -1,0 +1,259 @@
+"""POST /v1/messages: a conversation in Anthropic's form, answered by the chat room.
+
+A request becomes a chat request; prompt, parsers, limits and sampling are those of /v1/chat/completions. Only the
+answer is shaped here: content blocks, and a stream of events that open and close them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ascend_vllm.entrypoints.anthropic.protocol import (
+    CountTokensRequest,
+    MessageResponse,
+    MessagesRequest,
+    MessageUsage,
+    error_of,
+)
+from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
+from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
+from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
+from ascend_vllm.entrypoints.openai.sse import encode_json
+from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.outputs import CompletionOutput
+
+# for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice
+_INVALID_JSON = "INVALID_JSON"
+
+
+def error_response(error: BaseException) -> Response:
+    """The answer to a request that failed before its response began, in Anthropic's shape."""
+    status, body = to_http_error(error)
+    return json_response(error_of(body), status)
+
+
+class ServingMessages:
+    """Answers requests for messages.
+
+    Args:
+        chat: does the work.
+    """
+
+    def __init__(self, chat: ServingChat) -> None:
+        self._chat = chat
+
+    async def create(self, request: MessagesRequest, http: Request) -> Response:
+        """The answer to one request.
+
+        Raises:
+            RequestError: the request is wrong.
+            pydantic.ValidationError: its tools do not fit each other.
+            EngineDeadError: the engine is gone.
+            ClientDisconnectedError: the client went away; the generation was aborted.
+        """
+        chat_request = request.to_chat()
+        prompt = await self._chat.prepare(chat_request)
+        max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
+        generators, response_id = self._chat.start_request(chat_request, "chatcmpl", http, [prompt], [max_tokens])
+        answer = _Answer(self._chat, chat_request, response_id, prompt)
+        if request.stream:
+            return await self._chat.open_stream(http, generators, answer.stream)
+        outputs = await run_unless_disconnected(http.receive, self._chat.collect(generators))
+        answer.usage.add(0, outputs[0])
+        return json_response(answer.complete(outputs[0].outputs[0]))
+
+    async def count_tokens(self, request: CountTokensRequest) -> dict[str, Any]:
+        """The size of a conversation as the model reads it.
+
+        Raises:
+            RequestError: the request is wrong.
+            pydantic.ValidationError: its tools do not fit each other.
+        """
+        prompt = await self._chat.prepare(request.to_chat())
+        count = len(prompt.token_ids)
+        return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+
+
+class _Answer:
+    """Shapes one request's outputs.
+
+    Attributes:
+        usage: counts tokens.
+    """
+
+    def __init__(
+        self, serving: ServingChat, request: ChatCompletionRequest, response_id: str, prompt: Prompt
+    ) -> None:
+        settings = serving.settings
+        self._id = response_id
+        self._model = serving.model_name
+        self._parser: ChoiceParser | None = settings.parsers.make(request, prompt.text or "")
+        self._tell_cached = settings.enable_prompt_tokens_details
+        self.usage = UsageCounter(1, tell_cached=True)
+
+    def complete(self, generated: CompletionOutput) -> MessageResponse:
+        """The whole answer of a final output."""
+        self.usage.completion_tokens[0] += len(generated.token_ids)
+        return MessageResponse(
+            id=self._id,
+            content=self._blocks(generated.text),
+            model=self._model,
+            stop_reason=self._stop_reason(generated),
+            stop_sequence=_stop_sequence(generated),
+            usage=self._message_usage(),
+        )
+
+    def _blocks(self, text: str) -> list[dict[str, Any]]:
+        parser = self._parser
+        if parser is None:
+            return [{"type": "text", "text": text}]
+        parser.feed(text, final=True)
+        blocks: list[dict[str, Any]] = []
+        if parser.reasoning:
+            blocks.append({"type": "thinking", "thinking": parser.reasoning, "signature": _signature()})
+        calls = [_tool_use(call) for call in parser.tool_calls]
+        if parser.content or not (blocks or calls):
+            blocks.append({"type": "text", "text": parser.content})
+        return blocks + calls
+
+    def _stop_reason(self, generated: CompletionOutput) -> str:
+        if generated.finish_reason == "length":
+            return "max_tokens"
+        if _stop_sequence(generated) is not None:
+            return "stop_sequence"
+        return "tool_use" if self._parser is not None and self._parser.tool_calls else "end_turn"
+
+    def _message_usage(self) -> MessageUsage:
+        """Tokens so far; as Anthropic counts, those from the cache are not among the input."""
+        total = self.usage.total()
+        usage = MessageUsage(total.prompt_tokens, total.completion_tokens)
+        if self._tell_cached and total.prompt_tokens_details is not None:
+            usage.cache_creation_input_tokens = 0
+            usage.cache_read_input_tokens = total.prompt_tokens_details.cached_tokens
+            usage.input_tokens -= usage.cache_read_input_tokens
+        return usage
+
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer's events; errors are told in the stream."""
+        blocks = _BlockWriter()
+        try:
+            async for _, output in outputs:
+                events = []
+                if not self.usage.started:
+                    self.usage.add(0, output)
+                    events.append(self._start_event())
+                for generated in output.outputs:
+                    self.usage.completion_tokens[0] += len(generated.token_ids)
+                    finished = generated.finish_reason is not None
+                    if self._parser is None:
+                        events.append(blocks.add({"content": generated.text}))
+                    else:
+                        deltas = self._parser.feed(generated.text, final=finished)
+                        events.extend(blocks.add(delta) for delta in deltas)
+                    if finished:
+                        events += [blocks.close(), self._end_events(generated)]
+                data = b"".join(events)
+                if data:  # none while a parser holds text back
+                    yield data
+        except Exception as error:
+            yield _event("error", error_of(to_http_error(error).body))
+
+    def _start_event(self) -> bytes:
+        message = MessageResponse(id=self._id, content=[], model=self._model, usage=self._message_usage())
+        return _event("message_start", {"type": "message_start", "message": message})
+
+    def _end_events(self, generated: CompletionOutput) -> bytes:
+        delta = {"stop_reason": self._stop_reason(generated), "stop_sequence": _stop_sequence(generated)}
+        fields = {"type": "message_delta", "delta": delta, "usage": self._message_usage()}
+        return _event("message_delta", fields) + _event("message_stop", {"type": "message_stop"})
+
+
+class _BlockWriter:
+    """Events of content blocks, made of the deltas of a chat stream. One block is open at a time."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._type: str | None = None  # of the open block
+        self._head = b""  # of its deltas, up to their text
+
+    def add(self, delta: dict[str, Any]) -> bytes:
+        """The events of a delta: thoughts, text, or a piece of a tool call."""
+        if delta.get("tool_calls"):
+            return b"".join(self._call_events(call) for call in delta["tool_calls"])
+        if delta.get("reasoning"):
+            return self._text_event("thinking", "thinking_delta", "thinking", delta["reasoning"])
+        if delta.get("content"):
+            return self._text_event("text", "text_delta", "text", delta["content"])
+        return b""
+
+    def close(self) -> bytes:
+        """The events that end the open block, if one is open."""
+        if self._type is None:
+            return b""
+        events = b""
+        if self._type == "thinking":
+            delta = {"type": "signature_delta", "signature": _signature()}
+            events = _event(
+                "content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta}
+            )
+        self._type = None
+        return events + _event("content_block_stop", {"type": "content_block_stop", "index": self._index})
+
+    def _call_events(self, call: dict[str, Any]) -> bytes:
+        function = call["function"]
+        events = b""
+        if function.get("name"):
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            events = self._open("tool_use", block, "input_json_delta", "partial_json")
+        arguments = function.get("arguments")
+        return events + (self._head + encode_json(arguments) + b"}}\n\n" if arguments else b"")
+
+    def _text_event(self, block_type: str, delta_type: str, key: str, text: str) -> bytes:
+        events = b""
+        if self._type != block_type:
+            events = self._open(block_type, {"type": block_type, key: ""}, delta_type, key)
+        return events + self._head + encode_json(text) + b"}}\n\n"
+
+    def _open(self, block_type: str, block: dict[str, Any], delta_type: str, key: str) -> bytes:
+        """Start a block; all of its deltas but their text is the same, so it is encoded once."""
+        events = self.close()
+        self._type, self._index = block_type, self._index + 1
+        self._head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+            % (self._index, delta_type.encode(), key.encode())
+        )
+        fields = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return events + _event("content_block_start", fields)
+
+
+def _event(name: str, fields: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(fields))
+
+
+def _signature() -> str:
+    """Clients want thoughts to be signed; nothing checks it here."""
+    return secrets.token_hex(16)
+
+
+def _stop_sequence(generated: CompletionOutput) -> str | None:
+    return generated.stop_reason if isinstance(generated.stop_reason, str) else None
+
+
+def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+    """A call as a content block."""
+    arguments = call["function"]["arguments"]
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        value = None
+    if not isinstance(value, dict):
+        value = {_INVALID_JSON: arguments}
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": value}
