@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,6 +88,7 @@ class RequestOutput:
         finished: whether all sequences have ended.
         metrics: times, when statistics are on.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        pooled: of a pooling request, what `PoolingRequestOutput` carries; float32.
     """
 
     request_id: str
@@ -93,6 +99,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    pooled: npt.NDArray[np.float32] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,3 +130,80 @@ class BeamSearchOutput:
     """
 
     sequences: list[BeamSearchSequence]
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingOutput:
+    """What the pooler made of a prompt.
+
+    Attributes:
+        data: float32, [D] of the prompt or [P, D] of each of its P tokens: a torch tensor from `LLM`, a numpy array
+            from `AsyncLLM`, whose process does without torch.
+    """
+
+    data: Any
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Entries of the vector."""
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(slots=True)
+class ClassificationOutput:
+    """The probabilities of a prompt's labels; with use_activation=False the head's outputs."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+@dataclasses.dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit each other."""
+
+    score: float
+
+
+O = TypeVar("O")  # noqa: E741 - as in vLLM
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingRequestOutput(Generic[O]):
+    """Result of a pooling request.
+
+    Attributes:
+        request_id: the id it was added with.
+        outputs: the result.
+        prompt_token_ids: the prompt's ids.
+        finished: always True.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    request_id: str
+    outputs: O
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """Result of `LLM.embed`."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """Result of `LLM.classify`."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """Result of `LLM.score`."""

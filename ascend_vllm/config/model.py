@@ -6,6 +6,57 @@ from typing import Any
 
 import msgspec
 
+from ascend_vllm.pooling_params import PoolingTask
+
+# ends of names of architectures that share their decoder with XForCausalLM
+_HEADLESS = ("ForSequenceClassification", "Model")
+
+
+def decoder_architecture(architecture: str) -> str:
+    """The architecture that generates with the same decoder: Qwen2Model and its like become Qwen2ForCausalLM."""
+    for end in _HEADLESS:
+        if architecture.endswith(end):
+            return f"{architecture.removesuffix(end)}ForCausalLM"
+    return architecture
+
+
+class PoolerConfig(msgspec.Struct, frozen=True):
+    """What a pooling model makes of its hidden states.
+
+    Attributes:
+        task: the one thing that the engine serves, see pooling_params.py.
+        convert: "embed": hidden states are the result; "classify": the outputs of the head "score" are.
+        seq_pooling_type: the hidden states that stand for a prompt: "LAST", "CLS" (the first) or "MEAN".
+        use_activation: whether results are normalised, or made probabilities, unless a request says otherwise.
+        activation: of a head's outputs: "softmax", "sigmoid" or "identity".
+        dimensions: entries of an embedding that are returned unless a request says otherwise; None: all.
+        is_matryoshka: the first entries of an embedding are good by themselves.
+        matryoshka_dimensions: how many of them; None: any number.
+        labels: of the head's outputs, by index.
+    """
+
+    task: PoolingTask
+    convert: str
+    seq_pooling_type: str = "LAST"
+    use_activation: bool = True
+    activation: str = "softmax"
+    dimensions: int | None = None
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()
+
+    @property
+    def supported_tasks(self) -> tuple[PoolingTask, PoolingTask]:
+        """What the model can serve, one of them at a time."""
+        if self.convert == "embed":
+            return "token_embed", "embed"
+        return "token_classify", "classify"
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether more than the last token's hidden state is read."""
+        return self.task.startswith("token_") or self.seq_pooling_type != "LAST"
+
 
 class ModelConfig(msgspec.Struct, frozen=True):
     """What model is served.
@@ -27,6 +78,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         max_logprobs: most log-probabilities a request may ask for.
         logprobs_mode: "raw_logprobs" or "processed_logprobs".
         enforce_eager: no captured graphs.
+        pooler: set: the model pools prompts, it does not generate.
     """
 
     model: str
@@ -44,6 +96,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     enforce_eager: bool = False
+    pooler: PoolerConfig | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -129,8 +129,7 @@ class Admission:
     ) -> int | None:
         """Admits a request with what the prefix cache holds of it; as `_begin`."""
         kv_cache = self._kv_cache
-        # a prompt whose log-probabilities are wanted is computed, though it may be cached
-        reads_cache = not request.needs_prompt_logprobs
+        reads_cache = not request.needs_whole_prompt
         cached = kv_cache.find_cached_blocks(request) if reads_cache else []
         num_cached = len(cached) * kv_cache.block_size
         count = request.num_tokens - num_cached

@@ -91,6 +91,7 @@ class Request:
         content_keys: what besides the token ids decides its KV, as in EngineCoreRequest.
         parent_id: the request whose prompt's blocks it may share.
         bad_words: sequences of ids that its output must not contain.
+        pooling_params: what is made of its prompt, if nothing is to be generated.
         beam_group: the beam search that it is, or that it is a row of.
         max_num_tokens: tokens at which it ends whatever they are.
         seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
@@ -130,6 +131,7 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "parent_id",
+        "pooling_params",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -164,6 +166,7 @@ class Request:
         self.num_cached_tokens = 0
         self.content_keys = message.content_keys
         self.bad_words = message.bad_words
+        self.pooling_params = message.pooling_params
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0
         # nothing comes before the first token
@@ -212,8 +215,11 @@ class Request:
         return FINISH_REASONS.get(self.status)
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        """Whether its prompt must be computed for the log-probabilities' sake, even if it is cached."""
+    def needs_whole_prompt(self) -> bool:
+        """Whether its prompt must be computed, even if it is cached: for its log-probabilities, or to pool it."""
+        pooling = self.pooling_params
+        if pooling is not None and pooling.skip_reading_prefix_cache:
+            return True
         return self.num_prompt_logprobs < self.num_prompt_tokens
 
     def transition(self, status: RequestStatus) -> None:

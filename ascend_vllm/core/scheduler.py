@@ -46,10 +46,11 @@ from ascend_vllm.types.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    PooledData,
     SchedulerStats,
     TokenLogprobs,
 )
-from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import PooledOutput, PromptLogprobs, SchedulerOutput, StepLogprobs, StepOutput
 
 logger = init_logger(__name__)
 
@@ -422,7 +423,9 @@ class Scheduler:
         if output.prompt_logprobs:
             _take_prompt_logprobs(made, output.prompt_logprobs)
         num_generated = 0
-        any_finished = False
+        any_finished = bool(output.pooled)
+        if output.pooled:
+            self._end_pooled(made, output.pooled, outputs)
         logprobs = output.logprobs
         caches_prefixes, block_size = self.kv_cache.enable_prefix_caching, self.kv_cache.block_size
         groups: dict[str, BeamGroup] = {}
@@ -467,6 +470,29 @@ class Scheduler:
             if group.is_complete:
                 num_generated += self._advance(group, outputs)
         return num_generated
+
+    def _end_pooled(
+        self, made: _StepInFlight, pooled: Sequence[PooledOutput], outputs: list[EngineCoreOutput]
+    ) -> None:
+        """Ends the requests whose prompts a step has pooled."""
+        by_slot = dict(zip(made.slots, made.rows, strict=True))
+        for one in pooled:
+            request = by_slot[one.slot]
+            if request.slot == NO_SLOT:
+                # aborted
+                continue
+            request.transition(RequestStatus.FINISHED_STOPPED)
+            self._forget(request)
+            outputs.append(
+                EngineCoreOutput(
+                    request.request_id,
+                    [],
+                    finish_reason=request.finish_reason,
+                    first_scheduled_time=request.first_scheduled_time,
+                    num_cached_tokens=request.num_cached_tokens,
+                    pooled=PooledData(one.data.shape, one.data.tobytes()),
+                )
+            )
 
     def _advance(self, group: BeamGroup, outputs: list[EngineCoreOutput]) -> int:
         """Makes the step of a beam search all of whose rows have sampled; returns the tokens it grew by."""

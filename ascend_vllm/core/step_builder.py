@@ -115,4 +115,5 @@ def _new_row(row: Request) -> NewRow:
         max_num_tokens=row.max_num_tokens,
         num_prompt_logprobs=row.num_prompt_logprobs,
         bad_words=row.bad_words,
+        pooling_params=row.pooling_params,
     )

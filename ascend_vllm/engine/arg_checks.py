@@ -143,6 +143,8 @@ def check_config(config: EngineConfig) -> None:
     """
     _check_budget(config)
     _check_partial_prefills(config.scheduler)
+    if config.model.pooler is not None:
+        _check_pooling(config.scheduler)
     if config.cache.enable_prefix_caching and any(arg_limits.window_of_layers(config.model.hf_config)):
         raise ConfigError(
             "Prefix caching is not supported with sliding window. Run with --disable-sliding-window to use prefix "
@@ -159,6 +161,17 @@ def check_config(config: EngineConfig) -> None:
             f"config.json: hidden_size ({config.model.hidden_size}) must be divisible by num_attention_heads "
             f"({config.model.num_heads}) unless head_dim is given."
         )
+
+
+def _check_pooling(scheduler: SchedulerConfig) -> None:
+    """A prompt is pooled in one pass, and what has been collected of it lives no longer than its slot."""
+    if scheduler.num_scheduler_steps > 1:
+        raise ConfigError(
+            f"--num-scheduler-steps {scheduler.num_scheduler_steps} is for generation; a pooling model takes one "
+            "step for a prompt."
+        )
+    if scheduler.preemption_mode == "swap":
+        raise ConfigError("--preemption-mode swap is for generation; a pooling model computes a prompt again.")
 
 
 def _check_budget(config: EngineConfig) -> None:

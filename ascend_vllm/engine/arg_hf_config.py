@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+T = TypeVar("T", dict[str, Any], list[Any])
 
 _DEFAULT_ROPE_THETA = 10000.0
 
@@ -83,8 +85,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _WITHOUT_ROPE = frozenset({"opt"})
-# of interest to classification heads and training only, and large
-_DROPPED = ("id2label", "label2id", "transformers_version", "_name_or_path")
+_DROPPED = ("transformers_version", "_name_or_path")
+# of interest to classification heads only, and may be large
+_DROPPED_WITHOUT_HEAD = ("id2label", "label2id")
 
 _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION_META = ("transformers_version", "_from_model_config")
@@ -138,15 +141,21 @@ def find_directory(
         ) from err
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path, kind: type[T]) -> T:
+    """The object or list that a JSON file holds.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or holds something else.
+    """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
         raise ModelLoadError(f"{path} cannot be read: {err.strerror}") from err
     except ValueError as err:
         raise ModelLoadError(f"{path} is not JSON: {err}") from err
-    if not isinstance(loaded, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
+    if not isinstance(loaded, kind):
+        wanted = "object" if kind is dict else kind.__name__
+        raise ModelLoadError(f"{path} must hold a JSON {wanted}, not a {type(loaded).__name__}")
     return loaded
 
 
@@ -218,7 +227,7 @@ def read_hf_config(
     path = pathlib.Path(directory) / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no config.json; it must be a model in Hugging Face layout")
-    raw = _read_json(path)
+    raw = read_json(path, dict)
     model_type = raw.get("model_type")
     has_code = "AutoConfig" in (raw.get("auto_map") or {})
     if isinstance(model_type, str) and model_type in _DEFAULTS and not (has_code and trust_remote_code):
@@ -235,9 +244,10 @@ def read_hf_config(
         # an override in the older spelling counts more than what the file says in the newer one
         scaling = rope_scaling if rope_scaling is not None else changed.get("rope_scaling")
         _normalise_rope(config, scaling, rope_theta or changed.get("rope_theta"))
-    for name in _DROPPED:
-        config.pop(name, None)
     _check_hf_config(path, config)
+    has_head = config["architectures"][0].endswith("ForSequenceClassification")
+    for name in _DROPPED if has_head else _DROPPED + _DROPPED_WITHOUT_HEAD:
+        config.pop(name, None)
     return config
 
 
@@ -273,7 +283,7 @@ def read_generation_config(source: str, model_directory: str, overrides: Mapping
     path = pathlib.Path(source if named else model_directory).expanduser() / "generation_config.json"
     if named and not path.is_file():
         raise ConfigError(f"--generation-config {source}: there is no {path}.")
-    values = _read_json(path) if path.is_file() else {}
+    values = read_json(path, dict) if path.is_file() else {}
     if source == "vllm":
         values = {name: values[name] for name in _GENERATION_IDS if name in values}
     kept = {name: value for name, value in values.items() if name not in _GENERATION_META}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ascend_vllm import envs
+from ascend_vllm.config.model import decoder_architecture
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import DeviceFacts
@@ -83,7 +84,7 @@ def window_of_layers(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of every layer, as the models of this package read the config; None: the layer sees everything."""
     window = sliding_window(hf_config)
     num_layers = int(hf_config.get("num_hidden_layers", 0))
-    architecture = (hf_config.get("architectures") or [None])[0]
+    architecture = decoder_architecture((hf_config.get("architectures") or [""])[0])
     if window is None or architecture not in _WINDOWED_ARCHITECTURES:
         return (None,) * num_layers
     if architecture == "MistralForCausalLM":

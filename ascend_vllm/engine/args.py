@@ -10,7 +10,7 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine import arg_checks, arg_hf_config, arg_limits
+from ascend_vllm.engine import arg_checks, arg_hf_config, arg_limits, arg_pooling
 from ascend_vllm.engine.arg_fields import Flag, flags_of, refuse_unsupported
 from ascend_vllm.engine.arg_parser import (
     AUTO_LENGTH,
@@ -166,6 +166,7 @@ class EngineArgs(
             max_logprobs=self.max_logprobs,
             logprobs_mode=self.logprobs_mode,
             enforce_eager=self.enforce_eager,
+            pooler=arg_pooling.resolve_pooler(self, hf_config, directory),
         )
 
     def _load_config(self) -> LoadConfig:

@@ -184,27 +184,45 @@ class ModelArgs:
     )
     runner: str = flag(
         "auto",
-        "What the model is used for: auto and generate mean writing text, pooling means embeddings and scores.",
+        "What the model is used for: generate means writing text, pooling means embeddings, classes and scores. With "
+        "auto the model's own kind decides.",
         kind="str",
         choices=("auto", "generate", "pooling", "draft"),
-        unsupported="only text generation is available in this version",
-        allowed=("generate",),
+        unsupported="speculative decoding is not available in this version",
+        allowed=("generate", "pooling"),
+        example="--runner pooling",
     )
     convert: str = flag(
         "auto",
-        "Turns a text model into an embedding, classification or reward model.",
+        "Turns a model into one for embeddings (embed) or, if it has a classification head, for classes and scores "
+        "(classify).",
         kind="str",
         choices=("auto", "none", "embed", "classify", "reward"),
-        unsupported="only text generation is available in this version",
-        allowed=("none",),
+        unsupported="reward models are not available in this version",
+        allowed=("none", "embed", "classify"),
+        example="--convert embed",
     )
     task: str = flag(
         "auto",
-        "The older way to say what the model is used for; generate is the only task so far.",
+        "The older way to say what the model is used for: generate, embed, classify or score.",
         kind="str",
         choices=("auto", "generate", "embedding", "embed", "classify", "score", "reward", "transcription"),
-        unsupported="only text generation is available in this version",
-        allowed=("generate",),
+        unsupported="reward and speech models are not available in this version",
+        allowed=("generate", "embedding", "embed", "classify", "score"),
+        example="--task embed",
+    )
+    pooler_config: dict[str, Any] | None = flag(
+        None,
+        "How a pooling model makes one vector of a text, as a JSON object: task, pooling_type (LAST, MEAN, CLS or "
+        "ALL), use_activation and dimensions. Without it the model's own files decide, and failing that the last "
+        "token's vector is taken and normalised.",
+        kind="json_object",
+        example='--pooler-config \'{"pooling_type": "MEAN"}\'',
+    )
+    override_pooler_config: dict[str, Any] | None = flag(
+        None,
+        "The older name of --pooler-config.",
+        kind="json_object",
     )
     model_impl: str = flag(
         "auto",

@@ -15,8 +15,16 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.pooling_requests import (
+    POOLED,
+    refuse_generation,
+    resolve_pooling_params,
+    truncate,
+    truncation_limit,
+)
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
 
@@ -123,6 +131,7 @@ class InputProcessor:
             RequestError: the request is wrong; nothing has been queued.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        refuse_generation(self._model)
         self._check_params(params)
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
@@ -144,6 +153,7 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """`process`, tokenising off the event loop."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        refuse_generation(self._model)
         self._check_params(params)
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
@@ -152,6 +162,48 @@ class InputProcessor:
         words = _with_and_without_space(params)
         bad_words = [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
+
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: PoolingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> ProcessedRequest:
+        """`process` for a prompt that is pooled.
+
+        Raises:
+            RequestError: the request is wrong, or this is no pooling model; nothing has been queued.
+        """
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        params = resolve_pooling_params(params, self._model)
+        self._check_routing(priority, cache_salt)
+        text, token_ids = _parse_prompt(prompt)
+        if token_ids is None:
+            token_ids = self._need_tokenizer().encode(_need_text(text))
+        return self._build_pooling(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+
+    async def process_pooling_async(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: PoolingParams,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> ProcessedRequest:
+        """`process_pooling`, tokenising off the event loop."""
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        params = resolve_pooling_params(params, self._model)
+        self._check_routing(priority, cache_salt)
+        text, token_ids = _parse_prompt(prompt)
+        if token_ids is None:
+            token_ids = await self._need_tokenizer().encode_async(_need_text(text))
+        return self._build_pooling(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
@@ -172,7 +224,7 @@ class InputProcessor:
         bad_words = self._check_bad_words(bad_words)
         if params.truncate_prompt_tokens is not None:
             token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=text is not None)
-        self._check_prompt(token_ids)
+        self._check_prompt(token_ids, self.max_model_len - 1)
         core_params = self._make_core_params(params, len(token_ids))
         eos_id = None if params.ignore_eos else self._eos_id
         beam_search = _make_beam_search(params)
@@ -198,6 +250,35 @@ class InputProcessor:
             for index in range(1 if beam_search is not None else params.num_sequences)
         ]
         return ProcessedRequest(request_id, text, token_ids, params, arrival_time, core_requests)
+
+    def _build_pooling(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: PoolingParams,
+        priority: int,
+        arrival_time: float,
+        cache_salt: str | None,
+    ) -> ProcessedRequest:
+        limit = params.truncate_prompt_tokens
+        if limit is not None:
+            limit = truncation_limit(limit, self.max_model_len)
+            empty_ids = [] if text is None else self._need_tokenizer().encode("")
+            token_ids = truncate(token_ids, limit, "right", empty_ids)
+        self._check_prompt(token_ids, self.max_model_len)
+        core_request = EngineCoreRequest(
+            request_id=f"{request_id}.{next(self._serial)}",
+            prompt_token_ids=token_ids,
+            # to the scheduler it is a request for one token
+            sampling_params=POOLED,
+            eos_token_id=None,
+            arrival_time=arrival_time,
+            priority=priority,
+            content_keys=[] if cache_salt is None else [(0, f"salt:{cache_salt}")],
+            pooling_params=params,
+        )
+        return ProcessedRequest(request_id, text, token_ids, POOLED, arrival_time, [core_request])
 
     def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """What the core needs to know: stop strings and the shape of the output are the front's business."""
@@ -307,13 +388,14 @@ class InputProcessor:
             )
         return [list(word) for word in dict.fromkeys(map(tuple, bad_words)) if word]
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, token_ids: list[int], limit: int) -> None:
+        """Refuses a prompt that is empty, of more than `limit` tokens, or of ids that the model does not have."""
         if not token_ids:
             raise RequestError("Prompt cannot be empty", "prompt")
         for extreme in (max(token_ids), min(token_ids)):
             if not 0 <= extreme < self._vocab_size:
                 raise RequestError(f"Token id {extreme} is out of vocabulary", "prompt")
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) > limit:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
                 f"{len(token_ids)} input tokens, which exceeds this limit even without any output tokens. "

@@ -11,11 +11,12 @@ import collections
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.beam_output import BeamSearchState
 from ascend_vllm.engine.input_processor import ProcessedRequest
+from ascend_vllm.engine.pooling_state import PoolingState
 from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
 from ascend_vllm.engine.sequence_state import SequenceState, shape_prompt_logprobs
 from ascend_vllm.engine.tokenization import Tokenizer
@@ -24,6 +25,10 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 logger = init_logger(__name__)
 
@@ -89,7 +94,7 @@ class OutputQueue:
 
 
 # what a core request stands for
-AnySequence: TypeAlias = SequenceState | BeamSearchState
+AnySequence: TypeAlias = SequenceState | BeamSearchState | PoolingState
 
 
 @dataclasses.dataclass
@@ -134,6 +139,8 @@ class _RequestState:
         self.sequences: Sequence[AnySequence]
         if request.core_requests[0].beam_search is not None:
             self.sequences = [BeamSearchState(params, prompt_token_ids, tokenizer)]
+        elif request.core_requests[0].pooling_params is not None:
+            self.sequences = [PoolingState()]
         else:
             is_scored = len(request.core_requests) > params.n
             self.sequences = [
@@ -191,7 +198,13 @@ class _RequestState:
             finished,
             self.metrics,
             self.num_cached_tokens,
+            self._pooled(),
         )
+
+    def _pooled(self) -> npt.NDArray[np.float32] | None:
+        """What the pooler made of the prompt, if that is what was asked for."""
+        (first, *_) = self.sequences
+        return first.data if isinstance(first, PoolingState) else None
 
     def _choose(self, outputs: list[CompletionOutput], finished: bool) -> list[CompletionOutput]:
         """Best first, at the end; of best_of sequences the best ones at any time, numbered by their rank."""
@@ -449,7 +462,7 @@ def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCo
             state.num_cached_tokens = output.num_cached_tokens
             stats.num_cached_tokens += output.num_cached_tokens
     num_tokens = len(output.new_token_ids)
-    if num_tokens == 0 and output.beams is None:
+    if num_tokens == 0 and output.beams is None and output.pooled is None:
         return
     stats.num_generation_tokens += num_tokens
     if metrics.first_token_time is None:

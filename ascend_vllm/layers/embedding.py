@@ -50,6 +50,18 @@ class LMHead(Linear):
         super().__init__(context, prefix, [LinearOutput(prefix, vocab_size, shard)], hidden_size, bias=bias)
 
 
+class NoLMHead(Layer):
+    """In the place of the head of a model that pools."""
+
+    def forward(self, _hidden: torch.Tensor) -> torch.Tensor:
+        """Never called: a pooling model samples nothing.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a pooling model has no LM head")
+
+
 class TiedLMHead(Layer):
     """Logits over the vocabulary, with the weight of the token embedding.
 

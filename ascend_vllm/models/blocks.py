@@ -19,10 +19,11 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
 from ascend_vllm.layers.base import Layer
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.embedding import Embedding, LMHead, TiedLMHead
+from ascend_vllm.layers.embedding import Embedding, LMHead, NoLMHead, TiedLMHead
 from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from ascend_vllm.layers.norm import RMSNorm
 from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
+from ascend_vllm.models.pooler import Pooler
 from ascend_vllm.ops.elementwise import gelu_and_mul, silu_and_mul
 
 
@@ -202,6 +203,7 @@ class CausalLM(Layer, abc.ABC):
     Attributes:
         attention_specs: one per attention layer, in the order of the KV caches.
         ignored_weights: tensors of checkpoints that the model does without, as regular expressions over whole names.
+        pooler: of a pooling model, in the place of the LM head.
 
     Raises:
         ModelLoadError: config.json asks for something unsupported.
@@ -210,19 +212,26 @@ class CausalLM(Layer, abc.ABC):
 
     attention_specs: list[AttentionSpec]
     ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
+    pooler: Pooler | None = None
 
     @abc.abstractmethod
     def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...
 
     def _make_lm_head(
-        self, context: BuildContext, embedding: Embedding, vocab_size: int, *, tied: bool
-    ) -> LMHead | TiedLMHead:
-        """A head as wide as the embedding, with its weight or with one of its own, "lm_head"."""
+        self, config: ModelConfig, context: BuildContext, embedding: Embedding, *, tied: bool
+    ) -> LMHead | TiedLMHead | NoLMHead:
+        """A head as wide as the embedding, with its weight or with one of its own, "lm_head".
+
+        A pooling model gets none, whatever the checkpoint holds.
+        """
+        if config.pooler is not None:
+            self.ignored_weights = (*self.ignored_weights, r"(lm_head|score)\.weight")
+            return NoLMHead()
         if tied:
             # some checkpoints hold the embedding a second time
             self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
             return TiedLMHead(embedding)
-        return LMHead(context, "lm_head", embedding.weight.shape[1], vocab_size)
+        return LMHead(context, "lm_head", embedding.weight.shape[1], config.vocab_size)
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
@@ -245,6 +254,10 @@ class CausalLM(Layer, abc.ABC):
             [T, H] in the model's dtype: input of `compute_logits`.
         """
 
+    def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, H], rows of what `forward` returned → [S, H] or narrower: what heads and poolers read."""
+        return hidden
+
     @abc.abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, H], rows of what `forward` returned → [S, V] in the model's dtype."""
@@ -264,13 +277,18 @@ class DecoderForCausalLM(CausalLM):
         ]
         self.norm = RMSNorm(context, "model.norm", hidden, float(hf_config["rms_norm_eps"]))
         tied = bool(hf_config.get("tie_word_embeddings", False))
-        self.lm_head = self._make_lm_head(context, self.embed_tokens, vocab, tied=tied)
+        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied=tied)
         self.attention_specs = [layer.self_attn.attention.spec for layer in self.decoder_layers]
 
     @classmethod
     @abc.abstractmethod
     def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:
         """What the family's layer number `index` is like, from config.json."""
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        """Checkpoints of XModel lack the "model." in front."""
+        return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
     @torch.inference_mode()
     def forward(

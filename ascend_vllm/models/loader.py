@@ -22,6 +22,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.checkpoint import WeightFile, open_checkpoint
+from ascend_vllm.models.pooler import Pooler, output_width
 from ascend_vllm.models.registry import resolve_model_class
 
 logger = init_logger(__name__)
@@ -65,7 +66,10 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
 
 def _build(model_class: type[CausalLM], model_config: ModelConfig, context: BuildContext) -> CausalLM:
     try:
-        return model_class(model_config, context)
+        model = model_class(model_config, context)
+        if model_config.pooler is not None:
+            model.pooler = Pooler(model_config.pooler, context, output_width(model_config))
+        return model
     except KeyError as error:
         raise ModelLoadError(f"{model_config.model}: config.json lacks {error}") from error
 

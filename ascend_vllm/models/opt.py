@@ -116,7 +116,7 @@ class OPTForCausalLM(CausalLM):
             affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
             self.final_layer_norm = LayerNorm(context, "model.decoder.final_layer_norm", hidden, affine=affine)
         tied = bool(hf_config.get("tie_word_embeddings", True))
-        self.lm_head = self._make_lm_head(context, self.embed_tokens, config.vocab_size, tied=tied)
+        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied=tied)
         self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.decoder_layers]
 
     @staticmethod
@@ -141,6 +141,9 @@ class OPTForCausalLM(CausalLM):
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.compute_logits`."""
-        if self.project_out is not None:
-            hidden = self.project_out.forward(hidden)
-        return self.lm_head.forward(hidden)
+        return self.lm_head.forward(self.output_states(hidden))
+
+    @torch.inference_mode()
+    def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Back to the width of the embedding, where that differs."""
+        return hidden if self.project_out is None else self.project_out.forward(hidden)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
+from ascend_vllm.config.model import decoder_architecture
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.models.blocks import CausalLM
 
@@ -36,13 +37,19 @@ def supported_architectures() -> list[str]:
 
 
 def resolve_model_class(architecture: str) -> type[CausalLM]:
-    """The class of an architecture; this package's own table comes before plug-ins.
+    """The class of an architecture, or of the one that generates with the same decoder.
+
+    This package's own table comes before plug-ins.
 
     Raises:
         ModelLoadError: no such architecture (the message lists all), or its class cannot be imported.
     """
     # installed packages are searched only for what the table lacks: that takes tens of milliseconds
-    target = MODELS.get(architecture) or _plugins().get(architecture)
+    decoder = decoder_architecture(architecture)
+    target = MODELS.get(architecture) or MODELS.get(decoder)
+    if target is None:
+        plugins = _plugins()
+        target = plugins.get(architecture) or plugins.get(decoder)
     if target is None:
         raise ModelLoadError(
             f"architecture {architecture!r} of config.json is not supported; "

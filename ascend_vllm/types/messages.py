@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
 
@@ -72,6 +73,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     content_keys: list[tuple[int, str]] = []
     # token ids of what must not be generated, each of one token or more
     bad_words: list[list[int]] = []
+    # set: the prompt is pooled and nothing generated; its sampling parameters are greedy with max_tokens=1
+    pooling_params: PoolingParams | None = None
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -119,6 +122,14 @@ class BeamSequence(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | None = None
 
 
+class PooledData(msgspec.Struct, array_like=True, gc=False):
+    """An array of float32."""
+
+    shape: tuple[int, ...]
+    # the machine's byte order: both processes run on it
+    data: bytes
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     """What one request got in one step."""
 
@@ -142,6 +153,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     beams: list[BeamSequence] | None = None
     # set once, with the first token, if they were asked for: one entry per prompt token but the first
     prompt_logprobs: list[TokenLogprobs] | None = None
+    # of a pooling request, at its end
+    pooled: PooledData | None = None
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

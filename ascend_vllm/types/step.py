@@ -15,6 +15,7 @@ import enum
 import msgspec
 import numpy as np
 
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
 # a row's length when nothing limits it
@@ -63,6 +64,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     num_prompt_logprobs: int = 0
     # sequences that the output must not contain, each of one token or more
     bad_words: list[list[int]] = []
+    # set: nothing is sampled, the prompt's hidden states are pooled
+    pooling_params: PoolingParams | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
@@ -127,6 +130,14 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
     ranks: np.ndarray
 
 
+class PooledOutput(msgspec.Struct, array_like=True, gc=False):
+    """What the pooler made of a row's prompt."""
+
+    slot: int
+    # float32: [D] of the prompt, or [P, D] of each of its P tokens
+    data: np.ndarray
+
+
 class StepOutput(msgspec.Struct, array_like=True, gc=False):
     """What a step gives back, from one rank."""
 
@@ -139,3 +150,5 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: StepLogprobs | None = None
     # of the rows that asked for them and computed a part of their prompt
     prompt_logprobs: list[PromptLogprobs] = []
+    # of the rows whose prompts were pooled to the end; they are not among `slots`
+    pooled: list[PooledOutput] = []

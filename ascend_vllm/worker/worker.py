@@ -23,12 +23,14 @@ from ascend_vllm.models.loader import load_model
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
+from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
 
 logger = init_logger(__name__)
 
@@ -76,7 +78,7 @@ class Worker:
         self._parallel = ParallelContext(tp_rank=local_rank, tp_size=config.parallel.tensor_parallel_size)
         self._device = self._platform.initialize(local_rank)
         self._loaded: _Loaded | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: ModelRunner | PoolingRunner | None = None
 
     def load_model(self) -> None:
         """Reads the weights and picks the attention backend.
@@ -147,7 +149,7 @@ class Worker:
         Raises:
             ConfigError: the memory is not there.
         """
-        config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
+        config, backend = self._config, self._model_in_use.backend
         kv_caches = self._allocate_caches(
             num_blocks, self._device, "KV cache", "--num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
@@ -161,7 +163,7 @@ class Worker:
             vocab_size=config.model.vocab_size,
         )
         mover = BlockMover(backend, kv_caches, cpu_caches)
-        self._runner = ModelRunner(model, backend, kv_caches, mover, batch, config.model.logprobs_mode, self._device)
+        self._runner = self._make_runner(kv_caches, mover, batch)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
             num_blocks,
@@ -171,6 +173,18 @@ class Worker:
             num_cpu_blocks * self._block_bytes() / GIB,
         )
         self._warm_up(self._runner, num_blocks)
+
+    def _make_runner(
+        self, kv_caches: list[torch.Tensor], mover: BlockMover, batch: InputBatch
+    ) -> ModelRunner | PoolingRunner:
+        """What runs the steps of a model that generates, or of one that pools."""
+        config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
+        if config.model.pooler is None:
+            return ModelRunner(model, backend, kv_caches, mover, batch, config.model.logprobs_mode, self._device)
+        gatherer = make_gatherer(
+            config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
+        )
+        return PoolingRunner(model, backend, kv_caches, mover, batch, gatherer, self._device)
 
     def execute_model(self, step: SchedulerOutput) -> StepOutput:
         """Runs one step; see `ModelRunner.execute`."""
@@ -214,7 +228,7 @@ class Worker:
         parts = torch.split(memory, sizes)
         return [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _warm_up(self, runner: ModelRunner, num_blocks: int) -> None:
+    def _warm_up(self, runner: ModelRunner | PoolingRunner, num_blocks: int) -> None:
         """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""
         config = self._config
         start = time.monotonic()
@@ -224,8 +238,11 @@ class Worker:
             return
         blocks = list(range(math.ceil((length + 1) / config.cache.block_size)))
         row = NewRow(0, "warm-up", [0] * length, length, 0, blocks, SamplingParams(), seed=0, stop_token_ids=[])
+        if config.model.pooler is not None:
+            row.pooling_params = PoolingParams()
         runner.execute(SchedulerOutput(-1, [], [row], [0], [length], []))
-        runner.execute(SchedulerOutput(-1, [], [], [0], [1], []))
+        if config.model.pooler is None:
+            runner.execute(SchedulerOutput(-1, [], [], [0], [1], []))
         runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
         logger.info("Warmed up in %.2f s", time.monotonic() - start)
 
