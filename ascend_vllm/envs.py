@@ -33,6 +33,11 @@ def api_key() -> str | None:
     return os.environ.get("VLLM_API_KEY") or None
 
 
+def openai_api_key() -> str | None:
+    """`OPENAI_API_KEY`: the key that `ascend-vllm bench serve` shows to the server."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def allow_long_max_model_len() -> bool:
     """`VLLM_ALLOW_LONG_MAX_MODEL_LEN`: 1 lets --max-model-len exceed what the model's config says."""
     return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1"

@@ -32,13 +32,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from http_client import HttpClient, HttpError
-
 from ascend_vllm import EngineArgs, SamplingParams
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.entrypoints.bench.http_client import HttpClient, HttpError
 from ascend_vllm.executor.uniproc import UniProcExecutor
 from ascend_vllm.types.messages import EngineCoreRequest
 from ascend_vllm.types.step import SchedulerOutput, StepOutput

@@ -87,6 +87,18 @@ def _add_run_batch_arguments(parser: FlexibleArgumentParser) -> None:
     add_arguments(parser)
 
 
+def _add_bench_arguments(parser: FlexibleArgumentParser) -> None:
+    from ascend_vllm.entrypoints.bench.cli import add_arguments
+
+    add_arguments(parser)
+
+
+def _bench(namespace: argparse.Namespace) -> int:
+    from ascend_vllm.entrypoints.bench.cli import run
+
+    return run(namespace)
+
+
 def _add_collect_env_arguments(parser: FlexibleArgumentParser) -> None:
     parser.description = "Prints what a bug report should say of this machine and of what is installed."
 
@@ -104,14 +116,19 @@ COMMANDS: dict[str, Command] = {
         "continue lines with a running server", cli_client.add_complete_arguments, cli_client.complete
     ),
     "chat": Command("talk to a running server", cli_client.add_chat_arguments, cli_client.chat),
+    "bench": Command("measure a server or the engine", _add_bench_arguments, _bench),
     "run-batch": Command("answer a file of requests", _add_run_batch_arguments, _run_batch),
     "collect-env": Command("describe this machine for a report", _add_collect_env_arguments, _collect_env),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }
 
 
-def make_parser() -> FlexibleArgumentParser:
-    """The parser of the whole command."""
+def make_parser(chosen: str | None = None) -> FlexibleArgumentParser:
+    """The parser of the whole command.
+
+    Args:
+        chosen: the only subcommand whose arguments are needed; None: all are.
+    """
     parser = FlexibleArgumentParser(
         prog="ascend-vllm",
         description="LLM inference server with vLLM's interfaces for Huawei Ascend NPUs and any CPU",
@@ -119,7 +136,9 @@ def make_parser() -> FlexibleArgumentParser:
     parser.add_argument("-v", "--version", action="version", version=ascend_vllm.__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        command.add_arguments(subparsers.add_parser(name, help=command.help))
+        subparser = subparsers.add_parser(name, help=command.help)
+        if chosen in (None, name):
+            command.add_arguments(subparser)
     return parser
 
 
@@ -137,10 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         main(["serve", "demo", "--port", "8080"])
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
+    chosen = words[0] if words and words[0] in COMMANDS else None
+    parser = make_parser(chosen)
     try:
-        if words and words[0] in COMMANDS:
-            words = [words[0], *COMMANDS[words[0]].expand(words[1:])]
+        if chosen is not None:
+            words = [chosen, *COMMANDS[chosen].expand(words[1:])]
         namespace = parser.parse_args(words)
         return COMMANDS[namespace.command].run(namespace)
     except ConfigError as err:
