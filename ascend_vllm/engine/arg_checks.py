@@ -8,7 +8,7 @@ import psutil
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine import arg_limits
+from ascend_vllm.engine import arg_feature_checks, arg_limits
 from ascend_vllm.engine.arg_fields import Flag, Kind, flags_of
 from ascend_vllm.engine.arg_parser import AUTO_LENGTH
 from ascend_vllm.errors import ConfigError
@@ -86,8 +86,7 @@ def check_flags(args: EngineArgs) -> None:
         raise ConfigError(f"num_scheduler_steps ({args.num_scheduler_steps}) must be greater than or equal to 1.")
     if args.num_lookahead_slots < 0:
         raise ConfigError(f"num_lookahead_slots ({args.num_lookahead_slots}) must be greater than or equal to 0.")
-    if args.num_scheduler_steps > 1 and (args.speculative_model or args.speculative_config):
-        raise ConfigError("Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)")
+    arg_feature_checks.check_features(args)
     if args.gpu_memory_utilization > 1.0:
         raise ConfigError(f"GPU memory utilization must be less than 1.0. Got {args.gpu_memory_utilization}.")
     if args.gpu_memory_utilization <= 0.0:
@@ -109,6 +108,7 @@ def check_flags(args: EngineArgs) -> None:
         _check_swap_space(args.swap_space)
     if args.preemption_mode == "swap" and not args.swap_space:
         raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
+    arg_feature_checks.check_against_model(args)
 
 
 def check_length(name: str, value: int | None, *, auto_allowed: bool = False) -> None:
