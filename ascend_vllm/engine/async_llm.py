@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_client import AsyncCoreClient
-from ascend_vllm.engine.input_processor import InputProcessor, PromptType
+from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType
 from ascend_vllm.engine.metrics import LOG_INTERVAL_S, EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
+from ascend_vllm.engine.pooling_state import pooling_output
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutputs
 
@@ -155,7 +157,52 @@ class AsyncLLM:
             EngineBusyError: too many requests wait.
             EngineDeadError: the engine is gone.
         """
-        queue = await self._add_request(prompt, sampling_params, request_id, priority, cache_salt)
+
+        def process() -> Awaitable[ProcessedRequest]:
+            return self._input.process_async(request_id, prompt, sampling_params, priority, cache_salt=cache_salt)
+
+        queue = await self._add_request(request_id, process, sampling_params.num_sequences)
+        async with contextlib.aclosing(self._outputs(request_id, queue)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Pools a prompt; yields the result, once. For pooling models.
+
+        Closing the generator, or cancelling the task in it, ends the request.
+
+        Args:
+            prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
+            pooling_params: what to make of it.
+            request_id: must not be in use.
+            priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
+            cache_salt: only requests with the same one share cached prefixes; None: all without one do.
+
+        Raises:
+            RequestError: the request is wrong, and nothing was queued; or it was aborted.
+            EngineBusyError: too many requests wait.
+            EngineDeadError: the engine is gone.
+        """
+
+        def process() -> Awaitable[ProcessedRequest]:
+            return self._input.process_pooling_async(
+                request_id, prompt, pooling_params, priority, cache_salt=cache_salt
+            )
+
+        queue = await self._add_request(request_id, process, 1)
+        async with contextlib.aclosing(self._outputs(request_id, queue)) as outputs:
+            async for output in outputs:
+                yield pooling_output(output)
+
+    async def _outputs(self, request_id: str, queue: OutputQueue) -> AsyncGenerator[RequestOutput, None]:
+        """What comes of a request, to its end; it is aborted if nobody waits for that."""
         finished = False
         try:
             while not finished:
@@ -216,21 +263,21 @@ class AsyncLLM:
             self.tokenizer.close()
 
     async def _add_request(
-        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int, cache_salt: str | None
+        self, request_id: str, process: Callable[[], Awaitable[ProcessedRequest]], num_sequences: int
     ) -> OutputQueue:
-        """Checks, tokenises and sends a request."""
+        """Sends a request, once `process` has checked and tokenised it."""
         await self.check_health()
         if not self._is_ready:
             await self.ready()
         if request_id in self._output or request_id in self._admitted:
             raise RequestError(f"Request {request_id} already exists.", "request_id")
         self._check_queue()
-        self._admitted[request_id] = params.num_sequences
+        self._admitted[request_id] = num_sequences
         try:
-            request = await self._input.process_async(request_id, prompt, params, priority, cache_salt=cache_salt)
+            request = await process()
         finally:
             del self._admitted[request_id]
-        queue = self._output.make_queue(params.output_kind)
+        queue = self._output.make_queue(request.params.output_kind)
         self._output.add(request, queue)
         try:
             for core_request in request.core_requests:

@@ -12,6 +12,7 @@ from ascend_vllm.engine.output_processor import OutputProcessor
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -90,7 +91,7 @@ class LLMEngine:
         Args:
             request_id: must not be in use.
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample.
+            params: how to sample; on a pooling model, what to make of the prompt.
             arrival_time: seconds of time.monotonic(); None: now.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
@@ -98,13 +99,20 @@ class LLMEngine:
         Raises:
             RequestError: the request is wrong; nothing was queued.
         """
-        request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt)
+        salt = cache_salt
+        if isinstance(params, PoolingParams):
+            request = self._input.process_pooling(request_id, prompt, params, priority, arrival_time, cache_salt=salt)
+        else:
+            request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=salt)
         self._output.add(request)
         for core_request in request.core_requests:
             self._client.add_request(core_request)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns what is due by each request's output_kind."""
+        """Runs one step and returns what is due by each request's output_kind.
+
+        Of a pooling request this is one output, which `pooled` belongs to.
+        """
         outputs = self._client.step()
         stats = StepStats()
         processed = self._output.process(outputs, stats)

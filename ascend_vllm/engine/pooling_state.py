@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ascend_vllm.engine.request_stats import FinishedSequence
-from ascend_vllm.outputs import CompletionOutput
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
 from ascend_vllm.types.messages import EngineCoreOutput, FinishReason
 
@@ -52,3 +53,19 @@ class PoolingState:
     def summaries(self) -> list[FinishedSequence]:
         """What the metrics count of it at its end."""
         return [FinishedSequence(str(self.finish_reason), 0)]
+
+
+def pooling_output(output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]:
+    """The result of a pooling request, of its one output.
+
+    Raises:
+        RequestError: there is none: the request was aborted.
+    """
+    if output.pooled is None:
+        raise RequestError("The request was aborted before its prompt was pooled.")
+    return PoolingRequestOutput(
+        output.request_id,
+        PoolingOutput(output.pooled),
+        output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )

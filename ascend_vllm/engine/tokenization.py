@@ -133,6 +133,13 @@ class Tokenizer:
             return ids
         return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Ids of two texts in one prompt, with what the model expects around and between them."""
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(first, second).ids
+            return ids
+        return list(self.hf(first, text_pair=second).input_ids)
+
     def decode(
         self,
         token_ids: Sequence[int],
@@ -214,6 +221,10 @@ class Tokenizer:
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode` off the event loop."""
         return await self._run(self.encode, text, add_special_tokens)
+
+    async def encode_pair_async(self, first: str, second: str) -> list[int]:
+        """`encode_pair` off the event loop."""
+        return await self._run(self.encode_pair, first, second)
 
     async def decode_async(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """`decode` off the event loop."""

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
-
-import tqdm
 
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
@@ -24,14 +22,25 @@ from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template, render_chat
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.llm_pooling import PoolingCalls, PoolingParamsOfCall
+from ascend_vllm.entrypoints.llm_progress import Progress, UseTqdm
 from ascend_vllm.errors import RequestError
-from ascend_vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from ascend_vllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
-# True, False, or what makes a progress bar of tqdm's arguments
-UseTqdm = bool | Callable[..., Any]
+PoolingPrompts = PromptType | list[int] | Sequence[PromptType | list[int]]
 
 
 class LLM:
@@ -155,13 +164,11 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
         """
-        for name, value in (
-            ("lora_request", lora_request),
-            ("prompt_adapter_request", prompt_adapter_request),
-            ("guided_options_request", guided_options_request),
-        ):
-            if value is not None:
-                raise RequestError(f"{name} is not supported in this version.", name)
+        _refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            guided_options_request=guided_options_request,
+        )
         parsed = _collect_prompts(prompts, prompt_token_ids)
         params = self._collect_params(sampling_params, len(parsed))
         priorities = [0] * len(parsed) if priority is None else list(priority)
@@ -250,13 +257,96 @@ class LLM:
         """What `generate` uses without sampling_params: the defaults of the model's generation_config.json."""
         return SamplingParams(**self.llm_engine.default_sampling_params())
 
-    def encode(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Not for generation models.
+    def encode(
+        self,
+        prompts: PoolingPrompts | None = None,
+        pooling_params: PoolingParamsOfCall = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        *,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pools prompts: what the model's pooler makes of each, as a tensor. For pooling models.
+
+        Args:
+            prompts: a prompt or a list of prompts: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            pooling_params: for all prompts, or one for each; None: the model's defaults.
+            prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            lora_request, prompt_adapter_request: not supported in this version.
+            pooling_task: what is asked for; None: what the engine serves.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: always.
+            ValueError: this is a generation model.
+            RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
+
+        Example::
+
+            llm = LLM(model="/models/Qwen3-Embedding-0.6B")
+            (output,) = llm.encode("Hello")
+            print(output.outputs.data.shape)
         """
-        raise ValueError("LLM.encode() is only supported for embedding models (XModel).")
+        _refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        parsed = _collect_pooling_prompts(prompts, prompt_token_ids)
+        return self._pooling.encode(parsed, pooling_params, use_tqdm, pooling_task)
+
+    def embed(
+        self,
+        prompts: PoolingPrompts,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParamsOfCall = None,
+        lora_request: Any = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, a list of floats; arguments and errors are those of `encode`."""
+        _refuse(lora_request=lora_request)
+        return self._pooling.embed(_collect_pooling_prompts(prompts), pooling_params, use_tqdm)
+
+    def classify(
+        self,
+        prompts: PoolingPrompts,
+        *,
+        pooling_params: PoolingParamsOfCall = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of each prompt's labels; arguments and errors are those of `encode`."""
+        _refuse(lora_request=lora_request)
+        return self._pooling.classify(_collect_pooling_prompts(prompts), pooling_params, use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: the cosine of embeddings, or the output of a cross-encoder.
+
+        Args:
+            data_1: one text, or as many as in `data_2`.
+            data_2: one text or several.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            pooling_params: for all texts.
+            lora_request: not supported in this version.
+
+        Returns:
+            One output per pair.
+
+        Raises:
+            ValueError: this is a generation model, or one of several labels.
+            RequestError: the texts do not pair up, or one of them is wrong (also a ValueError).
+        """
+        _refuse(lora_request=lora_request)
+        return self._pooling.score(data_1, data_2, pooling_params, use_tqdm)
 
     def beam_search(
         self,
@@ -349,6 +439,11 @@ class LLM:
             raise RequestError("The lengths of prompts and params must be the same.", "sampling_params")
         return [one.clone(output_kind=RequestOutputKind.FINAL_ONLY) for one in each]
 
+    @property
+    def _pooling(self) -> PoolingCalls:
+        """What pools prompts; made when asked for: a lasting one would keep this object, and the engine, alive."""
+        return PoolingCalls(self.llm_engine, self._add_and_run)
+
     def _run(
         self,
         prompts: Sequence[PromptType],
@@ -357,9 +452,18 @@ class LLM:
         use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
         self._check_beams(params)
+        return self._add_and_run(prompts, params, use_tqdm, priorities)
+
+    def _add_and_run(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: UseTqdm,
+        priorities: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
         request_ids: list[str] = []
         try:
-            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+            for prompt, one, priority in zip(prompts, params, priorities or [0] * len(prompts), strict=True):
                 request_id = str(next(self._request_ids))
                 self.llm_engine.add_request(request_id, prompt, one, priority=priority)
                 request_ids.append(request_id)
@@ -372,7 +476,7 @@ class LLM:
     def _run_engine(self, count: int, use_tqdm: UseTqdm) -> dict[str, RequestOutput]:
         """Steps until all requests are done; returns outputs by request id."""
         outputs: dict[str, RequestOutput] = {}
-        progress = _Progress(count, use_tqdm)
+        progress = Progress(count, use_tqdm)
         try:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
@@ -383,47 +487,28 @@ class LLM:
         return outputs
 
 
-class _Progress:
-    """The progress bar, which also estimates the speed in tokens per second.
-
-    Args:
-        total: number of prompts.
-        use_tqdm: whether there is a bar, or what makes it.
-    """
-
-    def __init__(self, total: int, use_tqdm: UseTqdm) -> None:
-        self._num_input = 0
-        self._num_output = 0
-        self._bar: Any = None
-        if use_tqdm:
-            make = use_tqdm if callable(use_tqdm) else tqdm.tqdm
-            self._bar = make(
-                total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_describe_speed(0.0, 0.0)
-            )
-
-    def count(self, output: RequestOutput) -> None:
-        """Adds a finished request."""
-        if self._bar is None:
-            return
-        self._num_input += len(output.prompt_token_ids)
-        self._num_output += sum(len(sequence.token_ids) for sequence in output.outputs)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-6)
-        self._bar.postfix = _describe_speed(self._num_input / elapsed, self._num_output / elapsed)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Leaves the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _describe_speed(num_input: float, num_output: float) -> str:
-    return f"est. speed input: {num_input:.2f} toks/s, output: {num_output:.2f} toks/s"
+def _refuse(**fields: Any) -> None:
+    """Refuses arguments whose feature is missing."""
+    for name, value in fields.items():
+        if value is not None:
+            raise RequestError(f"{name} is not supported in this version.", name)
 
 
 def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
     """Whether this is one conversation and not a list of them."""
     return not messages or isinstance(messages[0], Mapping)
+
+
+def _collect_pooling_prompts(
+    prompts: PoolingPrompts | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+) -> list[PromptType]:
+    """`_collect_prompts` with ids as prompts: of one prompt, or of some of a list."""
+    given: Any = prompts
+    if isinstance(given, list) and given and isinstance(given[0], int):
+        given = [given]
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        given = [TokensPrompt(prompt_token_ids=one) if isinstance(one, list) else one for one in given]
+    return _collect_prompts(given, prompt_token_ids)
 
 
 def _collect_prompts(
