@@ -272,8 +272,8 @@ def tool_server(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 NAMED = {"type": "function", "function": {"name": "find"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, 'tool_choice="required" is not supported by this version'),
-    ({"tool_choice": NAMED}, 'tool_choice=function "find" is not supported by this version'),
+    ({"tool_choice": "required"}, 'tool_choice="required" is not available together with --reasoning-parser'),
+    ({"tool_choice": NAMED}, 'tool_choice=function "find" is not available together with --reasoning-parser'),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "does not match any of the specified"),
     ({"tool_choice": {"type": "function"}}, "Incorrectly formatted `tool_choice`."),
     ({"tool_choice": "sometimes"}, '`tool_choice` must be "none", "auto", "required" or a named tool.'),

@@ -17,6 +17,7 @@ from ascend_vllm.entrypoints.parsers.tools import (
     find_tool_parser,
     load_tool_parser_plugin,
 )
+from ascend_vllm.entrypoints.parsers.tools_forced import NamedToolParser, RequiredToolParser
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -79,10 +80,11 @@ class ChatParsers:
         named = f'tool_choice="{choice}"' if isinstance(choice, str) else f'tool_choice=function "{_name(choice)}"'
         if self.tool_parser is None:
             raise RequestError(f"{named} requires --tool-call-parser to be set", "tool_choice")
-        # the model would have to be kept to the schema of a call
-        raise RequestError(
-            f'{named} is not supported by this version of the server; "auto" and "none" are.', "tool_choice"
-        )
+        if self.reasoning is not None:
+            # the constraint would hold from the first token on, and leave no room for thoughts
+            raise RequestError(
+                f'{named} is not available together with --reasoning-parser; "auto" and "none" are.', "tool_choice"
+            )
 
     def tools_in_prompt(self, request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
         """The tools that the chat template is told of."""
@@ -92,9 +94,7 @@ class ChatParsers:
 
     def make(self, request: ChatCompletionRequest, prompt: str) -> ChoiceParser | None:
         """A parser of one choice's text; None: the text is the content."""
-        tools = None
-        if self.tool_parser is not None and request.effective_tool_choice == "auto":
-            tools = self.tool_parser(request.tools or ())
+        tools = self._make_tool_parser(request)
         reasoning = make_reasoning_parser(self.reasoning, prompt) if self.reasoning else None
         if tools is None and reasoning is None:
             return None
@@ -104,6 +104,14 @@ class ChatParsers:
             include_reasoning=request.include_reasoning is not False,
             parallel_calls=request.parallel_tool_calls is not False,
         )
+
+    def _make_tool_parser(self, request: ChatCompletionRequest) -> ToolParser | None:
+        choice, tools = request.effective_tool_choice, request.tools or ()
+        if self.tool_parser is None or choice == "none":
+            return None
+        if isinstance(choice, dict):
+            return NamedToolParser(tools, _name(choice))
+        return RequiredToolParser(tools) if choice == "required" else self.tool_parser(tools)
 
 
 def _name(choice: dict[str, Any]) -> Any:
@@ -164,7 +172,9 @@ class ChoiceParser:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The message's finish reason: calls that were written to their end are one of their own."""
-        return "tool_calls" if self.tool_calls and reason == "stop" else reason
+        if self._tool_parser is not None and self.tool_calls and reason == "stop":
+            return self._tool_parser.FINISH_REASON
+        return reason
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
         """Thoughts and what follows them."""

@@ -8,7 +8,11 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, Usage
+from ascend_vllm.entrypoints.openai.structured_fields import checked_params
+from ascend_vllm.entrypoints.parsers.tools_forced import arguments_schema, calls_schema
+from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import PositionLogprobs
+from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 
 class ChatMessage(BaseModel):
@@ -80,6 +84,21 @@ class ChatCompletionRequest(GenerationRequest):
     def requested_logprobs(self) -> int | None:
         """`top_logprobs` when `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def structured_outputs_params(self) -> StructuredOutputsParams | None:
+        """A call that is demanded decides over the output's form; else what the other fields say."""
+        choice = self.effective_tool_choice
+        if isinstance(choice, dict):
+            name = choice["function"]["name"]
+            schema = next(arguments_schema(tool) for tool in self.tools or () if _function_name(tool) == name)
+        elif choice == "required":
+            try:
+                schema = calls_schema(self.tools or (), parallel=self.parallel_tool_calls is not False)
+            except ValueError as error:
+                raise RequestError(str(error), "tools") from error
+        else:
+            return super().structured_outputs_params()
+        return checked_params("tools", json=schema)
 
     @property
     def effective_tool_choice(self) -> str | dict[str, Any]:

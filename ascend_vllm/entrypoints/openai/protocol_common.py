@@ -11,15 +11,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ascend_vllm import envs
+from ascend_vllm.entrypoints.openai.structured_fields import (
+    ResponseFormat,
+    StructuralTagFormat,
+    StructuredOutputs,
+    from_guided,
+    from_response_format,
+    from_structured_outputs,
+)
 from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 logger = init_logger(__name__)
 
@@ -28,12 +37,6 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # field → the values that ask for nothing; any other value is refused
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "documents": (None, []),
-    "guided_choice": (None,),
-    "guided_decoding_backend": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_whitespace_pattern": (None,),
     "kv_transfer_params": (None,),
     "logprob_token_ids": (None, []),
     "mm_processor_kwargs": (None, {}),
@@ -41,7 +44,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
     "stream_interval": (None, 1),
     "structural_tag": (None,),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
     "truncation_side": (None, "left"),
@@ -97,14 +99,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class ResponseFormat(BaseModel):
-    """`response_format`; only plain text can be asked for."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -151,8 +145,8 @@ class GenerationRequest(ApiRequest):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | StructuralTagFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -184,6 +178,15 @@ class GenerationRequest(ApiRequest):
                 raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
         return self
 
+    @model_validator(mode="after")
+    def _check_guided(self) -> GenerationRequest:
+        given = [name for name, value in self._guided().items() if value is not None and value is not False]
+        if len(given) > 1:
+            raise ValueError(
+                "You can only use one kind of guided decoding ('guided_json', 'guided_regex' or 'guided_choice')."
+            )
+        return self
+
     @property
     def include_usage(self) -> bool:
         """Whether the stream's last chunk carries the usage."""
@@ -211,12 +214,34 @@ class GenerationRequest(ApiRequest):
         for name in self.model_fields_set & UNSUPPORTED_FIELDS.keys() & type(self).model_fields.keys():
             if getattr(self, name) not in UNSUPPORTED_FIELDS[name]:
                 raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
-        if self.response_format is not None and self.response_format.type != "text":
+
+    def structured_outputs_params(self) -> StructuredOutputsParams | None:
+        """What the output must look like, in whichever of its spellings the request says it; None: nothing.
+
+        Raises:
+            RequestError: it is said wrongly or twice.
+        """
+        options = self.guided_decoding_backend, self.guided_whitespace_pattern
+        found: dict[str, StructuredOutputsParams | None] = {"guided_*": from_guided(self._guided(), *options)}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = from_structured_outputs(self.structured_outputs)
+        if self.response_format is not None:
+            found["response_format"] = from_response_format(self.response_format, *options)
+        given = [name for name, params in found.items() if params is not None]
+        if len(given) > 1:
             raise RequestError(
-                f"`response_format` of type '{self.response_format.type}' is not supported by this version of "
-                "the server; only 'text' is.",
-                param="response_format",
+                f"You can only use one kind of structured outputs constraint but multiple are specified: {given}",
+                "structured_outputs",
             )
+        return found[given[0]] if given else None
+
+    def _guided(self) -> dict[str, Any]:
+        return {
+            "guided_json": self.guided_json,
+            "guided_regex": self.guided_regex,
+            "guided_choice": self.guided_choice,
+            "guided_grammar": self.guided_grammar,
+        }
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int, force_logprobs: bool) -> SamplingParams:
         """The engine's view of the request.
@@ -265,6 +290,7 @@ class GenerationRequest(ApiRequest):
                 logit_bias=parse_logit_bias(self.logit_bias),
                 allowed_token_ids=self.allowed_token_ids,
                 bad_words=self.bad_words,
+                structured_outputs=self.structured_outputs_params(),
                 **sampling,
             )
         except (TypeError, ValueError) as error:
