@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+# names of libraries; those that are not there mean "auto"
+BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 # the fields of which at most one may be given
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -27,10 +29,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         disable_additional_properties: objects have no properties that the schema does not name.
         whitespace_pattern: a regular expression of the whitespace between JSON's elements; None: the backend's.
         structural_tag: JSON of structural tags: schemas that hold between a beginning and an end.
-        backend: library that compiles the constraint; None: the server's.
+        backend: library that compiles the constraint, one of BACKENDS; None: the server's.
 
     Raises:
-        ValueError: several constraints at once, or none of them with contents.
+        ValueError: several constraints at once, an empty choice, or a backend that there is not.
 
     Example::
 
@@ -57,6 +59,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             )
         if self.choice is not None and not self.choice:
             raise ValueError("choice must hold at least one string, got [].")
+        if self.backend is not None and self.backend not in BACKENDS:
+            names = ", ".join(f"'{name}'" for name in BACKENDS)
+            raise ValueError(f"Unknown guided decoding backend '{self.backend}'. Must be one of {names}")
 
     def constraints(self) -> list[str]:
         """Names of the constraints that are given."""

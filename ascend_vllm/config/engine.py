@@ -7,6 +7,7 @@ import msgspec
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.config.structured import StructuredOutputsConfig
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -51,3 +52,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     parallel: ParallelConfig
     device: DeviceConfig
     observability: ObservabilityConfig
+    structured: StructuredOutputsConfig = StructuredOutputsConfig()

@@ -135,7 +135,7 @@ class BeamGroup:
             self._spec,
             root.num_prompt_tokens,
             root.max_num_tokens,
-            root.end_ids,
+            frozenset(root.end_token_ids),
             root.eos_token_id,
             root.min_num_tokens,
             self._max_model_len,

@@ -13,6 +13,7 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.kv_cache_manager import KVCacheManager
 from ascend_vllm.core.request_queue import QUEUES
 from ascend_vllm.core.scheduler import Scheduler
+from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.errors import RequestError
 from ascend_vllm.executor.base import Executor, create_executor
 from ascend_vllm.logger import init_logger
@@ -21,6 +22,9 @@ from ascend_vllm.types.step import StepOutput
 
 logger = init_logger(__name__)
 
+# how long a step that has nothing to compute waits for a grammar
+_COMPILE_WAIT_S = 0.005
+
 
 class EngineCore:
     """Requests in, tokens out; runs where it is called, on one thread.
@@ -28,6 +32,7 @@ class EngineCore:
     Args:
         config: of the whole engine.
         executor: not yet initialised; the core owns it from here on.
+        structured: gives constrained requests their grammars; None: with the vocabulary of the model's tokenizer.
 
     Attributes:
         num_blocks: KV blocks of the cache.
@@ -43,7 +48,9 @@ class EngineCore:
         core.shutdown()
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, structured: StructuredOutputManager | None = None
+    ) -> None:
         self.config = config
         self._executor = executor
         size = executor.initialize()
@@ -55,7 +62,10 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             sliding_window=config.cache.sliding_window,
         )
-        self._scheduler = Scheduler(config.scheduler, kv_cache, QUEUES[config.scheduler.policy](), config.model.seed)
+        self._structured = structured or StructuredOutputManager(config.structured, config.model)
+        self._scheduler = Scheduler(
+            config.scheduler, kv_cache, QUEUES[config.scheduler.policy](), config.model.seed, self._structured
+        )
         # steps that the workers compute or will compute, oldest first
         self._in_flight: collections.deque[Future[StepOutput]] = collections.deque()
         # with two, one is made, and the outputs of the one before are told, while one is computed
@@ -102,6 +112,9 @@ class EngineCore:
             if scheduled is None:
                 break
             self._in_flight.append(self._executor.execute_model(scheduled))
+        if not self._in_flight and self._structured.num_waiting:
+            # nothing to compute: let those who compile have the processor, but look after new requests soon
+            self._structured.wait(_COMPILE_WAIT_S)
         outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)
         self._check_if_idle()
         return outputs

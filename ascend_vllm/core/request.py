@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import copy
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from ascend_vllm.types.step import NO_TOKEN
 
 if TYPE_CHECKING:
     from ascend_vllm.core.beam_group import BeamGroup
+    from ascend_vllm.core.structured_output import OutputConstraint
 
 NO_SLOT = -1
 _SEED_MASK = (1 << 63) - 1
@@ -93,6 +96,9 @@ class Request:
         bad_words: sequences of ids that its output must not contain.
         pooling_params: what is made of its prompt, if nothing is to be generated.
         beam_group: the beam search that it is, or that it is a row of.
+        constraint: what its text must look like; None: anything, or its grammar is being compiled.
+        needs_host: whether its next token can only be computed when the host knows the one before: it has a
+            beam group or a constraint.
         max_num_tokens: tokens at which it ends whatever they are.
         seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
             so that a resumed request goes on with the same stream.
@@ -103,14 +109,15 @@ class Request:
         prompt_logprobs: of the prompt's tokens but the first, as far as they are known; None unless asked for, and
             once they have been told.
         num_prompt_logprobs: prompt tokens, counted from the first, that need no log-probabilities any more.
-        end_ids: ids that end it, once it has min_num_tokens.
+        end_ids: ids that end it, once it has min_num_tokens, and NO_TOKEN, which always does.
         min_num_tokens: tokens before which it cannot end.
     """
 
     __slots__ = (
+        "_beam_group",
+        "_constraint",
         "arrival_time",
         "bad_words",
-        "beam_group",
         "block_hashes",
         "block_ids",
         "content_keys",
@@ -121,6 +128,7 @@ class Request:
         "is_finished",
         "max_num_tokens",
         "min_num_tokens",
+        "needs_host",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -150,7 +158,9 @@ class Request:
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.parent_id = message.parent_id
-        self.beam_group: BeamGroup | None = None
+        self._beam_group: BeamGroup | None = None
+        self._constraint: OutputConstraint | None = None
+        self.needs_host = False
         self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
         self.status = RequestStatus.WAITING
         self.is_finished = False
@@ -175,9 +185,10 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.stop_reason: int | None = None
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
-        self.end_ids = frozenset(params.stop_token_ids or ()) | (
-            frozenset() if self.eos_token_id is None else frozenset({self.eos_token_id})
-        )
+        # with NO_TOKEN among them output that ends nothing is told by one look at this set
+        self.end_ids = frozenset(params.stop_token_ids or ()) | {NO_TOKEN}
+        if self.eos_token_id is not None:
+            self.end_ids |= {self.eos_token_id}
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.max_num_tokens = max_model_len + 1
         if params.max_tokens is not None:
@@ -188,6 +199,26 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, slot={self.slot}, "
             f"computed={self.num_computed_tokens}/{self.num_tokens}, blocks={len(self.block_ids)})"
         )
+
+    @property
+    def beam_group(self) -> BeamGroup | None:
+        """See the class."""
+        return self._beam_group
+
+    @beam_group.setter
+    def beam_group(self, group: BeamGroup) -> None:
+        self._beam_group = group
+        self.needs_host = True
+
+    @property
+    def constraint(self) -> OutputConstraint | None:
+        """See the class."""
+        return self._constraint
+
+    @constraint.setter
+    def constraint(self, constraint: OutputConstraint) -> None:
+        self._constraint = constraint
+        self.needs_host = True
 
     @property
     def num_output_tokens(self) -> int:
@@ -202,7 +233,7 @@ class Request:
     @property
     def end_token_ids(self) -> list[int]:
         """Ids that end the sequence: end-of-sequence unless ignored, and its stop_token_ids."""
-        return sorted(self.end_ids)
+        return sorted(self.end_ids - {NO_TOKEN})
 
     @property
     def num_missing_tokens(self) -> int:
@@ -262,28 +293,48 @@ class Request:
         """Takes the tokens a step sampled, up to the one that ends the sequence.
 
         Returns:
-            How many were taken; what follows an end is void. `status` tells whether it has ended.
+            How many were taken; what follows an end is void. `status` tells whether it has ended: with an error if
+            nothing could be sampled.
         """
         if self.num_tokens + len(token_ids) < self.max_num_tokens and self.end_ids.isdisjoint(token_ids):
             self.token_ids += token_ids
             self.num_tokens += len(token_ids)
             return len(token_ids)
-        for count, token_id in enumerate(token_ids, 1):
+        return self._append_one_by_one(token_ids, self._end)
+
+    def append_constrained_output(self, token_ids: list[int]) -> int:
+        """`append_output` for a request with a constraint, which moves on with them."""
+        return self._append_one_by_one(token_ids, self._constrained_end)
+
+    def _append_one_by_one(self, token_ids: list[int], end_of: Callable[[int], RequestStatus | None]) -> int:
+        for count, token_id in enumerate(token_ids):
+            if token_id == NO_TOKEN:
+                self.transition(RequestStatus.FINISHED_ERROR)
+                return count
             self.token_ids.append(token_id)
             self.num_tokens += 1
-            if token_id in self.end_ids or self.num_tokens >= self.max_num_tokens:
-                end = self._end(token_id)
-                if end is not None:
-                    self.transition(end)
-                    return count
+            end = end_of(token_id)
+            if end is not None:
+                self.transition(end)
+                return count + 1
         return len(token_ids)
 
     def _end(self, token_id: int) -> RequestStatus | None:
         """How the sequence ends with its newest token, if it does; a stop wins over reaching a limit."""
-        if self.num_tokens >= self.min_num_tokens:
-            if token_id == self.eos_token_id:
-                return RequestStatus.FINISHED_STOPPED
-            if token_id in self.end_ids:
-                self.stop_reason = token_id
-                return RequestStatus.FINISHED_STOPPED
+        if token_id in self.end_ids and self.num_tokens >= self.min_num_tokens:
+            return self._stop(token_id)
         return RequestStatus.FINISHED_LENGTH if self.num_tokens >= self.max_num_tokens else None
+
+    def _constrained_end(self, token_id: int) -> RequestStatus | None:
+        """`_end` when a constraint has its say: it may want an end that the request does not."""
+        end = self._end(token_id)
+        if end is RequestStatus.FINISHED_STOPPED or self._constraint is None:
+            return end
+        if not self._constraint.accept(token_id):
+            return self._stop(token_id)
+        return RequestStatus.FINISHED_STOPPED if self._constraint.must_end else end
+
+    def _stop(self, token_id: int) -> RequestStatus:
+        if token_id != self.eos_token_id and token_id in self.end_ids:
+            self.stop_reason = token_id
+        return RequestStatus.FINISHED_STOPPED

@@ -23,7 +23,6 @@ not known.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -38,9 +37,12 @@ from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows, rows_of
 from ascend_vllm.core.scheduler_audit import audit
-from ascend_vllm.core.step_builder import StepBuilder
+from ascend_vllm.core.step_builder import StepBuilder, StepInFlight
+from ascend_vllm.core.step_logprobs import row_logprobs, take_prompt_logprobs
+from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -48,40 +50,17 @@ from ascend_vllm.types.messages import (
     FinishReason,
     PooledData,
     SchedulerStats,
-    TokenLogprobs,
 )
-from ascend_vllm.types.step import PooledOutput, PromptLogprobs, SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import PooledOutput, SchedulerOutput, StepOutput
 
 logger = init_logger(__name__)
 
+_NO_TOKEN_LEFT = (
+    "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
+    "all of them."
+)
 # how often waiting requests are looked through for those that have waited too long
 _EXPIRY_INTERVAL_S = 0.05
-
-
-@dataclasses.dataclass(slots=True)
-class _StepInFlight:
-    """A step that has been handed out.
-
-    Attributes:
-        slots: of its rows.
-        rows: the requests in them then.
-        made_at: seconds of time.monotonic().
-        has_prompts: whether a row computes more than one token.
-        num_prompt_tokens: prompt tokens that it is the first to compute.
-    """
-
-    slots: list[int]
-    rows: list[Request]
-    made_at: float
-    has_prompts: bool
-    num_prompt_tokens: int
-
-    def sampling_rows(self, slots: list[int]) -> list[Request]:
-        """The requests that were in some of its slots."""
-        if len(slots) == len(self.slots):
-            return self.rows
-        by_slot = dict(zip(self.slots, self.rows, strict=True))
-        return [by_slot[slot] for slot in slots]
 
 
 class Scheduler:
@@ -92,10 +71,19 @@ class Scheduler:
         kv_cache: where requests get their blocks.
         waiting: an empty queue, which decides the order of admission.
         seed: of the seeds drawn for requests that bring none.
+        structured: where constrained requests get their grammars.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, waiting: RequestQueue, seed: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        waiting: RequestQueue,
+        seed: int,
+        structured: StructuredOutputManager,
+    ) -> None:
         self.config = config
+        self.structured = structured
         self.kv_cache = kv_cache
         self.waiting = waiting
         self._cuts_prompts = config.enable_chunked_prefill
@@ -110,7 +98,7 @@ class Scheduler:
         self._preemption = Preemption(config, kv_cache, self.rows, waiting)
         self._admission = Admission(config, kv_cache, self.rows, waiting, self.requests, self._preemption)
         # oldest first
-        self._in_flight: collections.deque[_StepInFlight] = collections.deque()
+        self._in_flight: collections.deque[StepInFlight] = collections.deque()
         # of requests that ended without a step
         self._early_outputs: list[EngineCoreOutput] = []
         self._step_id = 0
@@ -136,12 +124,34 @@ class Scheduler:
             raise RequestError(f"Request {message.request_id} already exists.")
         request = Request(message, self._max_model_len, self._seeds.getrandbits(63))
         self.requests[request.request_id] = request
-        self.waiting.add(request)
         if request.parent_id is not None:
             self._preemption.num_children[request.parent_id] += 1
+        constraint = message.sampling_params.structured_outputs
+        if constraint is None:
+            self.waiting.add(request)
+        elif not self._begin_constraint(request, constraint):
+            return
         if message.beam_search is not None and request.num_tokens:
             request.beam_group = BeamGroup(request, message.beam_search, self._max_model_len)
         self._refuse_unservable(request)
+
+    def _begin_constraint(self, request: Request, params: StructuredOutputsParams) -> bool:
+        """Lets a new request wait for its grammar, or if that is there for its turn; False: it ends here."""
+        try:
+            if self.structured.begin(request, params):
+                self.waiting.add(request)
+        except RequestError as error:
+            self.waiting.add(request)
+            self._end_early(request, RequestStatus.FINISHED_ERROR, str(error), type(error).__name__)
+            return False
+        return True
+
+    def _take_compiled(self) -> None:
+        """Lets requests wait for their turn whose grammars are there, and ends those whose constraints are wrong."""
+        for request, error in self.structured.take_ready():
+            self.waiting.add(request)
+            if error is not None:
+                self._end_early(request, RequestStatus.FINISHED_ERROR, str(error), type(error).__name__)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; unknown ids are ignored. Their blocks are free at once."""
@@ -202,7 +212,8 @@ class Scheduler:
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.status is not RequestStatus.RUNNING:
-            self.waiting.remove(request)
+            if not (self.structured.num_waiting and self.structured.forget(request)):
+                self.waiting.remove(request)
         elif request.beam_group is None:
             self.rows.running.remove(request)
         if request.status is RequestStatus.SWAPPED:
@@ -240,7 +251,7 @@ class Scheduler:
         if timeout_s is None or now < self._next_expiry:
             return
         self._next_expiry = now + _EXPIRY_INTERVAL_S
-        for request in list(self.waiting):
+        for request in [*self.waiting, *self.structured.waiting]:
             if request.first_scheduled_time is None and now - request.arrival_time > timeout_s:
                 self._end_early(
                     request,
@@ -256,6 +267,8 @@ class Scheduler:
         """The next step, or None if no row can compute. A step handed out counts as computed."""
         now = time.monotonic()
         self._end_expired(now)
+        if self.structured.num_waiting:
+            self._take_compiled()
         was_idle = not (self.rows.running or self._in_flight)
         builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting))
         num_held = self._preemption.make_way_for_urgent()
@@ -276,7 +289,7 @@ class Scheduler:
         step = builder.finish()
         self.rows.tell(step)
         self._in_flight.append(
-            _StepInFlight(step.slots, builder.rows, now, builder.has_prompts, builder.num_prompt_tokens)
+            StepInFlight(step.slots, builder.rows, now, builder.has_prompts, builder.num_prompt_tokens)
         )
         return step
 
@@ -315,17 +328,18 @@ class Scheduler:
                     prompts.append(request)
                 index += 1
                 continue
-            group = request.beam_group
-            if pending and (group is not None or end >= request.max_num_tokens):
+            if request.needs_host:
+                lookahead = self._single_step()
+            if pending and (request.needs_host or end >= request.max_num_tokens):
                 # its next token is not known before its outputs are here, or there will be none
                 index += 1
                 continue
-            if group is not None:
-                lookahead = self._single_step()
-                if not self._make_writable(step, request):
-                    if not self._make_room(builder):
-                        return 0
-                    continue
+            # rows of a beam search share blocks that they write
+            is_beam = request.needs_host and request.beam_group is not None
+            if is_beam and not self._make_writable(step, request):
+                if not self._make_room(builder):
+                    return 0
+                continue
             if is_windowed:
                 kv_cache.free_out_of_window(request)
             wanted = end + lookahead
@@ -345,6 +359,8 @@ class Scheduler:
             rows.append(request)
             request.num_computed_tokens = end
             request.num_pending_tokens = pending + 1
+            if request.needs_host and not is_beam:
+                builder.constrained.append(request)
             budget -= 1
             index += 1
         if prompts:
@@ -365,11 +381,12 @@ class Scheduler:
         return budget
 
     def _single_step(self) -> int:
-        """A beam search needs the host after every step: the others go one step at a time with it."""
+        """Beam searches and constraints need the host after every step, and the others go single steps with them."""
         if self.config.num_scheduler_steps > 1 and not self._told_of_single_steps:
             self._told_of_single_steps = True
             logger.info(
-                "A beam search runs: while it does, steps are made one at a time, not %d (--num-scheduler-steps).",
+                "A beam search or a structured output runs: meanwhile steps are made one at a time, not %d "
+                "(--num-scheduler-steps).",
                 self.config.num_scheduler_steps,
             )
         return 0
@@ -421,7 +438,7 @@ class Scheduler:
         if made.has_prompts:
             self._admission.last_prompt_latency_s = time.monotonic() - made.made_at
         if output.prompt_logprobs:
-            _take_prompt_logprobs(made, output.prompt_logprobs)
+            take_prompt_logprobs(dict(zip(made.slots, made.rows, strict=True)), output.prompt_logprobs)
         num_generated = 0
         any_finished = bool(output.pooled)
         if output.pooled:
@@ -438,15 +455,18 @@ class Scheduler:
                 # aborted, or ended by the step before
                 continue
             request.num_pending_tokens -= num_columns
-            group = request.beam_group
-            if group is not None:
+            token_ids = sampled[index]
+            is_first = request.num_tokens == request.num_prompt_tokens
+            if not request.needs_host:
+                count = request.append_output(token_ids)
+            elif request.beam_group is None:
+                count = request.append_constrained_output(token_ids)
+            else:
+                group = request.beam_group
                 if logprobs is not None:
                     group.collect(request, logprobs, index)
                 groups[group.root.request_id] = group
                 continue
-            token_ids = sampled[index]
-            is_first = request.num_tokens == request.num_prompt_tokens
-            count = request.append_output(token_ids)
             num_generated += count
             result = EngineCoreOutput(request.request_id, token_ids if count == num_columns else token_ids[:count])
             if is_first:
@@ -454,13 +474,15 @@ class Scheduler:
                 result.num_cached_tokens = request.num_cached_tokens
                 result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             if logprobs is not None and request.sampling_params.logprobs is not None:
-                result.new_logprobs = _row_logprobs(logprobs, index, count, request.sampling_params.logprobs)
+                result.new_logprobs = row_logprobs(logprobs, index, count, request.sampling_params.logprobs)
             if caches_prefixes and request.num_tokens > (request.num_cached_blocks + 1) * block_size:
                 # without the last token, whose KV may never be computed
                 self.kv_cache.cache_full_blocks(request, request.num_tokens - 1)
             if request.is_finished:
                 result.finish_reason = request.finish_reason
                 result.stop_reason = request.stop_reason
+                if request.status is RequestStatus.FINISHED_ERROR:
+                    result.error = _NO_TOKEN_LEFT
                 self._forget(request)
                 any_finished = True
             outputs.append(result)
@@ -472,7 +494,7 @@ class Scheduler:
         return num_generated
 
     def _end_pooled(
-        self, made: _StepInFlight, pooled: Sequence[PooledOutput], outputs: list[EngineCoreOutput]
+        self, made: StepInFlight, pooled: Sequence[PooledOutput], outputs: list[EngineCoreOutput]
     ) -> None:
         """Ends the requests whose prompts a step has pooled."""
         by_slot = dict(zip(made.slots, made.rows, strict=True))
@@ -537,7 +559,7 @@ class Scheduler:
         kv_cache = self.kv_cache
         return SchedulerStats(
             num_running=len(self.rows.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + self.structured.num_waiting,
             kv_cache_usage=kv_cache.usage,
             num_preemptions=self._preemption.num_preemptions,
             num_prompt_tokens=self._num_step_prompt_tokens,
@@ -555,32 +577,9 @@ class Scheduler:
             and self.kv_cache.cpu_usage == 0
             and self.rows.num_available == self.config.max_num_seqs
             and not (self.rows.by_slot or self.rows.running or self.waiting or self._preemption.num_swapped)
+            and self.structured.num_waiting == 0
         )
 
     def audit(self) -> dict[str, Any]:
         """The accounts of blocks and slots, see core/scheduler_audit.py; "violations" is empty if they agree."""
-        return audit(self.kv_cache, self.rows, self.waiting, self.requests.values())
-
-
-def _row_logprobs(logprobs: StepLogprobs, index: int, count: int, num_logprobs: int) -> list[TokenLogprobs]:
-    """One row's log-probabilities of `count` tokens: each token's, and those of the `num_logprobs` most likely."""
-    width = 1 + num_logprobs
-    token_ids = logprobs.token_ids[index, :count, :width].tolist()
-    values = logprobs.logprobs[index, :count, :width].tolist()
-    ranks = logprobs.ranks[index, :count].tolist()
-    return [TokenLogprobs(*entry) for entry in zip(token_ids, values, ranks, strict=True)]
-
-
-def _take_prompt_logprobs(made: _StepInFlight, parts: Sequence[PromptLogprobs]) -> None:
-    """Gives requests the log-probabilities of the part of their prompt that a step computed.
-
-    Those that have been preempted since then take them too: what was computed is good.
-    """
-    by_slot = dict(zip(made.slots, made.rows, strict=True))
-    for part in parts:
-        request = by_slot[part.slot]
-        if request.prompt_logprobs is None:
-            continue
-        width = 1 + (request.sampling_params.prompt_logprobs or 0)
-        columns = part.token_ids[:, :width].tolist(), part.logprobs[:, :width].tolist(), part.ranks.tolist()
-        request.append_prompt_logprobs(part.start, [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)])
+        return audit(self.kv_cache, self.rows, [*self.waiting, *self.structured.waiting], self.requests.values())

@@ -7,21 +7,20 @@ from typing import Any
 
 from ascend_vllm.core.kv_cache_manager import KVCacheManager
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
-from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows, rows_of
 
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 
 
 def audit(
-    kv_cache: KVCacheManager, rows: Rows, waiting: RequestQueue, requests: Collection[Request]
+    kv_cache: KVCacheManager, rows: Rows, waiting: Collection[Request], requests: Collection[Request]
 ) -> dict[str, Any]:
     """The accounts of blocks and slots.
 
     Args:
         kv_cache: of the blocks.
         rows: of the slots.
-        waiting: the queue.
+        waiting: those that wait for their turn or for a grammar.
         requests: all that live.
 
     Returns:
@@ -72,7 +71,7 @@ def _reservation_violations(rows: Rows, requests: Iterable[Request]) -> list[str
     return wrong
 
 
-def _queue_violations(rows: Rows, waiting: RequestQueue, requests: Iterable[Request]) -> list[str]:
+def _queue_violations(rows: Rows, waiting: Iterable[Request], requests: Iterable[Request]) -> list[str]:
     wrong = [f"{row} is among the running" for row in rows.running if row.status is not RequestStatus.RUNNING]
     wrong += [
         f"{request} is among the waiting"

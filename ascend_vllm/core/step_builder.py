@@ -1,12 +1,41 @@
-"""A step while it is being made."""
+"""A step while it is being made, and while it is computed."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.kv_cache_manager import KVCacheManager
 from ascend_vllm.core.prompt_limits import PromptLimits
 from ascend_vllm.core.request import Request
+from ascend_vllm.core.structured_output import fill_bitmasks
 from ascend_vllm.types.step import NewRow, SchedulerOutput
+
+
+@dataclasses.dataclass(slots=True)
+class StepInFlight:
+    """A step that has been handed out.
+
+    Attributes:
+        slots: of its rows.
+        rows: the requests in them then.
+        made_at: seconds of time.monotonic().
+        has_prompts: whether a row computes more than one token.
+        num_prompt_tokens: prompt tokens that it is the first to compute.
+    """
+
+    slots: list[int]
+    rows: list[Request]
+    made_at: float
+    has_prompts: bool
+    num_prompt_tokens: int
+
+    def sampling_rows(self, slots: list[int]) -> list[Request]:
+        """The requests that were in some of its slots."""
+        if len(slots) == len(self.slots):
+            return self.rows
+        by_slot = dict(zip(self.slots, self.rows, strict=True))
+        return [by_slot[slot] for slot in slots]
 
 
 class StepBuilder:
@@ -21,6 +50,7 @@ class StepBuilder:
     Attributes:
         step: the step so far.
         rows: the requests in `step.slots`.
+        constrained: those that sample, and whose next token is constrained.
         has_prompts: whether a row computes more than one token.
         num_prompt_tokens: prompt tokens that are computed for the first time.
     """
@@ -28,6 +58,7 @@ class StepBuilder:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int) -> None:
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
         self.rows: list[Request] = []
+        self.constrained: list[Request] = []
         self.has_prompts = False
         self.num_prompt_tokens = 0
         self._config = config
@@ -64,6 +95,8 @@ class StepBuilder:
         row.num_computed_tokens += count
         if row.num_missing_tokens == 0:
             row.num_pending_tokens += 1
+            if row.constraint is not None:
+                self.constrained.append(row)
         if count > 1:
             self.has_prompts = True
             self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
@@ -89,6 +122,9 @@ class StepBuilder:
                 further = min(self.step.num_steps - 1, row.max_num_tokens - 1 - row.num_computed_tokens)
                 row.num_computed_tokens += further
                 row.num_pending_tokens += further
+        if self.constrained:
+            self.step.constrained_slots = [row.slot for row in self.constrained]
+            self.step.bitmask = fill_bitmasks(self.constrained)
         self.step.block_moves = self._kv_cache.take_moves()
         return self.step
 
@@ -109,7 +145,8 @@ def _new_row(row: Request) -> NewRow:
         num_prompt_tokens=row.num_prompt_tokens,
         num_computed_tokens=row.num_computed_tokens,
         block_ids=row.block_ids.copy(),
-        sampling_params=row.sampling_params,
+        # a constraint minds min_tokens itself: it may have to end a text before
+        sampling_params=row.sampling_params if row.constraint is None else row.sampling_params.clone(min_tokens=0),
         seed=row.seed,
         stop_token_ids=row.end_token_ids,
         max_num_tokens=row.max_num_tokens,

@@ -39,7 +39,6 @@ _CHOICE_MESSAGES = {
     "quantization": "Unknown quantization method: {value}. Must be one of {choices}.",
     "distributed_executor_backend": "Unrecognized distributed executor backend {value}. Supported values are 'ray', "
     "'mp' or custom ExecutorBase subclass.",
-    "guided_decoding_backend": "Invalid guided_decoding_backend '{value},must be one of {choices}",
 }
 
 

@@ -19,6 +19,7 @@ from ascend_vllm.engine.arg_parser import (
     fields_from_namespace,
     length,
 )
+from ascend_vllm.engine.arg_structured import structured_outputs_config
 from ascend_vllm.engine.args_features import AdapterArgs, InputOutputArgs, SpeculativeArgs
 from ascend_vllm.engine.args_model import LoadArgs, ModelArgs
 from ascend_vllm.engine.args_runtime import CacheArgs, ObservabilityArgs, ParallelArgs, SchedulerArgs
@@ -61,6 +62,8 @@ class EngineArgs(
             self.async_scheduling = False
         elif not self.async_scheduling:
             self.disable_async_output_proc = True
+        if self.reasoning_parser is None and isinstance(self.structured_outputs_config, dict):
+            self.reasoning_parser = self.structured_outputs_config.get("reasoning_parser") or None
 
     @classmethod
     def add_cli_args(cls, parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -121,6 +124,7 @@ class EngineArgs(
             parallel=ParallelConfig(),
             device=DeviceConfig(device=facts.name),
             observability=ObservabilityConfig(log_stats=not self.disable_log_stats),
+            structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )
         arg_checks.check_config(config)
         return config

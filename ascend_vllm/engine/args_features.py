@@ -207,17 +207,18 @@ class InputOutputArgs:
     )
     guided_decoding_backend: str = flag(
         "outlines",
-        "The program that keeps answers to a JSON schema, a regular expression or a grammar.",
+        "The library that keeps answers to a JSON schema, a regular expression or a grammar: xgrammar, guidance, or "
+        "auto for whichever of the two can; the other names mean auto. Options may follow after a colon: "
+        "no-fallback, disable-any-whitespace, no-additional-properties.",
         kind="str",
-        choices=("outlines", "lm-format-enforcer", "xgrammar", "guidance", "auto"),
-        unsupported="guided decoding is not available in this version",
-        allowed=("auto",),
+        example="--guided-decoding-backend guidance:disable-any-whitespace",
     )
     structured_outputs_config: dict[str, Any] | None = flag(
         None,
-        "Settings for answers that must keep to a schema or grammar, as a JSON object.",
+        "Settings for answers that must keep to a schema or grammar, as a JSON object with the keys backend, "
+        "disable_fallback, disable_any_whitespace, disable_additional_properties and reasoning_parser.",
         kind="json_object",
-        unsupported="guided decoding is not available in this version",
+        example='--structured-outputs-config \'{"backend": "xgrammar"}\'',
     )
     reasoning_parser: str | None = flag(
         None,

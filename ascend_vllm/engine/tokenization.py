@@ -1,17 +1,10 @@
-"""The tokenizer of a model, with calls that leave the event loop free.
-
-Transformers reads the files; where a directory holds a self-contained `tokenizer.json`, its `tokenizers` backend is
-loaded without going through `AutoTokenizer`, whose import brings torch into the API-server process (seconds and
-hundreds of megabytes that serve nothing there).
-"""
+"""The tokenizer of a model, with calls that leave the event loop free. `hf_tokenizer` reads its files."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import functools
-import json
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +14,7 @@ from ascend_vllm.engine.detokenization import (
     IncrementalDetokenizer,
     WindowDetokenizer,
 )
-from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -88,26 +81,7 @@ class Tokenizer:
         Raises:
             ModelLoadError: no tokenizer there, a broken file, or one that needs code which is not trusted.
         """
-        path = pathlib.Path(directory)
-        if not path.is_dir():
-            raise ModelLoadError(f"cannot load a tokenizer: {directory} is not a directory")
-        try:
-            if not slow and _is_self_contained(path):
-                from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-                return cls(TokenizersBackend.from_pretrained(directory, local_files_only=True))
-            from transformers import AutoTokenizer
-
-            return cls(
-                AutoTokenizer.from_pretrained(
-                    directory, use_fast=not slow, trust_remote_code=trust_remote_code, local_files_only=True
-                )
-            )
-        except ModelLoadError:
-            raise
-        except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
-            hint = "; pass --trust-remote-code to run its code" if "trust_remote_code" in str(error) else ""
-            raise ModelLoadError(f"cannot load the tokenizer in {directory}: {error}{hint}") from error
+        return cls(load_hf_tokenizer(directory, slow=slow, trust_remote_code=trust_remote_code))
 
     @property
     def all_special_ids(self) -> frozenset[int]:
@@ -270,47 +244,13 @@ class _ByteTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         hidden = token is None or token_id in self._hidden_ids
-        value = b"" if hidden else _bytes_of_token(token)
+        value = b"" if hidden else bytes_of_token(token)
         self[token_id] = value
         return value
 
 
-def _bytes_of_token(token: str) -> bytes:
-    """Bytes that a token of a byte-level vocabulary stands for; added tokens are written as they are."""
-    characters = _byte_characters()
-    if all(character in characters for character in token):
-        return bytes(characters[character] for character in token)
-    return token.encode()
-
-
-@functools.cache
-def _byte_characters() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (the GPT-2 paper's code).
-
-    Printable Latin-1 bytes stand for themselves, the other 68 are numbered from U+0100.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
 def _make_byte_tables(backend: Any, special_ids: frozenset[int]) -> dict[bool, _ByteTable] | None:
     """Tables by skip_special_tokens, or None if the vocabulary is not byte-level."""
-    if backend is None or backend.decoder is None:
-        return None
-    if json.loads(backend.decoder.__getstate__())["type"] != "ByteLevel":
+    if backend is None or not is_byte_level(backend):
         return None
     return {True: _ByteTable(backend, special_ids), False: _ByteTable(backend, frozenset())}
-
-
-def _is_self_contained(directory: pathlib.Path) -> bool:
-    """Whether tokenizer.json and tokenizer_config.json say all that there is to know.
-
-    They do not where the directory brings tokenizer code of its own, nor where the configuration leaves the
-    end-of-text token to the defaults of a tokenizer class.
-    """
-    config_file = directory / "tokenizer_config.json"
-    if not (directory / "tokenizer.json").is_file() or not config_file.is_file():
-        return False
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    return "auto_map" not in config and "eos_token" in config

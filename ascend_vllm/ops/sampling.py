@@ -127,6 +127,43 @@ def apply_penalties(
     logits.copy_(result)
 
 
+def _bitmask_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for num_rows, vocab in ((0, 8), (1, 1), (2, 31), (3, 32), (5, 33), (7, 1000), (3, 70001)):
+        words = -(-vocab // 32)
+        logits = torch.randn(num_rows, vocab, generator=generator).to(dtype)
+        rows = torch.randperm(num_rows, generator=generator)[: num_rows - num_rows // 3]
+        bits = torch.randint(-(2**31), 2**31, (len(rows), words), generator=generator, dtype=torch.int32)
+        sparse = bits & bits.roll(1, -1) & bits.roll(2, -1) & bits.roll(3, -1)
+        for bitmask in (bits, sparse, torch.zeros_like(bits), torch.full_like(bits, -1)):
+            yield logits.clone(), bitmask, rows
+        # a view of wider rows
+        yield torch.randn(num_rows, vocab + 5, generator=generator).to(dtype)[:, :vocab], bits, rows
+
+
+@define_op(inputs=_bitmask_inputs, mutates=("logits",))
+def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+    """Sets the logits of tokens whose bit is not set to -inf, in place.
+
+    Token t of mask m is allowed if bit `t % 32` of `bitmask[m, t // 32]` is set (the layout of xgrammar and
+    llguidance). Rows without a mask stay as they are.
+
+    Args:
+        logits: [S, V] float; rows may be strided.
+        bitmask: [G, ceil(V / 32)] int32; bits behind V are ignored.
+        rows: [G] int64, the row of each mask, none twice.
+
+    Example:
+        >>> logits = torch.zeros(1, 4)
+        >>> apply_token_bitmask(logits, torch.tensor([[0b0101]], dtype=torch.int32), torch.tensor([0]))
+        >>> logits
+        tensor([[0., -inf, 0., -inf]])
+    """
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((bitmask[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+
 def _sample_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for rows, vocab, scale in (

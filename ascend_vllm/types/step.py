@@ -5,7 +5,8 @@ its end or preemption. The worker keeps everything about the row there (token id
 parameters, number of computed tokens) and appends the tokens it samples itself, so that a running row costs
 the core two integers a step.
 
-Letters: R rows scheduled in a step, S rows that sample in a step, K number of log-probabilities, N steps.
+Letters: R rows scheduled in a step, S rows that sample in a step, K number of log-probabilities, N steps,
+V vocabulary, G constrained rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ascend_vllm.sampling_params import SamplingParams
 
 # a row's length when nothing limits it
 UNLIMITED = 1 << 31
+# "sampled" where all tokens are forbidden
+NO_TOKEN = -1
 
 
 class MoveKind(enum.IntEnum):
@@ -98,6 +101,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # tokens (parameters, blocks, everything), followed by this token instead of what it sampled last (beam search).
     # The source may be the slot itself; if it is another one, that one is forked from itself in the same step.
     forks: list[tuple[int, int, int]] = []
+    # [G] slots of sampling rows whose next token is constrained; there are none with num_steps above 1
+    constrained_slots: list[int] = []
+    # [G, ceil(V / 32)] int32: of each of them the tokens it may get; bit t % 32 of word t // 32 is token t's.
+    # None if there are none.
+    bitmask: np.ndarray | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -144,7 +152,8 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     step_id: int
     # [S] int32: the slots that sampled, in the order of SchedulerOutput.slots
     slots: np.ndarray
-    # [S, N] int64: sampled ids; those after the one that ends a row are void
+    # [S, N] int64: sampled ids; those after the one that ends a row are void. NO_TOKEN where nothing is left to
+    # sample, which ends the row.
     sampled_token_ids: np.ndarray
     # None when no sampling row asked for log-probabilities
     logprobs: StepLogprobs | None = None

@@ -12,6 +12,7 @@ from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
 from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import Sampler
@@ -69,7 +70,7 @@ class ModelRunner:
             return _nothing_sampled(step.step_id)
         slots = np.array(step.slots, np.int64)
         if step.num_steps == 1:
-            return self._forward_and_sample(step.step_id, slots, np.array(step.num_scheduled_tokens, np.int64))
+            return self._forward_and_sample(step, slots, np.array(step.num_scheduled_tokens, np.int64))
         sampled, logprobs = self._multi_step.run(slots, step.num_steps)
         return StepOutput(
             step_id=step.step_id,
@@ -78,7 +79,7 @@ class ModelRunner:
             logprobs=logprobs,
         )
 
-    def _forward_and_sample(self, step_id: int, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
+    def _forward_and_sample(self, step: SchedulerOutput, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
         """Computes the rows' next tokens and samples for those that have no more."""
         host_batch = self._batch.build(slots, num_scheduled)
         batch = host_batch.to_device(self._device)
@@ -87,17 +88,21 @@ class ModelRunner:
         self._batch.advance(slots, num_scheduled)
         sampling_slots = host_batch.sampling_slots
         if len(sampling_slots) == 0:
-            return _nothing_sampled(step_id, [prompt.fetch() for prompt in prompts])
+            return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts])
         if len(sampling_slots) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._model.compute_logits(hidden)
         plan = self._sampler.plan(sampling_slots)
+        if step.bitmask is not None:
+            rows = _places_of(np.array(step.constrained_slots, np.int64), sampling_slots)
+            plan = self._sampler.constrain(plan, rows, step.bitmask)
         num_tokens = upload(self._batch.num_tokens[sampling_slots], self._device)
         sampled = self._sampler.sample(logits, plan, num_tokens)
         token_ids = sampled.token_ids.cpu().numpy()
-        self._batch.append(sampling_slots, token_ids)
+        # the next step may be under way already: it must find a token where there is none
+        self._batch.append(sampling_slots, token_ids.clip(min=0) if plan.needed & MASKS else token_ids)
         return StepOutput(
-            step_id=step_id,
+            step_id=step.step_id,
             slots=sampling_slots.astype(np.int32),
             sampled_token_ids=token_ids[:, None],
             logprobs=collect([(plan.asking, sampled.logprobs)], len(sampling_slots), 1),
@@ -112,6 +117,13 @@ class ModelRunner:
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, V] of all of the step's tokens."""
         return self._model.compute_logits(self._hidden(batch))
+
+
+def _places_of(wanted: Int64Array, slots: Int64Array) -> Int64Array:
+    """Where in `slots`, in which none is twice, each of some of them stands."""
+    order = slots.argsort()
+    places: Int64Array = order[np.searchsorted(slots, wanted, sorter=order)]
+    return places
 
 
 def _nothing_sampled(step_id: int, prompt_logprobs: list[PromptLogprobs] | None = None) -> StepOutput:

@@ -21,6 +21,7 @@ from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.types.step import StepLogprobs
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.plan import SamplingPlan
 from ascend_vllm.worker.sampling.sampler import Sampled, Sampler
@@ -151,7 +152,9 @@ class MultiStepDecoder:
         token_ids = np.zeros((len(slots), num_steps), np.int64)
         for number, (index, _, sampled) in enumerate(passes):
             token_ids[index, number] = sampled.token_ids.cpu().numpy()
-        self._batch.append_several(slots, token_ids, host.counts(token_ids[:, : len(host.num_tokens)]))
+        counts = host.counts(token_ids[:, : len(host.num_tokens)])
+        # where all tokens were forbidden the row ends, but the next step may be under way already
+        self._batch.append_several(slots, token_ids.clip(min=0), counts)
         reports = [(index[asking], sampled.logprobs) for index, asking, sampled in passes]
         return token_ids, collect(reports, len(slots), num_steps)
 
@@ -171,6 +174,8 @@ class MultiStepDecoder:
             if number + 1 == len(max_seq_lens):
                 break
             input_ids = sampled.token_ids
+            if rows.plan.needed & MASKS:
+                input_ids = input_ids.clamp(min=0)
             self._sampler.remember(rows.plan, input_ids, num_tokens)
             rows.stop(number, input_ids)
             if self._host_memory:

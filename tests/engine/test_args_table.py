@@ -21,8 +21,8 @@ OWNERS = (FrontendArgs, GenerateServerArgs, EngineArgs)
 
 # where this project deliberately differs from 0.6.3: the device decides on the block size
 DEFAULTS_THAT_DIFFER = {"--block-size": None}
-# 0.6.3 lists 8, 16 and 32; here the device says at start which sizes it has
-CHOICES_THAT_DIFFER = {"--block-size"}
+# 0.6.3 lists 8, 16 and 32; here the device says at start which sizes it has. Options may follow a guided backend.
+CHOICES_THAT_DIFFER = {"--block-size", "--guided-decoding-backend"}
 KINDS = {
     "flag": {"flag"},
     "bool": {"bool"},

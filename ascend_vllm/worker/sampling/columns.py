@@ -25,6 +25,10 @@ ALLOWED_IDS = 8
 MIN_TOKENS = 16
 LOGPROBS = 32
 BAD_WORDS = 64
+# not of a row but of a step: it brings a mask for the row's next token
+CONSTRAINED = 128
+# what may leave a row no token at all
+MASKS = ALLOWED_IDS | MIN_TOKENS | BAD_WORDS | CONSTRAINED
 
 NO_LOGPROBS = -1
 

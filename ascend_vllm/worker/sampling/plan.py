@@ -85,6 +85,16 @@ class LogitBias:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Constraints:
+    """The tokens that some rows may get next."""
+
+    # [G] int64: those rows
+    rows: torch.Tensor
+    # [G, ceil(V / 32)] int32: bit t % 32 of word t // 32 is token t's
+    bitmask: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """Sampling parameters of some rows on the device. What no row needs is None."""
 
@@ -107,6 +117,8 @@ class SamplingPlan:
     bad_words: BadWords | None = None
     # set if there are penalties or bad words
     history: History | None = None
+    # of one token only
+    constraints: Constraints | None = None
 
 
 class Planner:
@@ -157,6 +169,17 @@ class Planner:
             bad_words=self._bad_words(slots, features) if needed & columns.BAD_WORDS else None,
             history=self._history(slots, num_steps) if needed & _NEED_HISTORY else None,
         )
+
+    def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: npt.NDArray[np.int32]) -> SamplingPlan:
+        """A plan for one token, with masks for some rows of it.
+
+        Args:
+            plan: of S rows.
+            rows: [G], each below S.
+            bitmask: [G, ceil(V / 32)].
+        """
+        constraints = Constraints(upload(rows, self._device), upload(bitmask, self._device))
+        return dataclasses.replace(plan, needed=plan.needed | columns.CONSTRAINED, constraints=constraints)
 
     def _filters(self, slots: Int64Array) -> Filters:
         params, device = self._params, self._device

@@ -1,8 +1,9 @@
 """From logits to token ids.
 
-Order of application (vLLM's): log-probabilities of the raw logits are set aside; then allowed ids, bad
+Order of application (vLLM's): log-probabilities of the raw logits are set aside; then constraints, allowed ids, bad
 words, min_tokens, logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a draw. With
-``processed_logprobs`` log-probabilities are taken at the end instead.
+``processed_logprobs`` log-probabilities are taken at the end instead. A row that the masks leave no token "gets"
+NO_TOKEN.
 
 Letters: S sampling rows of a step, V vocabulary.
 """
@@ -13,10 +14,11 @@ import dataclasses
 
 import torch
 
-from ascend_vllm.ops.sampling import apply_penalties, sample_tokens
-from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, sample_tokens
+from ascend_vllm.types.step import NO_TOKEN
+from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.columns import ANY_TOKEN
+from ascend_vllm.worker.sampling.columns import ANY_TOKEN, MASKS
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logprobs, report
 from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 
@@ -28,7 +30,7 @@ PROCESSED_LOGPROBS = "processed_logprobs"
 class Sampled:
     """The next token of each row, on the device."""
 
-    # [S] int64
+    # [S] int64; NO_TOKEN where all are forbidden
     token_ids: torch.Tensor
     # of the plan's asking rows; None if there are none
     logprobs: LogprobTensors | None
@@ -64,6 +66,10 @@ class Sampler:
         """Reads the parameters of some slots, [S], for as many tokens as the step gives them."""
         return self._planner.make(slots, num_steps)
 
+    def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: Int32Array) -> SamplingPlan:
+        """A plan for one token, with masks, [G, ceil(V / 32)], for some rows of it, [G]."""
+        return self._planner.constrain(plan, rows, bitmask)
+
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> Sampled:
         """Draws the next token of each row.
 
@@ -83,10 +89,13 @@ class Sampler:
             filters = (_asking_rows(column, plan) for column in plan.filters)
             logprobs = filtered_logprobs(_asking_rows(logits, plan).float(), *filters)
         ids = self._draw(logits, plan, num_tokens)
-        if logprobs is None:
-            return Sampled(ids, None)
-        num_logprobs = min(plan.num_logprobs, logits.shape[-1])
-        return Sampled(ids, report(logprobs, _asking_rows(ids, plan), num_logprobs))
+        reports = None
+        if logprobs is not None:
+            num_logprobs = min(plan.num_logprobs, logits.shape[-1])
+            reports = report(logprobs, _asking_rows(ids, plan), num_logprobs)
+        if plan.needed & MASKS:
+            ids = ids.masked_fill(logits.gather(1, ids[:, None])[:, 0] == -torch.inf, NO_TOKEN)
+        return Sampled(ids, reports)
 
     def remember(self, plan: SamplingPlan, token_ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Adds sampled tokens to the plan's history, before the same plan samples again.
@@ -103,6 +112,8 @@ class Sampler:
         """Masks, biases and penalties, on the rows that have them. Masks are exact in any dtype."""
         if plan.bias is not None or plan.penalties is not None:
             logits = self._as_float(logits)
+        if plan.constraints is not None:
+            apply_token_bitmask(logits, plan.constraints.bitmask, plan.constraints.rows)
         if plan.allowed is not None:
             values = logits[plan.allowed.index]
             logits[plan.allowed.rows] = -torch.inf

@@ -4,6 +4,7 @@
 
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/penalties.h"
+#include "cpu/kernels/token_bitmask.h"
 
 namespace ascend_vllm {
 namespace {
@@ -88,6 +89,33 @@ void apply_penalties(const at::Tensor& logits, const at::Tensor& token_ids, cons
   });
 }
 
+void apply_token_bitmask(const at::Tensor& logits, const at::Tensor& bitmask, const at::Tensor& rows) {
+  TORCH_CHECK(logits.dim() == 2, "logits must be a matrix, got ", logits.sizes());
+  check_rows(logits, "logits");
+  const int64_t words = (logits.size(1) + 31) / 32;
+  TORCH_CHECK(bitmask.dim() == 2 && bitmask.scalar_type() == at::kInt && bitmask.is_contiguous() &&
+                  bitmask.size(1) == words,
+              "bitmask must be a contiguous int32 matrix of ", words, " columns, got ", bitmask.scalar_type(),
+              " of shape ", bitmask.sizes());
+  const int64_t masks = bitmask.size(0);
+  check_vector(rows, "rows", at::kLong, masks);
+  const int64_t* row = rows.const_data_ptr<int64_t>();
+  for (int64_t m = 0; m < masks; ++m) {
+    TORCH_CHECK_INDEX(row[m] >= 0 && row[m] < logits.size(0), "row ", row[m], " is outside logits of ",
+                      logits.size(0), " rows");
+  }
+  apply_token_bitmask_kernel({
+      .dtype = dtype_of(logits, "logits"),
+      .logits = logits.mutable_data_ptr(),
+      .vocab = logits.size(1),
+      .stride = logits.stride(0),
+      .bitmask = bitmask.const_data_ptr<int32_t>(),
+      .masks = masks,
+      .words = words,
+      .rows = row,
+  });
+}
+
 }  // namespace
 }  // namespace ascend_vllm
 
@@ -95,4 +123,5 @@ TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("philox_uniform", &ascend_vllm::philox_uniform);
   m.impl("sample_tokens", &ascend_vllm::sample_tokens);
   m.impl("apply_penalties", &ascend_vllm::apply_penalties);
+  m.impl("apply_token_bitmask", &ascend_vllm::apply_token_bitmask);
 }

@@ -1,0 +1,163 @@
+"""What a request wants its text to look like, checked and put in one form, so that equal wishes share a grammar."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+from typing import Any
+
+from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.errors import RequestError
+from ascend_vllm.structured_outputs import StructuredOutputsParams
+
+# Beyond these a constraint is refused before any library sees it: their work grows faster than its size.
+MAX_BYTES = 256 * 1024
+MAX_REGEX_BYTES = 32 * 1024
+MAX_CHOICES = 8192
+MAX_DEPTH = 64
+
+_FIELD = "structured_outputs"
+
+
+class ConstraintKind(enum.Enum):
+    """The notations a constraint may be written in; the value is the request's field."""
+
+    JSON = "json"
+    REGEX = "regex"
+    CHOICE = "choice"
+    # EBNF in llama.cpp's notation (GBNF)
+    GBNF = "grammar"
+    LARK = "lark"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """One constraint; equal ones have the same grammar.
+
+    Attributes:
+        kind: its notation.
+        text: a JSON schema, regular expression, JSON list of choices, grammar or JSON of structural tags.
+        backend: library that the request or the server names; "auto": whichever can.
+        any_whitespace: JSON may be written with whitespace that has no meaning.
+        additional_properties: objects may have properties that the schema does not name, unless it forbids them.
+        whitespace_pattern: regular expression of the whitespace in JSON; None: any, or none.
+    """
+
+    kind: ConstraintKind
+    text: str
+    backend: str = "auto"
+    any_whitespace: bool = True
+    additional_properties: bool = True
+    whitespace_pattern: str | None = None
+
+    @property
+    def field(self) -> str:
+        """The request's field that it came in."""
+        return "grammar" if self.kind is ConstraintKind.LARK else self.kind.value
+
+
+def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> Constraint:
+    """What a request asks for, under a server's settings.
+
+    Raises:
+        RequestError: it is not well-formed, or too large.
+    """
+    kind, text = _kind_and_text(params)
+    limit = MAX_REGEX_BYTES if kind is ConstraintKind.REGEX else MAX_BYTES
+    size = len(_encode(kind.value, text))
+    if size > limit:
+        raise RequestError(f"{kind.value} is too large: {size} bytes, the limit is {limit}.", _FIELD)
+    pattern = params.whitespace_pattern
+    if pattern is not None and kind is not ConstraintKind.JSON:
+        raise RequestError(f"whitespace_pattern goes with a JSON schema, not with {kind.value}.", _FIELD)
+    if pattern is not None and len(_encode("whitespace_pattern", pattern)) > 1024:
+        raise RequestError("whitespace_pattern is too large: the limit is 1024 bytes.", _FIELD)
+    compact = params.disable_any_whitespace or config.disable_any_whitespace
+    if pattern is not None and params.disable_any_whitespace:
+        raise RequestError("whitespace_pattern and disable_any_whitespace contradict each other.", _FIELD)
+    closed = params.disable_additional_properties or config.disable_additional_properties
+    is_json = kind is ConstraintKind.JSON
+    return Constraint(
+        kind,
+        text,
+        params.backend or config.backend,
+        any_whitespace=not (is_json and compact and pattern is None),
+        additional_properties=not (is_json and closed),
+        whitespace_pattern=pattern,
+    )
+
+
+def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str]:
+    if params.json_object:
+        return ConstraintKind.JSON, '{"type": "object"}'
+    if params.json not in (None, False):
+        return ConstraintKind.JSON, _schema_text(params.json)
+    if params.regex is not None:
+        return ConstraintKind.REGEX, params.regex
+    if params.choice is not None:
+        return ConstraintKind.CHOICE, _choice_text(params.choice)
+    if params.grammar is not None:
+        is_gbnf = re.search(r"^\s*[\w-]+\s*::=", params.grammar, re.MULTILINE) is not None
+        return (ConstraintKind.GBNF if is_gbnf else ConstraintKind.LARK), params.grammar
+    if params.structural_tag is not None:
+        _check_depth("structural_tag", _load("structural_tag", params.structural_tag))
+        return ConstraintKind.STRUCTURAL_TAG, params.structural_tag
+    raise RequestError("structured_outputs holds no constraint.", _FIELD)
+
+
+def _schema_text(schema: str | dict[str, Any] | bool | None) -> str:
+    decoded = _load("json", schema) if isinstance(schema, str) else schema
+    if not isinstance(decoded, dict | bool):
+        raise RequestError(
+            f"json must be a JSON schema, an object or a boolean, but is {type(decoded).__name__}.", _FIELD
+        )
+    _check_depth("json", decoded)
+    # written anew, so that the layout of a schema makes no difference; the order of properties does
+    return json.dumps(decoded, ensure_ascii=False, separators=(",", ":"))
+
+
+def _choice_text(choice: list[str]) -> str:
+    if len(choice) > MAX_CHOICES:
+        raise RequestError(f"choice has {len(choice)} strings, the limit is {MAX_CHOICES}.", _FIELD)
+    return json.dumps(list(dict.fromkeys(choice)), ensure_ascii=False)
+
+
+def _load(name: str, text: str) -> Any:
+    """The value of a JSON text; errors are told in the words of the JSON parser, which vLLM passes on too."""
+    if len(text) > MAX_BYTES:
+        raise RequestError(f"{name} is too large: {len(text)} characters, the limit is {MAX_BYTES} bytes.", _FIELD)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise RequestError(_too_deep(name), _FIELD) from None
+    except ValueError as error:
+        raise RequestError(f"{name} is not valid JSON: {error}", _FIELD) from None
+
+
+def _check_depth(name: str, value: Any) -> None:
+    """Refuses deep nesting, without recursion of its own."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+    if level:
+        raise RequestError(_too_deep(name), _FIELD)
+
+
+def _too_deep(name: str) -> str:
+    return f"{name} is nested too deeply: the limit is {MAX_DEPTH} levels."
+
+
+def _encode(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode text: {error}", _FIELD) from None

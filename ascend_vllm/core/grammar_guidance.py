@@ -1,0 +1,211 @@
+"""Grammars by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+
+from ascend_vllm.core.constraint import Constraint, ConstraintKind
+from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarBackend, GrammarError, choice_regex
+from ascend_vllm.core.vocabulary import Vocabulary
+
+# The library shares most of a grammar between matchers and does not say how large it is.
+_NUM_BYTES = 1 << 20
+
+
+class LLGuidance(Grammar):
+    """A matcher of the library, over a vocabulary with one more token, the library's end of text.
+
+    Args:
+        matcher: the library's.
+        num_tokens: V.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+        self.matcher = matcher
+        self._num_tokens = num_tokens
+        self._num_accepted = 0
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        ids = list(token_ids)
+        # consuming what does not fit would leave the matcher in an error for good
+        if self.matcher.validate_tokens(ids) < len(ids) or not self.matcher.consume_tokens(ids):
+            return False
+        self._num_accepted += len(ids)
+        return True
+
+    def fill_bitmask(self, row: Bitmask) -> None:
+        words = _words_of(self._num_tokens + 1)
+        mask = np.zeros((1, words), np.int32)
+        llguidance.numpy.fill_next_token_bitmask(self.matcher, mask)
+        _forget_end(mask, self._num_tokens)
+        row[:] = mask[0, : len(row)]
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens > self._num_accepted:
+            raise ValueError(f"{num_tokens} tokens are to be taken back, {self._num_accepted} were accepted")
+        if num_tokens and not self.matcher.rollback(num_tokens):
+            raise ValueError(self.matcher.get_error())
+        self._num_accepted -= num_tokens
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self.matcher.is_accepting())
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self.matcher.is_accepting() and self.matcher.is_stopped())
+
+
+class _Compiled(CompiledGrammar):
+    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+        self._matcher = matcher
+        self._num_tokens = num_tokens
+
+    def start(self) -> Grammar:
+        return LLGuidance(self._matcher.deep_copy(), self._num_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return _NUM_BYTES
+
+
+class _TokenizerOf:
+    """A vocabulary as the library wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # the library must have an end-of-text token, and masks it in with others; ours stay out of its sight
+        self.eos_token_id = vocabulary.size
+        self.tokens = [*vocabulary.tokens, b"<end>"]
+        self.special_token_ids = [self.eos_token_id]
+        longest_first = sorted({token for token in vocabulary.tokens if token}, key=len, reverse=True)
+        self._ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if token}
+        self._longest = len(longest_first[0]) if longest_first else 0
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Some way to write a text in tokens; the library asks for one when it looks for forced tokens."""
+        ids = []
+        while text:
+            for length in range(min(self._longest, len(text)), 0, -1):
+                id_ = self._ids.get(text[:length])
+                if id_ is not None:
+                    ids.append(id_)
+                    break
+            text = text[length:]
+        return ids
+
+
+class LLGuidanceBackend(GrammarBackend):
+    """The library for one vocabulary.
+
+    Args:
+        vocabulary: of the model.
+        num_threads: that a batch of bitmasks may use.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        self._num_tokens = vocabulary.size
+        wrapper = llguidance.TokenizerWrapper(_TokenizerOf(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(wrapper)
+        self._executor = llguidance.LLExecutor(num_threads)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        try:
+            grammar = _grammar_of(constraint)
+        except GrammarError:
+            raise
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise GrammarError(str(error)) from None
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(_in_a_line(matcher.get_error()))
+        return _Compiled(matcher, self._num_tokens)
+
+    def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
+        masks = np.zeros((len(grammars), _words_of(self._num_tokens + 1)), np.int32)
+        matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, LLGuidance)]
+        places = list(zip(matchers, range(len(matchers)), strict=True))
+        llguidance.numpy.fill_next_token_bitmask_par(self._executor, places, masks)
+        _forget_end(masks, self._num_tokens)
+        bitmask[list(rows)] = masks[:, : bitmask.shape[1]]
+
+
+def _in_a_line(error: str) -> str:
+    """What the library says, without the pictures of where it says it."""
+    lines = [line.strip() for line in error.removesuffix("<non-verbose/>").strip().splitlines()]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join(told) or lines[0]
+
+
+def _words_of(num_tokens: int) -> int:
+    return -(-num_tokens // 32)
+
+
+def _forget_end(masks: Bitmask, num_tokens: int) -> None:
+    """Clears the bit of the library's own end-of-text token."""
+    masks[:, num_tokens // 32] &= np.int32(~(1 << 31) if num_tokens % 32 == 31 else ~(1 << num_tokens % 32))
+
+
+def _grammar_of(constraint: Constraint) -> str:
+    matcher, text = llguidance.LLMatcher, constraint.text
+    match constraint.kind:
+        case ConstraintKind.JSON:
+            return _schema_grammar(constraint)
+        case ConstraintKind.REGEX:
+            return matcher.grammar_from_regex(text)
+        case ConstraintKind.CHOICE:
+            return matcher.grammar_from_regex(choice_regex(json.loads(text)))
+        case ConstraintKind.GBNF:
+            return llguidance.grammar_from("gbnf", text)
+        case ConstraintKind.LARK:
+            return matcher.grammar_from_lark(text)
+        case ConstraintKind.STRUCTURAL_TAG:
+            return _tags_grammar(json.loads(text))
+
+
+def _schema_grammar(constraint: Constraint) -> str:
+    schema = json.loads(constraint.text)
+    if not constraint.additional_properties:
+        _close_objects(schema)
+    options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
+    if constraint.whitespace_pattern is not None:
+        options["whitespace_pattern"] = constraint.whitespace_pattern
+    # the library's own class has all keys, each with a value
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+
+
+def _close_objects(schema: Any) -> None:
+    """Forbids, in place, properties that a schema does not name, in objects whose properties it names."""
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            if isinstance(part.get("properties"), dict):
+                part.setdefault("additionalProperties", False)
+            todo += part.values()
+
+
+def _tags_grammar(tag: Any) -> str:
+    """Structural tags in their first form: a list of structures, and triggers that their beginnings start with."""
+    if not isinstance(tag, dict) or "structures" not in tag:
+        raise GrammarError("only structural tags with structures and triggers are supported")
+    tags = [
+        llguidance.StructTag(
+            trigger=next(trigger for trigger in tag["triggers"] if item["begin"].startswith(trigger)),
+            begin=item["begin"],
+            grammar=item["schema"],
+            end=item["end"],
+        )
+        for item in tag["structures"]
+    ]
+    return llguidance.StructTag.to_grammar(tags, assume_special=False)
