@@ -100,3 +100,8 @@ def engine_iteration_timeout_s(default: float) -> float | None:
 def server_dev_mode() -> bool:
     """`VLLM_SERVER_DEV_MODE`: 1 adds routes for development to the server, such as POST /reset_prefix_cache."""
     return os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1"
+
+
+def enable_responses_api_store() -> bool:
+    """`VLLM_ENABLE_RESPONSES_API_STORE`: 0 keeps no answers of /v1/responses, so that none can be asked for later."""
+    return os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE", "1") != "0"

@@ -36,9 +36,11 @@ from ascend_vllm.entrypoints.openai.protocol_misc import (
     ModelList,
     TokenizeRequest,
 )
+from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
 from ascend_vllm.entrypoints.openai.serving_base import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
+from ascend_vllm.entrypoints.openai.serving_responses import ServingResponses
 from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.errors import EngineDeadError
@@ -185,6 +187,23 @@ def _add_message_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSetting
             raise
         except Exception as error:
             return anthropic_serving.error_response(error)
+
+
+def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
+    serving = ServingResponses(engine, settings)
+
+    @app.post("/v1/responses", openapi_extra=_documented_body(ResponsesRequest))
+    async def create_response(http: Request) -> Response:
+        return await serving.create(await read_body(http, ResponsesRequest), http)
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str, http: Request) -> Response:
+        query = RetrieveQuery.model_validate(dict(http.query_params))
+        return await serving.retrieve(response_id, query.stream, query.starting_after)
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str) -> Response:
+        return await serving.cancel(response_id)
 
 
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:

@@ -294,18 +294,22 @@ class ServingBase:
         generators = []
         for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
             params = request.sampling_params(self.sampling_defaults, limit, force_logprobs)
-            if self.settings.log_requests:
-                self._log_request(f"{engine_id}-{index}", prompt, params)
-            generators.append(
-                self.engine.generate(
-                    {"prompt_token_ids": prompt.token_ids},
-                    params,
-                    f"{engine_id}-{index}",
-                    priority=request.priority or 0,
-                    cache_salt=request.cache_salt,
-                )
-            )
+            generators.append(self.generate(request, f"{engine_id}-{index}", prompt, params))
         return generators, response_id
+
+    def generate(
+        self, request: GenerationRequest, engine_id: str, prompt: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one engine request, which begins when the first of them is waited for."""
+        if self.settings.log_requests:
+            self._log_request(engine_id, prompt, params)
+        return self.engine.generate(
+            {"prompt_token_ids": prompt.token_ids},
+            params,
+            engine_id,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+        )
 
     async def collect(self, generators: Sequence[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
         """The final outputs, in the order of the prompts."""

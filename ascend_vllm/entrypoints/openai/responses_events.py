@@ -1,0 +1,159 @@
+"""Output items of a response while they grow, and the events that tell it.
+
+The order of a stream: ``response.created``, ``response.in_progress``, then for each item its addition, the pieces of
+its text, and its end, at last the response as a whole. Every event has a number, and there is no ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatTokenLogprob
+from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
+from ascend_vllm.entrypoints.openai.sse import encode_json
+
+Event: TypeAlias = dict[str, Any]
+
+_TEXT, _THOUGHTS, _CALL = "message", "reasoning", "function_call"
+
+
+def encode_event(event: Event) -> bytes:
+    """An event as it is sent."""
+    name: str = event["type"]
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(event))
+
+
+class OutputItems:
+    """The output of one response, made of the deltas of its text.
+
+    Args:
+        thoughts_status: status of thoughts that have ended; vLLM tells one in streams only.
+
+    Attributes:
+        items: the output so far, as the response has it.
+        thoughts: the thoughts so far.
+    """
+
+    def __init__(self, thoughts_status: str | None = "completed") -> None:
+        self.items: list[dict[str, Any]] = []
+        self.thoughts = ""
+        self._thoughts_status = thoughts_status
+        self._open = ""  # the kind of the item that grows; "": none does
+        self._pieces: list[str] = []
+        self._logprobs: list[ChatTokenLogprob] = []
+        self._has_logprobs = False
+        self._sequence_number = 0
+
+    def whole(self, name: str, response: ResponsesResponse) -> Event:
+        """An event that holds the response as it is now, such as ``response.completed``."""
+        return self._event(name, response=response)
+
+    def add(self, delta: dict[str, Any], logprobs: Sequence[ChatTokenLogprob] | None = None) -> list[Event]:
+        """Take in what a `ChoiceParser` has found; the events of it.
+
+        Args:
+            delta: with one of `reasoning`, `content` and `tool_calls`.
+            logprobs: of the tokens that a piece of content was made of; None: not asked for.
+        """
+        if "tool_calls" in delta:
+            return [event for call in delta["tool_calls"] for event in self._add_call(call)]
+        if "reasoning" in delta:
+            return self._add_thoughts(delta["reasoning"])
+        return self._add_text(delta["content"], logprobs)
+
+    def close(self) -> list[Event]:
+        """End the item that grows; the events of it."""
+        if not self._open:
+            return []
+        kind, self._open = self._open, ""
+        item, text = self.items[-1], "".join(self._pieces)
+        if kind == _CALL:
+            item |= {"arguments": text, "status": "completed"}
+            events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
+        elif kind == _THOUGHTS:
+            self.thoughts += text
+            part = {"text": text, "type": "reasoning_text"}
+            item |= {"content": [part], "status": self._thoughts_status}
+            done = self._event("response.reasoning_text.done", content_index=0, text=text)
+            events = [done, self._event("response.content_part.done", content_index=0, part=part)]
+        else:
+            part = _text_part(text, self._logprobs if self._has_logprobs else None)
+            item |= {"content": [part], "status": "completed"}
+            done = self._event("response.output_text.done", content_index=0, logprobs=[], text=text)
+            events = [done, self._event("response.content_part.done", content_index=0, part=part)]
+        return [*events, self._event("response.output_item.done", item=dict(item))]
+
+    def _add_text(self, text: str, logprobs: Sequence[ChatTokenLogprob] | None) -> list[Event]:
+        events: list[Event] = []
+        if self._open != _TEXT:
+            events = self._begin(
+                _TEXT, {"id": _item_id("msg"), "content": [], "role": "assistant"} | _begun(_TEXT) | {"phase": None}
+            )
+            part = _text_part("", [])
+            events.append(self._event("response.content_part.added", content_index=0, part=part))
+            self._logprobs = []
+            self._has_logprobs = logprobs is not None
+        self._pieces.append(text)
+        self._logprobs.extend(logprobs or ())
+        shown = [_delta_logprob(entry) for entry in logprobs or ()]
+        events.append(self._event("response.output_text.delta", content_index=0, delta=text, logprobs=shown))
+        return events
+
+    def _add_thoughts(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open != _THOUGHTS:
+            nothing = {"content": None, "encrypted_content": None}
+            events = self._begin(_THOUGHTS, {"id": _item_id("rs"), "summary": []} | _begun(_THOUGHTS) | nothing)
+            part = {"text": "", "type": "reasoning_text"}
+            events.append(self._event("response.content_part.added", content_index=0, part=part))
+        self._pieces.append(text)
+        events.append(self._event("response.reasoning_text.delta", content_index=0, delta=text))
+        return events
+
+    def _add_call(self, call: dict[str, Any]) -> list[Event]:
+        function = call["function"]
+        events: list[Event] = []
+        if "id" in call:
+            item = {"arguments": "", "call_id": call["id"], "name": function["name"], "id": _item_id("fc")}
+            events = self._begin(_CALL, item | _begun(_CALL))
+        if function["arguments"]:
+            self._pieces.append(function["arguments"])
+            events.append(self._event("response.function_call_arguments.delta", delta=function["arguments"]))
+        return events
+
+    def _begin(self, kind: str, item: dict[str, Any]) -> list[Event]:
+        """End what grew before, and begin an item."""
+        events = self.close()
+        self._open, self._pieces = kind, []
+        self.items.append(item)
+        return [*events, self._event("response.output_item.added", item=dict(item))]
+
+    def _event(self, event_type: str, /, **fields: Any) -> Event:
+        if "response" not in fields:
+            if "item" not in fields:
+                fields["item_id"] = self.items[-1]["id"]
+            fields["output_index"] = len(self.items) - 1
+        fields["sequence_number"] = self._sequence_number
+        self._sequence_number += 1
+        fields["type"] = event_type
+        return fields
+
+
+def _begun(kind: str) -> dict[str, Any]:
+    return {"type": kind, "status": "in_progress"}
+
+
+def _item_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(8)}"
+
+
+def _text_part(text: str, logprobs: list[ChatTokenLogprob] | None) -> dict[str, Any]:
+    return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
+
+
+def _delta_logprob(entry: ChatTokenLogprob) -> dict[str, Any]:
+    """Log-probabilities in deltas are told without bytes."""
+    top = [{"token": other.token, "logprob": other.logprob} for other in entry.top_logprobs]
+    return {"token": entry.token, "logprob": entry.logprob, "top_logprobs": top}

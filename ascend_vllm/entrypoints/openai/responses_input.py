@@ -1,0 +1,153 @@
+"""Input items of /v1/responses as the messages of a chat.
+
+A conversation is a list of items: messages, thoughts, calls of functions and what they returned. What the assistant
+did in one turn is one message of a chat, however many items tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ascend_vllm.errors import RequestError
+
+_ROLES = ("user", "assistant", "system", "developer")
+# an assistant's message that the answer goes on with
+_UNFINISHED = ("in_progress", "incomplete")
+# what a chat knows of a part
+_PART_FIELDS = ("type", "text", "refusal")
+
+
+def input_items(value: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """`input` as items; text is a user's message.
+
+    Raises:
+        RequestError: an item is not an object.
+    """
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise _wrong(index, f"must be an object, but is of type {type(item).__name__}")
+    return list(value)
+
+
+def continues_message(items: Sequence[dict[str, Any]]) -> bool:
+    """Whether the answer is to go on with the last item, a message of the assistant that has not ended."""
+    if not items:
+        return False
+    last = items[-1]
+    return _kind(last) == "message" and last.get("role") == "assistant" and last.get("status") in _UNFINISHED
+
+
+def to_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat that items tell.
+
+    Thoughts, text and calls that follow each other become one message of the assistant. Thoughts are told to the
+    template as `reasoning` and as `reasoning_content`, the names that templates use.
+
+    Args:
+        items: messages, reasoning, function_call and function_call_output items.
+
+    Raises:
+        RequestError: an item is of another type, or lacks something.
+
+    Example::
+
+        to_messages([{"role": "user", "content": "Hello"}])  # [{"role": "user", "content": "Hello"}]
+    """
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        add = _READERS.get(_kind(item))
+        if add is None:
+            raise RequestError(f"Unsupported input item type: {_kind(item)}", "input")
+        add(messages, index, item)
+    return messages
+
+
+def _kind(item: dict[str, Any]) -> Any:
+    kind = item.get("type", "message" if "role" in item else None)
+    return kind if isinstance(kind, str | None) else str(kind)
+
+
+def _add_message(messages: list[dict[str, Any]], index: int, item: dict[str, Any]) -> None:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise _wrong(index, f"has the role {role!r}, but must have one of {', '.join(_ROLES)}")
+    content = _content(index, item, "content")
+    if role == "assistant":
+        _turn(messages, lambda message: message["content"] is None)["content"] = content
+    else:
+        messages.append({"role": "system" if role == "developer" else role, "content": content})
+
+
+def _add_reasoning(messages: list[dict[str, Any]], index: int, item: dict[str, Any]) -> None:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise _wrong(index, "must have a list of objects as its content and as its summary")
+    texts = [part.get("text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise _wrong(index, "has a part without a text")
+    message = _turn(messages, lambda message: not message.keys() & {"reasoning", "tool_calls"})
+    message["reasoning"] = message["reasoning_content"] = "\n".join(map(str, texts))
+
+
+def _add_call(messages: list[dict[str, Any]], index: int, item: dict[str, Any]) -> None:
+    name, arguments = _text(index, item, "name"), _text(index, item, "arguments")
+    call = {
+        "id": _text(index, item, "call_id"),
+        "type": "function",
+        # a call that was cut short is part of the conversation all the same
+        "function": {"name": name, "arguments": arguments if _is_object(arguments) else "{}"},
+    }
+    _turn(messages, lambda _: True).setdefault("tool_calls", []).append(call)
+
+
+def _add_output(messages: list[dict[str, Any]], index: int, item: dict[str, Any]) -> None:
+    call_id = _text(index, item, "call_id")
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(index, item, "output")})
+
+
+_READERS: dict[str | None, Callable[[list[dict[str, Any]], int, dict[str, Any]], None]] = {
+    "message": _add_message,
+    "reasoning": _add_reasoning,
+    "function_call": _add_call,
+    "function_call_output": _add_output,
+}
+
+
+def _turn(messages: list[dict[str, Any]], can_take: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The assistant's message to add to: the last one if it can take it, else a new one."""
+    if not (messages and messages[-1]["role"] == "assistant" and can_take(messages[-1])):
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _content(index: int, item: dict[str, Any], field: str) -> Any:
+    """Text or parts; what the parts may be is known where the template is rendered."""
+    value = item.get(field)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise _wrong(index, f"must have a string or a list of parts as its {field}")
+    return [{name: part[name] for name in _PART_FIELDS if name in part} for part in value]
+
+
+def _text(index: int, item: dict[str, Any], field: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise _wrong(index, f"must have a string as its {field}")
+    return value
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(arguments), dict)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return False
+
+
+def _wrong(index: int, finding: str) -> RequestError:
+    return RequestError(f"The input item at index {index} {finding}.", "input")

@@ -1,0 +1,359 @@
+"""POST /v1/responses: items in, items out, whole, as a stream or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ascend_vllm import envs
+from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatTokenLogprob
+from ascend_vllm.entrypoints.openai.protocol_common import unix_time
+from ascend_vllm.entrypoints.openai.protocol_responses import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    RawMessage,
+    ResponseError,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from ascend_vllm.entrypoints.openai.responses_events import Event, OutputItems, encode_event
+from ascend_vllm.entrypoints.openai.responses_input import continues_message, input_items, to_messages
+from ascend_vllm.entrypoints.openai.responses_store import (
+    EventLog,
+    InvalidResponseError,
+    ResponseNotFoundError,
+    ResponseStore,
+    StoredResponse,
+)
+from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingSettings
+from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
+from ascend_vllm.entrypoints.openai.streaming import StreamResponse, merge, run_unless_disconnected
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import CompletionOutput, RequestOutput
+from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+_NO_STORE = (
+    "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
+    "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
+)
+# fields of the chat that a request's fields become → what the client has called them
+_CLIENT_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
+
+
+class ServingResponses:
+    """Answers requests for responses, and keeps the answers.
+
+    Args:
+        chat: the room that renders conversations and asks the engine.
+    """
+
+    def __init__(self, engine: AsyncLLM, settings: ServingSettings) -> None:
+        self._chat = ServingChat(engine, settings)
+        self._settings = settings
+        self.store = ResponseStore() if envs.enable_responses_api_store() else None
+
+    async def create(self, request: ResponsesRequest, http: Request) -> Response:
+        """The answer to one request; of a background one, that it has begun.
+
+        Raises:
+            RequestError: the request is wrong.
+            EngineDeadError: the engine is gone.
+            ClientDisconnectedError: the client went away; unless it runs in the background, generating was aborted.
+        """
+        self._chat.check_model(request.model)
+        request.check_supported()
+        if request.background and self.store is None:
+            raise InvalidResponseError(_NO_STORE, "background")
+        items = input_items(request.input)
+        previous = self._previous(request)
+        try:
+            answer = await self._prepare(request, items, previous)
+        except RequestError as error:
+            error.param = _CLIENT_NAMES.get(error.param or "", error.param)
+            raise
+        entry = None
+        if self.store is not None and request.kept:
+            size = len(await http.body()) + len(answer.prompt.text or "")
+            entry = StoredResponse(answer.response, items, previous, size)
+        if entry is not None and request.background:
+            return self._begin_background(answer, entry, stream=bool(request.stream))
+        outputs = [answer.generate()]
+        if request.stream:
+            return await self._chat.open_stream(http, outputs, lambda items: self._stream(answer, items, entry))
+        await run_unless_disconnected(http.receive, answer.collect(merge(outputs)))
+        self._keep(entry)
+        return json_response(answer.response)
+
+    async def retrieve(self, response_id: str, stream: bool, starting_after: int | None) -> Response:
+        """A stored response as it is now.
+
+        Args:
+            response_id: of the response.
+            stream: send the events of a background stream instead, from the first one on.
+            starting_after: number of the last event that the client has.
+
+        Raises:
+            RequestError: there is no such response, or it has no events.
+        """
+        entry = self._stored(response_id)
+        if not stream:
+            return json_response(entry.response)
+        if entry.events is None:
+            raise InvalidResponseError(
+                f"Response with id '{response_id}' has no events: it was not made with `background` and `stream`.",
+                "stream",
+            )
+        return _follow(entry.events, -1 if starting_after is None else starting_after)
+
+    async def cancel(self, response_id: str) -> Response:
+        """End a background response early.
+
+        Raises:
+            RequestError: there is no such response, or it does not run.
+        """
+        entry = self._stored(response_id)
+        if entry.task is None or not entry.running:
+            raise InvalidResponseError("Cannot cancel a synchronous response.", "response_id")
+        entry.response.status = "cancelled"
+        entry.task.cancel()
+        # closing the outputs aborts the request in the engine
+        await asyncio.gather(entry.task, return_exceptions=True)
+        if entry.events is not None:  # a task that had not begun has no end of its own
+            entry.events.end()
+        return json_response(entry.response)
+
+    def _previous(self, request: ResponsesRequest) -> StoredResponse | None:
+        if request.previous_response_id is None:
+            return None
+        previous = self._stored(request.previous_response_id)
+        if previous.running:
+            raise InvalidResponseError(
+                f"Response with id '{request.previous_response_id}' is still {previous.response.status}.",
+                "previous_response_id",
+            )
+        return previous
+
+    def _stored(self, response_id: str) -> StoredResponse:
+        if self.store is None:
+            raise ResponseNotFoundError(response_id)
+        return self.store.get(response_id)
+
+    async def _prepare(
+        self, request: ResponsesRequest, items: list[dict[str, Any]], previous: StoredResponse | None
+    ) -> _Answer:
+        """Check everything that can be checked before the engine is asked."""
+        conversation = [*(previous.conversation() if previous else ()), *items]
+        messages = to_messages(conversation)
+        if request.instructions is not None:
+            messages.insert(0, {"role": "system", "content": request.instructions})
+        if not messages:
+            raise RequestError("Cannot apply chat template to an empty conversation. Provide at least one message.")
+        chat = request.to_chat(messages, continues_message(conversation), self._settings.max_model_len)
+        prompt = await self._chat.prepare(chat)
+        # events need the output piece by piece; so do log-probabilities, to tell which belong to the text
+        whole = not (request.stream or request.background or request.wants_logprobs)
+        params = chat.sampling_params(
+            self._chat.sampling_defaults, self._max_tokens(request, len(prompt.token_ids)), force_logprobs=False
+        )
+        params.output_kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
+        chosen = request.request_id
+        if chosen is not None and self.store is not None and chosen in self.store:
+            raise RequestError(f"There is a response with the id '{chosen}' already.", "request_id")
+        return _Answer(self._chat, request, chat, prompt, params, chosen or f"resp_{secrets.token_hex(8)}")
+
+    def _max_tokens(self, request: ResponsesRequest, num_prompt_tokens: int) -> int:
+        requested, limit = request.max_output_tokens, self._settings.max_model_len
+        if requested is not None and requested > limit:
+            raise RequestError(
+                f"max_output_tokens={requested} cannot be greater than max_model_len={limit}. Please request fewer "
+                "output tokens.",
+                "max_output_tokens",
+            )
+        if requested is None:
+            requested = self._chat.sampling_defaults.get("max_tokens")
+        return self._chat.limit_tokens(num_prompt_tokens, requested, clamp=True)
+
+    def _keep(self, entry: StoredResponse | None) -> None:
+        if entry is not None and self.store is not None:
+            self.store.put(entry)
+
+    async def _stream(
+        self, answer: _Answer, outputs: Outputs, entry: StoredResponse | None
+    ) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(answer.stream(outputs)) as events:
+            async for data in events:
+                yield data
+        self._keep(entry)
+
+    def _begin_background(self, answer: _Answer, entry: StoredResponse, stream: bool) -> Response:
+        """Generate whether or not anybody listens."""
+        entry.events = EventLog() if stream else None
+        begun = json_response(answer.response)
+        entry.task = asyncio.create_task(self._run(answer, entry), name=f"response-{answer.response.id}")
+        self._keep(entry)
+        return begun if entry.events is None else _follow(entry.events)
+
+    async def _run(self, answer: _Answer, entry: StoredResponse) -> None:
+        outputs = merge([answer.generate()])
+        try:
+            async with contextlib.aclosing(answer.stream(outputs)) as events:
+                async for data in events:
+                    if entry.events is not None:
+                        entry.events.add(data)
+        finally:
+            await outputs.aclose()
+            if entry.events is not None:
+                entry.events.end()
+            self._keep(entry)  # it counts for more now
+
+
+def _follow(events: EventLog, starting_after: int = -1) -> StreamResponse:
+    async def nothing() -> None:
+        """The events do not belong to who listens to them."""
+
+    return StreamResponse(events.follow(starting_after), "text/event-stream", nothing)
+
+
+class _Answer:
+    """One request's output on its way into a response.
+
+    Attributes:
+        response: as it is now.
+        prompt: what the model is given.
+    """
+
+    def __init__(
+        self,
+        serving: ServingChat,
+        request: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        prompt: Prompt,
+        params: SamplingParams,
+        response_id: str,
+    ) -> None:
+        self.prompt = prompt
+        self.response = ResponsesResponse.from_request(
+            request, params, response_id=response_id, created_at=unix_time(), model=serving.model_name
+        )
+        self._serving = serving
+        self._request = request
+        self._chat = chat
+        self._params = params
+        self._parser = serving.settings.parsers.make(chat, prompt.text or "")
+        streamed = bool(request.stream or request.background)
+        self._items = OutputItems("completed" if streamed else None)
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._num_tokens = 0
+        self._logprobs: list[ChatTokenLogprob] | None = [] if params.logprobs is not None else None
+
+    def generate(self) -> AsyncGenerator[RequestOutput, None]:
+        """The engine's outputs."""
+        # a chosen id may come again while the engine still has it
+        engine_id = f"{self.response.id}-{secrets.token_hex(4)}"
+        return self._serving.generate(self._chat, engine_id, self.prompt, self._params)
+
+    async def collect(self, outputs: Outputs) -> None:
+        """Wait for the end; `response` is the answer then."""
+        async with contextlib.aclosing(outputs):
+            async for _, output in outputs:
+                self._take(output.outputs[0])
+                if output.finished:
+                    await self._finish(output)
+
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The answer's events; an error ends them, as a response that failed."""
+        try:
+            yield self._whole("response.created")
+            begun = False
+            async for _, output in outputs:
+                if not begun:
+                    begun = True
+                    self.response.status = "in_progress"
+                    yield self._whole("response.in_progress")
+                yield b"".join(map(encode_event, self._take(output.outputs[0])))
+                if output.finished:
+                    closing = await self._finish(output)
+                    yield b"".join(map(encode_event, closing)) + self._whole("response.completed")
+        except Exception as error:
+            failure = to_http_error(error).body
+            self.response.status = "failed"
+            self.response.error = ResponseError("server_error", failure["message"])
+            yield self._whole("response.failed")
+
+    def _whole(self, name: str) -> bytes:
+        return encode_event(self._items.whole(name, self.response))
+
+    def _take(self, generated: CompletionOutput) -> list[Event]:
+        """Take in a piece of output; the events of it."""
+        self._num_tokens += len(generated.token_ids)
+        if self._request.enable_response_messages:
+            self._texts.append(generated.text)
+            self._token_ids.extend(generated.token_ids)
+        if self._logprobs is not None and generated.logprobs is not None:
+            num_top = self._request.top_logprobs or 0
+            as_ids = self._serving.settings.return_tokens_as_token_ids
+            self._logprobs += chat_logprobs(generated.token_ids, generated.logprobs, num_top, as_ids).content
+        final = generated.finish_reason is not None
+        if self._parser is not None:
+            deltas = self._parser.feed(generated.text, final)
+        else:
+            deltas = [{"content": generated.text}] if generated.text else []
+        return [event for delta in deltas for event in self._add(delta)]
+
+    def _add(self, delta: dict[str, Any]) -> Sequence[Event]:
+        logprobs = self._logprobs
+        if logprobs is not None:
+            # those of tokens that became thoughts or calls are not told
+            self._logprobs = []
+        return self._items.add(delta, logprobs)
+
+    async def _finish(self, output: RequestOutput) -> list[Event]:
+        """The output is complete: set what follows of that; the last events."""
+        events = self._items.close()
+        response = self.response
+        response.output = self._items.items
+        response.usage = await self._usage(output)
+        if output.outputs[0].finish_reason == "length":
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails()
+        else:
+            response.status = "completed"
+        if self._request.enable_response_messages:
+            response.input_messages = [RawMessage(self.prompt.text or "", self.prompt.token_ids)]
+            response.output_messages = [RawMessage("".join(self._texts), self._token_ids)]
+        return events
+
+    async def _usage(self, output: RequestOutput) -> ResponseUsage:
+        num_input = len(output.prompt_token_ids)
+        thoughts = self._items.thoughts
+        num_thoughts = len(await self._serving.encode(thoughts, add_special_tokens=False)) if thoughts else 0
+        return ResponseUsage(
+            num_input,
+            InputTokensDetails(output.num_cached_tokens, self._num_newly_cached(num_input, output.num_cached_tokens)),
+            self._num_tokens,
+            OutputTokensDetails(min(num_thoughts, self._num_tokens)),
+            num_input + self._num_tokens,
+        )
+
+    def _num_newly_cached(self, num_input: int, num_cached: int) -> int:
+        """Tokens of the prompt's full blocks that were not in the prefix cache before."""
+        cache = self._serving.engine.config.cache
+        return num_input // cache.block_size * cache.block_size - num_cached if cache.enable_prefix_caching else 0
