@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 import ascend_vllm
 from ascend_vllm import envs
@@ -22,6 +22,7 @@ from ascend_vllm.entrypoints.openai.errors import (
     decode_json,
     install_error_handlers,
     json_response,
+    validation_error,
 )
 from ascend_vllm.entrypoints.openai.middleware import (
     ApiKeyMiddleware,
@@ -59,6 +60,7 @@ _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
     MessagesRequest,
     CountTokensRequest,
+    ResponsesRequest,
 )
 
 
@@ -198,7 +200,10 @@ def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettin
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, http: Request) -> Response:
-        query = RetrieveQuery.model_validate(dict(http.query_params))
+        try:
+            query = RetrieveQuery.model_validate(dict(http.query_params))
+        except ValidationError as error:
+            raise validation_error(error, "query") from error
         return await serving.retrieve(response_id, query.stream, query.starting_after)
 
     @app.post("/v1/responses/{response_id}/cancel")
@@ -255,6 +260,7 @@ def build_app(
     _add_system_routes(app, engine, settings)
     _add_generation_routes(app, engine, settings)
     _add_message_routes(app, engine, settings)
+    _add_response_routes(app, engine, settings)
     if envs.server_dev_mode():
         _add_development_routes(app, engine)
     _install_openapi(app, _DOCUMENTED_BODIES)

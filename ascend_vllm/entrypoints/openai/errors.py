@@ -53,13 +53,13 @@ def to_http_error(error: BaseException) -> HttpError:
     return HttpError(500, error_body("Internal server error", "InternalServerError", 500))
 
 
-def validation_error(error: ValidationError) -> BodyError:
+def validation_error(error: ValidationError, root: str = "body") -> BodyError:
     """pydantic's findings as one sentence per finding, in today's vLLM's layout."""
     findings = error.errors(include_url=False, include_context=False)
     lines = [
         {
             "type": finding["type"],
-            "loc": _location(finding["loc"]),
+            "loc": _location(finding["loc"], root),
             "msg": finding["msg"],
             "input": _shortened(finding["input"]),
         }
@@ -73,11 +73,11 @@ def validation_error(error: ValidationError) -> BodyError:
             *more,
         ]
     )
-    return BodyError(message, param=_location(findings[0]["loc"]))
+    return BodyError(message, param=_location(findings[0]["loc"], root))
 
 
-def _location(loc: tuple[int | str, ...]) -> str:
-    return ".".join(["body", *map(str, loc)])
+def _location(loc: tuple[int | str, ...], root: str) -> str:
+    return ".".join([root, *map(str, loc)])
 
 
 def _shortened(value: Any) -> Any:

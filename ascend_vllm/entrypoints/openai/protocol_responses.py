@@ -125,7 +125,7 @@ class ResponsesRequest(ApiRequest):
     text: TextConfig | None = None
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    top_logprobs: int | None = 0
+    top_logprobs: Annotated[int, Field(ge=0)] | None = 0
     top_p: float | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     user: str | None = None

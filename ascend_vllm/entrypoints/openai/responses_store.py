@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
@@ -44,10 +44,10 @@ class EventLog:
         self._news = asyncio.Event()
         self.size = 0
 
-    def add(self, event: bytes) -> None:
-        """Append an event; its number is its place."""
-        self._events.append(event)
-        self.size += len(event)
+    def extend(self, events: Sequence[bytes]) -> None:
+        """Append events; the number of each is its place."""
+        self._events.extend(events)
+        self.size += sum(map(len, events))
         self._tell()
 
     def end(self) -> None:

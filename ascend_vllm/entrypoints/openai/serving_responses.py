@@ -200,7 +200,7 @@ class ServingResponses:
     ) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(answer.stream(outputs)) as events:
             async for data in events:
-                yield data
+                yield b"".join(data)
         self._keep(entry)
 
     def _begin_background(self, answer: _Answer, entry: StoredResponse, stream: bool) -> Response:
@@ -217,7 +217,7 @@ class ServingResponses:
             async with contextlib.aclosing(answer.stream(outputs)) as events:
                 async for data in events:
                     if entry.events is not None:
-                        entry.events.add(data)
+                        entry.events.extend(data)
         finally:
             await outputs.aclose()
             if entry.events is not None:
@@ -279,25 +279,27 @@ class _Answer:
                 if output.finished:
                     await self._finish(output)
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The answer's events; an error ends them, as a response that failed."""
+    async def stream(self, outputs: Outputs) -> AsyncGenerator[list[bytes], None]:
+        """The answer's events, as many as there are at a time; an error ends them, as a response that failed."""
         try:
-            yield self._whole("response.created")
+            yield [self._whole("response.created")]
             begun = False
             async for _, output in outputs:
                 if not begun:
                     begun = True
                     self.response.status = "in_progress"
-                    yield self._whole("response.in_progress")
-                yield b"".join(map(encode_event, self._take(output.outputs[0])))
+                    yield [self._whole("response.in_progress")]
+                events = self._take(output.outputs[0])
+                if events:  # none while a parser holds text back
+                    yield [encode_event(event) for event in events]
                 if output.finished:
-                    closing = await self._finish(output)
-                    yield b"".join(map(encode_event, closing)) + self._whole("response.completed")
+                    closing = [encode_event(event) for event in await self._finish(output)]
+                    yield [*closing, self._whole("response.completed")]
         except Exception as error:
             failure = to_http_error(error).body
             self.response.status = "failed"
             self.response.error = ResponseError("server_error", failure["message"])
-            yield self._whole("response.failed")
+            yield [self._whole("response.failed")]
 
     def _whole(self, name: str) -> bytes:
         return encode_event(self._items.whole(name, self.response))
