@@ -1,0 +1,734 @@
+"""POST /v1/responses and what is kept of its answers, asked by the official client.
+
+What a tiny model does not write (calls, thoughts) is written by hand, as in the tests of tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+
+from ascend_vllm.errors import EngineDeadError
+from ascend_vllm.outputs import RequestOutput
+from tests.entrypoints.test_chat_tools_http import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine, client_of
+from tests.server import Server, is_idle, wait_until
+
+BASE: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 16}
+HELLO: dict[str, Any] = {"role": "user", "content": "Hello!"}
+WHO: dict[str, Any] = {"role": "user", "content": "Who are you?"}
+# what runs until it is stopped, as far as a test can tell
+ENDLESS: dict[str, Any] = BASE | {"max_output_tokens": 400, "input": "Tick", "extra_body": {"ignore_eos": True}}
+FIND: dict[str, Any] = {
+    "type": "function",
+    "name": "find",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+}
+
+
+def chat(client: openai.OpenAI, *messages: dict[str, Any], **fields: Any) -> openai.types.chat.ChatCompletion:
+    """What /v1/chat/completions answers."""
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 16, "messages": messages} | fields
+    answer: openai.types.chat.ChatCompletion = client.chat.completions.create(**asked)
+    return answer
+
+
+def chat_text(client: openai.OpenAI, *messages: dict[str, Any], **fields: Any) -> str:
+    text = chat(client, *messages, **fields).choices[0].message.content
+    assert text
+    return text
+
+
+def events_of(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and contents of a stream's events."""
+    events = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return events
+
+
+# ---- whole answers -------------------------------------------------------------------------------------------
+
+
+def test_text_in_text_out(client: openai.OpenAI, http: httpx.Client) -> None:
+    response = client.responses.create(**BASE, input="Hello!", metadata={"a": "b"}, user="me", top_logprobs=3)
+    expected = chat(client, HELLO)
+    assert response.output_text == expected.choices[0].message.content
+    (message,) = response.output
+    assert message.type == "message"
+    assert (message.role, message.status, message.id[:4]) == ("assistant", "completed", "msg_")
+    assert message.content[0].to_dict() == {
+        "annotations": [],
+        "text": response.output_text,
+        "type": "output_text",
+        "logprobs": None,
+    }
+    assert response.id.startswith("resp_")
+    assert len(response.id) == len("resp_") + 16
+    assert (response.object, response.model, response.status) == ("response", "tiny", "incomplete")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert (response.metadata, response.user, response.top_logprobs) == ({"a": "b"}, "me", None)
+    assert (response.temperature, response.top_p, response.max_output_tokens) == (0.0, 1.0, 16)
+    assert (response.tool_choice, response.tools, response.parallel_tool_calls) == ("none", [], True)
+    assert (response.background, response.truncation, response.previous_response_id) == (False, "disabled", None)
+    assert expected.usage is not None
+    assert response.usage is not None
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
+    assert (response.usage.output_tokens, response.usage.output_tokens_details.reasoning_tokens) == (16, 0)
+    assert response.usage.total_tokens == expected.usage.total_tokens
+    assert http.get(f"/v1/responses/{response.id}").json() == response.to_dict()
+
+
+def test_a_response_that_ends_by_itself(client: openai.OpenAI) -> None:
+    stop = chat_text(client, HELLO)[3:6]
+    response = client.responses.create(**BASE, input="Hello!", extra_body={"stop": [stop], "seed": 3})
+    assert response.output_text == chat_text(client, HELLO, stop=[stop], seed=3)
+    assert (response.status, response.incomplete_details) == ("completed", None)
+
+
+def test_no_limit_means_what_fits(client: openai.OpenAI) -> None:
+    response = client.responses.create(**BASE | {"max_output_tokens": None}, input="Hello!")
+    assert response.usage is not None
+    assert response.max_output_tokens == 512 - response.usage.input_tokens
+    # more than fits is lowered
+    more = client.responses.create(**BASE | {"max_output_tokens": 512}, input="Hello!")
+    assert (more.max_output_tokens, more.output_text) == (response.max_output_tokens, response.output_text)
+
+
+def test_long_conversations_can_be_cut(client: openai.OpenAI) -> None:
+    response = client.responses.create(**BASE, input="Hello! " * 600, truncation="auto")
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (512 - 16, 16)
+    assert response.truncation == "auto"
+
+
+def text_parts(*texts: str, kind: str = "input_text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
+CALLED: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": '{"text": "x"}'}
+RETURNED: dict[str, Any] = {"type": "function_call_output", "call_id": "c1", "output": "found"}
+THOUGHTS: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
+ANSWERED: dict[str, Any] = {"role": "assistant", "content": "Yes."}
+CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ([HELLO], [HELLO]),
+    ([{"type": "message"} | HELLO], [HELLO]),
+    ([{"role": "user", "content": text_parts("one", "two")}], [{"role": "user", "content": "one\ntwo"}]),
+    ([{"role": "developer", "content": "Be brief."}, HELLO], [{"role": "system", "content": "Be brief."}, HELLO]),
+    ([HELLO, ANSWERED, WHO], [HELLO, ANSWERED, WHO]),
+    (
+        [
+            HELLO,
+            ANSWERED | {"type": "message", "id": "msg_1", "content": text_parts("Yes.", kind="output_text")},
+            WHO,
+        ],
+        [HELLO, ANSWERED, WHO],
+    ),
+    (
+        [HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, WHO],
+        [HELLO, {"role": "assistant", "content": "No."}, WHO],
+    ),
+    ([HELLO, ANSWERED, CALLED, RETURNED], [HELLO, ANSWERED, {"role": "tool", "content": "found"}]),
+    (
+        [HELLO, CALLED, RETURNED | {"output": text_parts("a", "b")}],
+        [HELLO, {"role": "assistant", "content": ""}, {"role": "tool", "content": "a\nb"}],
+    ),
+    ([HELLO, THOUGHTS | {"content": text_parts("hm")}, ANSWERED, WHO], [HELLO, ANSWERED, WHO]),
+    ([HELLO, ANSWERED, ANSWERED, WHO], [HELLO, ANSWERED, ANSWERED, WHO]),
+]
+
+
+@pytest.mark.parametrize(("items", "messages"), CONVERSATIONS)
+def test_items_are_messages(
+    client: openai.OpenAI, items: list[dict[str, Any]], messages: list[dict[str, Any]]
+) -> None:
+    response = client.responses.create(**BASE, input=items)
+    assert response.output_text == chat_text(client, *messages)
+    told = client.responses.create(**BASE, input=items, instructions="Be brief.")
+    assert told.output_text == chat_text(client, {"role": "system", "content": "Be brief."}, *messages)
+    assert told.instructions == "Be brief."
+
+
+def test_what_the_model_saw_and_wrote(http: httpx.Client) -> None:
+    body = BASE | {"input": "Hello!", "enable_response_messages": True}
+    answer = http.post("/v1/responses", json=body).json()
+    (seen,), (written,) = answer["input_messages"], answer["output_messages"]
+    assert seen["message"] == "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+    assert seen["tokens"] == http.post("/tokenize", json={"messages": [HELLO]}).json()["tokens"]
+    assert written["message"] == answer["output"][0]["content"][0]["text"]
+    assert len(written["tokens"]) == 16
+    last = events_of(http.post("/v1/responses", json=body | {"stream": True}).text)[-1][1]["response"]
+    assert (last["input_messages"], last["output_messages"]) == ([seen], [written])
+
+
+def test_an_unfinished_message_is_continued(client: openai.OpenAI) -> None:
+    begun = {"role": "assistant", "content": "Yes, I"}
+    expected = chat_text(
+        client, HELLO, begun, extra_body={"continue_final_message": True, "add_generation_prompt": False}
+    ).removeprefix("Yes, I")
+    for status in ("in_progress", "incomplete"):
+        response = client.responses.create(**BASE, input=[HELLO, {"type": "message", "status": status} | begun])
+        assert response.output_text == expected
+
+
+def test_log_probabilities(client: openai.OpenAI, http: httpx.Client) -> None:
+    asked = BASE | {"input": "Hello!", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    response = http.post("/v1/responses", json=asked).json()
+    expected = chat(client, HELLO, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert expected is not None
+    assert expected.content is not None
+    assert response["output"][0]["content"][0]["logprobs"] == [entry.to_dict() for entry in expected.content]
+    assert response["top_logprobs"] == 2
+    events = events_of(http.post("/v1/responses", json=asked | {"stream": True}).text)
+    deltas = [entry for name, data in events if name.endswith("text.delta") for entry in data["logprobs"]]
+    assert [(entry["token"], entry["logprob"]) for entry in deltas] == [
+        (entry.token, entry.logprob) for entry in expected.content
+    ]
+    assert [len(entry["top_logprobs"]) for entry in deltas] == [2] * 16
+    assert events[-1][1]["response"]["output"][0]["content"] == response["output"][0]["content"]
+    alone = http.post("/v1/responses", json=asked | {"top_logprobs": 0}).json()
+    assert alone["output"][0]["content"][0]["logprobs"][0]["top_logprobs"] == []
+
+
+# ---- streams -------------------------------------------------------------------------------------------------
+
+
+def test_the_events_of_a_stream(client: openai.OpenAI, http: httpx.Client) -> None:
+    whole = client.responses.create(**BASE, input="Hello!")
+    answer = http.post("/v1/responses", json=BASE | {"input": "Hello!", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer.text)
+    names = [name for name, _ in events]
+    num_deltas = names.count("response.output_text.delta")
+    assert num_deltas > 1
+    assert names == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * num_deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [data["type"] for _, data in events] == names
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    created, last = events[0][1]["response"], events[-1][1]["response"]
+    assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
+    assert events[1][1]["response"] == created
+    item = last["output"][0]
+    assert events[2][1]["item"] == item | {"content": [], "status": "in_progress"}
+    assert events[2][1]["output_index"] == 0
+    empty = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
+    assert events[3][1]["part"] == empty
+    assert {data["item_id"] for _, data in events[3:-2]} == {item["id"]}
+    assert "".join(data["delta"] for name, data in events if name.endswith("delta")) == whole.output_text
+    assert events[-4][1]["text"] == whole.output_text
+    assert events[-3][1]["part"] == item["content"][0]
+    assert events[-2][1]["item"] == item
+    # the same as without a stream, but for what is new each time
+    new = {"id": last["id"], "created_at": last["created_at"]}
+    expected = whole.to_dict() | new | {"output": [whole.output[0].to_dict() | {"id": item["id"]}]}
+    assert last == expected
+    assert http.get(f"/v1/responses/{last['id']}").json() == last
+
+
+def test_the_client_s_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(**BASE, input="Hello!") as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert final.output_text == "".join(deltas) == client.responses.create(**BASE, input="Hello!").output_text
+
+
+async def test_the_asynchronous_client(openai_server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{openai_server.url}/v1", api_key="none", max_retries=0) as client:
+        response = await client.responses.create(**BASE, input="Hello!")
+        async with client.responses.stream(**BASE, input="Hello!") as stream:
+            final = await stream.get_final_response()
+        assert final.output_text == response.output_text
+        assert (await client.responses.retrieve(response.id)).output_text == response.output_text
+
+
+def test_who_goes_away_is_not_answered(client: openai.OpenAI, http: httpx.Client) -> None:
+    with client.responses.create(**ENDLESS, stream=True) as stream:
+        first: ResponseStreamEvent = next(iter(stream))
+        assert first.type == "response.created"
+    assert wait_until(lambda: is_idle(http))
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.response.id)
+
+
+# ---- what is kept --------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    first = client.responses.create(**BASE, input="Hello!", instructions="Be brief.")
+    second = client.responses.create(**BASE, input="Who are you?", previous_response_id=first.id)
+    said = {"role": "assistant", "content": first.output_text}
+    # instructions hold for one response only
+    assert second.output_text == chat_text(client, HELLO, said, WHO)
+    assert second.previous_response_id == first.id
+    with client.responses.stream(**BASE, input="Hello!", previous_response_id=second.id) as stream:
+        third = stream.get_final_response()
+    said_again = {"role": "assistant", "content": second.output_text}
+    assert third.output_text == chat_text(client, HELLO, said, WHO, said_again, HELLO)
+    # a conversation may fork
+    other = client.responses.create(**BASE, input="Hello!", previous_response_id=first.id, instructions="Shout.")
+    assert other.output_text == chat_text(client, {"role": "system", "content": "Shout."}, HELLO, said, HELLO)
+
+
+def test_what_is_not_kept(client: openai.OpenAI) -> None:
+    response = client.responses.create(**BASE, input="Hello!", store=False)
+    for ask in (
+        lambda: client.responses.retrieve(response.id),
+        lambda: client.responses.cancel(response.id),
+        lambda: client.responses.create(**BASE, input="Hello!", previous_response_id=response.id),
+    ):
+        with pytest.raises(openai.NotFoundError) as error:
+            ask()
+        assert error.value.body == {
+            "message": f"Response with id '{response.id}' not found.",
+            "type": "invalid_request_error",
+            "param": "response_id",
+            "code": 404,
+        }
+
+
+def test_a_chosen_id(http: httpx.Client) -> None:
+    body = BASE | {"input": "Hello!", "request_id": "resp_mine"}
+    assert http.post("/v1/responses", json=body).json()["id"] == "resp_mine"
+    again = http.post("/v1/responses", json=body)
+    assert again.status_code == 400
+    assert again.json()["error"]["message"] == "There is a response with the id 'resp_mine' already."
+    assert http.post("/v1/responses", json=body | {"request_id": "x", "store": False}).json()["id"] == "x"
+
+
+def test_asking_for_a_kept_response(client: openai.OpenAI, http: httpx.Client) -> None:
+    response = client.responses.create(**BASE, input="Hello!")
+    path = f"/v1/responses/{response.id}"
+    for method, query, message, param in [
+        ("POST", "/cancel", "Cannot cancel a synchronous response.", "response_id"),
+        ("GET", "?stream=true", f"Response with id '{response.id}' has no events", "stream"),
+        ("GET", "?stream=zebra", "Input should be a valid boolean", "query.stream"),
+        ("GET", "?starting_after=x", "Input should be a valid integer", "query.starting_after"),
+    ]:
+        answer = http.request(method, path + query)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == param
+    assert http.delete(path).status_code == 405
+
+
+# ---- in the background ---------------------------------------------------------------------------------------
+
+
+def test_a_response_in_the_background(client: openai.OpenAI) -> None:
+    begun = client.responses.create(**BASE, input="Hello!", background=True)
+    assert (begun.status, begun.output, begun.usage, begun.background) == ("queued", [], None, True)
+    assert wait_until(lambda: client.responses.retrieve(begun.id).status not in ("queued", "in_progress"))
+    ended = client.responses.retrieve(begun.id)
+    assert ended.output_text == chat_text(client, HELLO)
+    assert ended.status == "incomplete"
+    assert ended.usage is not None
+    assert ended.usage.output_tokens == 16
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(begun.id)
+
+
+def test_cancelling(client: openai.OpenAI, http: httpx.Client) -> None:
+    begun = client.responses.create(**ENDLESS, background=True)
+    assert wait_until(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+    with pytest.raises(openai.BadRequestError, match="is still in_progress"):
+        client.responses.create(**BASE, input="Hello!", previous_response_id=begun.id)
+    cancelled = client.responses.cancel(begun.id)
+    assert (cancelled.status, cancelled.output) == ("cancelled", [])
+    assert wait_until(lambda: is_idle(http))
+    assert client.responses.retrieve(begun.id).status == "cancelled"
+
+
+def test_a_background_stream_survives_its_listener(client: openai.OpenAI, http: httpx.Client) -> None:
+    with client.responses.create(**ENDLESS, background=True, stream=True) as stream:
+        heard = [event for event, _ in zip(stream, range(6), strict=False)]
+    created = heard[0]
+    assert created.type == "response.created"
+    response_id = created.response.id
+    rest = list(client.responses.retrieve(response_id, stream=True, starting_after=5))
+    assert [event.sequence_number for event in [*heard, *rest]] == list(range(len(rest) + 6))
+    last = rest[-1]
+    assert last.type == "response.completed"
+    assert last.response.status == "incomplete"
+    text = "".join(event.delta for event in [*heard, *rest] if event.type == "response.output_text.delta")
+    assert text == last.response.output_text
+    # all of it again, a part of it, and nothing of it
+    path = f"/v1/responses/{response_id}?stream=true"
+    again = events_of(http.get(path).text)
+    assert [data["sequence_number"] for _, data in again] == list(range(len(rest) + 6))
+    assert events_of(http.get(f"{path}&starting_after={len(rest)}").text) == again[-5:]
+    assert http.get(f"{path}&starting_after=100000").text == ""
+    assert http.get(f"/v1/responses/{response_id}").json() == again[-1][1]["response"]
+
+
+def test_cancelling_ends_the_stream(client: openai.OpenAI, http: httpx.Client) -> None:
+    with client.responses.create(**ENDLESS, background=True, stream=True) as stream:
+        events = iter(stream)
+        created = next(events)
+        assert created.type == "response.created"
+        assert created.response.status == "queued"
+        assert next(events).type == "response.in_progress"
+        client.responses.cancel(created.response.id)
+        rest = list(events)
+    assert "response.completed" not in [event.type for event in rest]
+    assert wait_until(lambda: is_idle(http))
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"model": "nope"}, 404, "The model `nope` does not exist. Valid aliases: tiny, alias.", "model"),
+    ({"input": None}, 400, "Input should be a valid string", "body.input.str"),
+    ({"input": []}, 400, "Cannot apply chat template to an empty conversation.", None),
+    ({"input": ["x"]}, 400, "The input item at index 0 must be an object, but is of type str.", "input"),
+    (
+        {"input": [HELLO, {"type": "item_reference", "id": "x"}]},
+        400,
+        "Unsupported input item type: item_ref",
+        "input",
+    ),
+    ({"input": [{"type": []}]}, 400, "Unsupported input item type: []", "input"),
+    ({"input": [HELLO | {"role": "zebra"}]}, 400, "The input item at index 0 has the role 'zebra'", "input"),
+    ({"input": [{"role": "user"}]}, 400, "index 0 must have a string or a list of parts as its content", "input"),
+    ({"input": [HELLO | {"content": [{"type": "input_file"}]}]}, 400, "Unknown part type: input_file", "input"),
+    ({"input": [HELLO | {"content": [{"type": "input_text"}]}]}, 400, "has no text", "input"),
+    ({"input": [HELLO | {"content": [{"type": "input_image"}]}]}, 400, "is not a multimodal model", "input"),
+    ({"input": [CALLED | {"arguments": None}]}, 400, "index 0 must have a string as its arguments", "input"),
+    ({"input": [RETURNED | {"call_id": 1}]}, 400, "index 0 must have a string as its call_id", "input"),
+    ({"input": [THOUGHTS | {"content": ["x"]}]}, 400, "index 0 must have a list of objects as its content", "input"),
+    ({"input": [THOUGHTS | {"content": [{}]}]}, 400, "index 0 has a part without a text", "input"),
+    ({"input": "Hello! " * 600}, 400, "This model's maximum context length is 512 tokens", None),
+    ({"max_output_tokens": 0}, 400, "max_tokens must be at least 1, got 0.", "max_tokens"),
+    ({"max_output_tokens": 10000}, 400, "max_output_tokens=10000 cannot be greater than", "max_output_tokens"),
+    ({"temperature": -1}, 400, "temperature must be non-negative, got -1.0.", "temperature"),
+    ({"top_p": 0}, 400, "top_p must be in (0, 1], got 0.0.", "top_p"),
+    ({"presence_penalty": 3}, 400, "Input should be less than or equal to 2", "body.presence_penalty"),
+    ({"stop": [""]}, 400, "stop cannot contain an empty string.", "stop"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias contains key(s) that cannot be converted", "logit_bias"),
+    ({"cache_salt": ""}, 400, "Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt"),
+    ({"include": ["zebra"]}, 400, "Input should be 'code_interpreter_call.outputs'", "body.include.0"),
+    ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, 400, "Requested sample logprobs of 21", None),
+    ({"top_logprobs": -1}, 400, "Input should be greater than or equal to 0", "body.top_logprobs"),
+    ({"metadata": {"a": 1}}, 400, "Input should be a valid string", "body.metadata.a"),
+    ({"background": True, "store": False}, 400, "background can only be used when `store` is true", "background"),
+    ({"prompt": {"id": "p"}}, 400, "prompt template is not supported", "prompt"),
+    ({"conversation": "c"}, 400, "`conversation` is not supported", "conversation"),
+    ({"previous_input_messages": []}, 400, "`previous_input_messages` is not supported", "previous_input_messages"),
+    ({"tools": [{"type": "web_search"}]}, 400, "Tools of type 'web_search' are not supported", "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "Each of `tools` must have a name.", "tools"),
+    ({"tools": [FIND | {"parameters": 3}]}, 400, "The parameters of the tool 'find' must be an object.", "tools"),
+    ({"tools": [FIND]}, 400, '"auto" tool choice requires --enable-auto-tool-choice', "tool_choice"),
+    ({"tool_choice": "required"}, 400, "Tool choice 'required' must be specified with 'tools'", "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, 400, "Tool choice 'function' not found", "tool_choice"),
+    ({"tools": [FIND], "tool_choice": {"type": "function"}}, 400, "Tool choice 'function' not found", "tool_choice"),
+    ({"tools": [FIND], "tool_choice": {"type": "mcp"}}, 400, "A `tool_choice` of type 'mcp'", "tool_choice"),
+    ({"tools": [FIND], "tool_choice": "zebra"}, 400, "`tool_choice` must be 'none', 'auto'", "tool_choice"),
+    (
+        {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "x"}},
+        400,
+        "Cannot specify both structured_outputs and text.format",
+        "structured_outputs",
+    ),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        400,
+        "`schema` must be given when the format's type is 'json_schema'.",
+        "body.text.format",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "message", "param"), REFUSED)
+def test_what_is_refused(
+    http: httpx.Client, fields: dict[str, Any], status: int, message: str, param: str | None
+) -> None:
+    for stream in (False, True):
+        body = BASE | {"input": "Hello!", "stream": stream} | fields
+        answer = http.post("/v1/responses", json=body)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert message in error["message"]
+        assert error["code"] == status
+        assert param is None or error["param"] == param
+        # the shape of vLLM 0.6.3 at the same time
+        assert answer.json() == {"error": error, "object": "error", **error}
+
+
+# ---- calls and thoughts, written by hand ---------------------------------------------------------------------
+
+ASKED: dict[str, Any] = {"model": "tiny", "input": "Hello!", "tools": [FIND]}
+
+
+async def ask(engine: Any, flags: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    async with client_of(engine, **(flags or {})) as client:
+        response = await client.post("/v1/responses", json=ASKED | fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def ask_stream(
+    engine: Any, flags: dict[str, Any] | None = None, **fields: Any
+) -> list[tuple[str, dict[str, Any]]]:
+    async with client_of(engine, **(flags or {})) as client:
+        response = await client.post("/v1/responses", json=ASKED | fields | {"stream": True})
+    assert response.status_code == 200, response.text
+    events = events_of(response.text)
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    return events
+
+
+def outline(output: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Type and contents of each item."""
+    return [
+        (item["type"], item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        for item in output
+    ]
+
+
+def shorter(names: list[str]) -> list[str]:
+    """Names of events without their common beginning, each run of the same once."""
+    short = [name.removeprefix("response.") for name in names]
+    return [name for index, name in enumerate(short) if index == 0 or short[index - 1] != name]
+
+
+CALL_EVENTS = [
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+]
+TEXT_EVENTS = [
+    "output_item.added",
+    "content_part.added",
+    "output_text.delta",
+    "output_text.done",
+    "content_part.done",
+    "output_item.done",
+]
+THOUGHT_EVENTS = [name.replace("output_text", "reasoning_text") for name in TEXT_EVENTS]
+
+
+async def test_a_call_in_a_response() -> None:
+    answer = await ask(ScriptedEngine([CALL]))
+    (item,) = answer["output"]
+    assert item == {
+        "arguments": ARGUMENTS,
+        "call_id": item["call_id"],
+        "name": "find",
+        "type": "function_call",
+        "id": item["id"],
+        "status": "completed",
+    }
+    assert item["id"].startswith("fc_")
+    assert (answer["status"], answer["tool_choice"]) == ("completed", "auto")
+    assert answer["tools"] == [FIND | {"strict": None, "description": None}]
+
+
+async def test_calls_in_a_stream() -> None:
+    events = await ask_stream(ScriptedEngine(["Let me ", "look.", *CALL, "\n", *CALL]))
+    assert shorter([name for name, _ in events]) == [
+        "created",
+        "in_progress",
+        *TEXT_EVENTS,
+        *CALL_EVENTS,
+        *CALL_EVENTS,
+        "completed",
+    ]
+    output = events[-1][1]["response"]["output"]
+    assert outline(output) == [("message", "Let me look."), *[("function_call", ARGUMENTS)] * 2]
+    added = [data for name, data in events if name == "response.output_item.added"]
+    assert [data["output_index"] for data in added] == [0, 1, 2]
+    assert added[1]["item"] == output[1] | {"arguments": "", "status": "in_progress"}
+    for index, item in enumerate(output):
+        own = [data for _, data in events if data.get("output_index") == index]
+        assert {data["item_id"] for data in own if "item" not in data} == {item["id"]}
+        text = "".join(data["delta"] for data in own if "delta" in data)
+        assert (item["type"], text) == outline(output)[index]
+        assert own[-1]["item"] == item
+    done = [data for name, data in events if name == "response.function_call_arguments.done"]
+    assert [(data["name"], data["arguments"]) for data in done] == [("find", ARGUMENTS)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "expected"),
+    [
+        (f"{CALL}{CALL}", {"parallel_tool_calls": False}, [("function_call", ARGUMENTS)]),
+        (CALL, {"tool_choice": "none"}, [("message", CALL)]),
+        ("Nothing to call.", {}, [("message", "Nothing to call.")]),
+        (f"So: {CALL}", {}, [("message", "So: "), ("function_call", ARGUMENTS)]),
+        ("", {}, []),
+    ],
+)
+async def test_streams_and_whole_responses_agree(
+    text: str, fields: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    whole = await ask(ScriptedEngine([text]), **fields)
+    events = await ask_stream(ScriptedEngine(list(text) or [""]), **fields)
+    assert outline(whole["output"]) == outline(events[-1][1]["response"]["output"]) == expected
+
+
+async def test_a_round_of_a_tool() -> None:
+    """The call comes back with its result, by items and by the kept response."""
+    template = TEMPLATE.replace("{{ message.content }}", "{{ message.role }}:{{ message.content }}:{{ message }};")
+    engine = ScriptedEngine([f"So: {CALL}"])
+    async with (
+        client_of(engine, chat_template=template) as http,
+        openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client,  # type: ignore[arg-type]
+    ):
+        first = await client.responses.create(**ASKED)
+        text, call = first.output
+        assert (text.type, call.type) == ("message", "function_call")
+        result: dict[str, Any] = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+        items: list[Any] = [HELLO, *first.output, result]
+        await client.responses.create(**ASKED | {"input": items})
+        await client.responses.create(**ASKED | {"input": [result]}, previous_response_id=first.id)
+    by_items, by_id = engine.prompts[1:]
+    assert by_items == by_id
+    assert by_items.count("assistant:So: :") == 1
+    assert f"'id': '{call.call_id}'" in by_items
+    assert "'arguments': {'text': 'a \"b\"', 'count': 3}" in by_items
+    assert f"'tool_call_id': '{call.call_id}'" in by_items
+
+
+async def test_a_call_cut_short_does_not_end_the_conversation() -> None:
+    engine = ScriptedEngine([CALL[:60]], "length")
+    async with client_of(engine) as client:
+        first = (await client.post("/v1/responses", json=ASKED)).json()
+        (item,) = first["output"]
+        assert (item["type"], first["status"]) == ("function_call", "incomplete")
+        assert ARGUMENTS.startswith(item["arguments"])
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "no"}
+        body = ASKED | {"input": [result], "previous_response_id": first["id"]}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
+
+
+async def test_tools_in_the_prompt() -> None:
+    engine = ScriptedEngine(["x"])
+    other = FIND | {"name": "other"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    await ask(engine, {"chat_template": TEMPLATE}, tools=[FIND, other])
+    answer = await ask(engine, {"chat_template": TEMPLATE}, tools=[FIND, other], tool_choice=allowed)
+    assert engine.prompts == ["[find][other]Hello!", "[other]Hello!"]
+    assert answer["tool_choice"] == allowed
+
+
+async def test_thoughts_then_a_call() -> None:
+    text = f"<think>\nhm</think>\n\n{CALL}"
+    events = await ask_stream(ScriptedEngine(list(text)), {"reasoning_parser": "qwen3"})
+    assert shorter([name for name, _ in events]) == [
+        "created",
+        "in_progress",
+        *THOUGHT_EVENTS,
+        *CALL_EVENTS,
+        "completed",
+    ]
+    last = events[-1][1]["response"]
+    assert outline(last["output"]) == [("reasoning", "\nhm"), ("function_call", ARGUMENTS)]
+    thoughts = last["output"][0]
+    part = {"text": "\nhm", "type": "reasoning_text"}
+    expected = {"summary": [], "type": "reasoning", "content": [part], "encrypted_content": None}
+    assert thoughts == expected | {"id": thoughts["id"], "status": "completed"}
+    assert thoughts["id"].startswith("rs_")
+    added = [data["item"] for name, data in events if name == "response.output_item.added"]
+    assert added[0] == thoughts | {"content": None, "status": "in_progress"}
+    assert 0 < last["usage"]["output_tokens_details"]["reasoning_tokens"] < last["usage"]["output_tokens"]
+
+
+async def test_thoughts_then_text() -> None:
+    flags = {"reasoning_parser": "deepseek_r1"}
+    text = "hm</think>Yes"
+    whole = await ask(ScriptedEngine([text]), flags)
+    assert outline(whole["output"]) == [("reasoning", "hm"), ("message", "Yes")]
+    assert whole["output"][0]["status"] is None
+    assert outline((await ask(ScriptedEngine([text]), flags, include_reasoning=False))["output"]) == [
+        ("message", "Yes")
+    ]
+    events = await ask_stream(ScriptedEngine(list(text)), flags, include_reasoning=False)
+    assert shorter([name for name, _ in events]) == ["created", "in_progress", *TEXT_EVENTS, "completed"]
+    # log-probabilities of the text are told, and of the tag before it, which is part of neither
+    logprobs = {"include": ["message.output_text.logprobs"]}
+    pieces = ["hm", "</think>", "Yes", "!"]
+    told = await ask(ScriptedEngine(pieces), flags, **logprobs)
+    assert len(told["output"][1]["content"][0]["logprobs"]) == 3
+
+
+async def test_thoughts_reach_the_template() -> None:
+    engine = ScriptedEngine(["x"])
+    template = "{% for message in messages %}{{ message.reasoning_content }}|{{ message.content }};{% endfor %}"
+    template += "{{ reasoning_effort }} {{ enable_thinking }}"
+    thoughts = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    items = [HELLO, thoughts, ANSWERED, WHO]
+    await ask(engine, {"chat_template": template}, input=items, reasoning={"effort": "low", "summary": "auto"})
+    await ask(engine, {"chat_template": template}, input=items, reasoning={"effort": "none"})
+    prompt = "|Hello!;hm|Yes.;|Who are you?;"
+    assert engine.prompts == [f"{prompt}low True", f"{prompt}none False"]
+
+
+async def test_the_official_client_streams_calls() -> None:
+    async with (
+        client_of(ScriptedEngine(list(f"So: {CALL}"))) as http,
+        openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client,  # type: ignore[arg-type]
+        client.responses.stream(**ASKED) as stream,
+    ):
+        answer = await stream.get_final_response()
+    text, call = answer.output
+    assert answer.output_text == "So: "
+    assert (text.type, call.type) == ("message", "function_call")
+    assert call.arguments == ARGUMENTS
+
+
+class FailingEngine(ScriptedEngine):
+    """An engine that dies after its first pieces."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        async for output in super().generate(*args, **kwargs):
+            yield output
+        raise EngineDeadError("The engine is dead.")
+
+
+async def test_an_engine_that_fails() -> None:
+    engine = FailingEngine(["a", "b", "c"], finish_reason=None)  # type: ignore[arg-type]
+    events = await ask_stream(engine)
+    assert [name for name, _ in events][-1] == "response.failed"
+    failed = events[-1][1]["response"]
+    assert (failed["status"], failed["error"]) == (
+        "failed",
+        {"code": "server_error", "message": "The engine is dead."},
+    )
+    async with client_of(engine) as client:
+        answer = await client.post("/v1/responses", json=ASKED)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "The engine is dead."
+        begun = (await client.post("/v1/responses", json=ASKED | {"background": True})).json()
+        assert begun["status"] == "queued"
+        streamed = await client.post("/v1/responses", json=ASKED | {"background": True, "stream": True})
+        assert events_of(streamed.text)[-1][0] == "response.failed"
+        ended = (await client.get(f"/v1/responses/{begun['id']}")).json()
+        assert (ended["status"], ended["error"]) == ("failed", failed["error"])
+
+
+async def test_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "0")
+    async with client_of(ScriptedEngine(["x"])) as client:
+        first = (await client.post("/v1/responses", json=ASKED)).json()
+        assert (await client.get(f"/v1/responses/{first['id']}")).status_code == 404
+        refused = await client.post("/v1/responses", json=ASKED | {"background": True})
+    assert refused.status_code == 400
+    assert "VLLM_ENABLE_RESPONSES_API_STORE=1" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["type"] == "invalid_request_error"
