@@ -359,10 +359,6 @@ class InputProcessor:
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Combinations of fields that the engine does not serve."""
-        if params.structured_outputs is not None:
-            raise RequestError(
-                "`structured_outputs` is not supported by this version of the server.", "structured_outputs"
-            )
         # checked by SamplingParams too, but output_kind is often set later
         is_delta = params.output_kind is RequestOutputKind.DELTA
         if is_delta and params.num_sequences != params.n and not params.use_beam_search:

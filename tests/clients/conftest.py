@@ -17,6 +17,8 @@ from tests.tiny_models import tiny_model
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 FLAGS = ["--served-model-name", "tiny", "--dtype", "float32", "--kv-cache-memory-bytes", "32M"]
+# a model of random weights would write white space for ever
+COMPACT = ["--structured-outputs-config", '{"disable_any_whitespace": true}']
 TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 # what these libraries would otherwise fetch, report or keep
 OFFLINE = {
@@ -72,5 +74,5 @@ def clients_model_dir() -> str:
 @pytest.fixture(scope="session")
 def clients_server(clients_model_dir: str) -> Iterator[Server]:
     """The server of all clients."""
-    with running(OPENAI_SERVER, ["--model", clients_model_dir, *FLAGS, *TOOLS]) as server:
+    with running(OPENAI_SERVER, ["--model", clients_model_dir, *FLAGS, *TOOLS, *COMPACT]) as server:
         yield server

@@ -40,3 +40,20 @@ def test_litellm(client_program: Callable[[str], Any], http: httpx.Client) -> No
     assert found["usage"] == [expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]]
     assert found["finish_reason"] == message["finish_reason"]
     assert "The model `nope` does not exist." in found["missing"]
+
+
+@pytest.mark.slow
+def test_langchain(client_program: Callable[[str], Any], http: httpx.Client) -> None:
+    expected = chat(http, ("system", "be brief"), ("user", "hello there"))
+    message = expected["choices"][0]
+    found = client_program("langchain_client.py")
+    text = message["message"]["content"]
+    assert [found["chat"], found["stream"], found["async"], *found["batch"]] == [text] * 6
+    assert found["text"] == completion(http)
+    assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+    assert found["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
+    assert found["finish_reason"] == message["finish_reason"]
+    assert found["logprobs"] == [2] * expected["usage"]["completion_tokens"]
+    assert found["structured"]["word"] in ("yes", "no") and isinstance(found["structured"]["sure"], bool)
+    (call,) = found["tool_calls"]
+    assert call["name"] == "weather" and call["args"]["city"] in ("Oslo", "Rome")

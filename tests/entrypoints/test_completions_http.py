@@ -548,7 +548,6 @@ BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"early_stopping": True}, 400, "early_stopping is not effective and must be False when not using beam search."),
     ({"length_penalty": 2}, 400, "length_penalty is not effective and must be the default value of 1.0"),
     ({"cache_salt": ""}, 400, "Parameter 'cache_salt' must be a non-empty string if provided."),
-    ({"guided_regex": "a+"}, 400, "`structured_outputs` is not supported"),
     ({"priority": 1}, 400, "Got priority 1 but Priority scheduling is not enabled."),
 ]
 
