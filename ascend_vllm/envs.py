@@ -28,6 +28,23 @@ def configure_logging() -> bool:
     return os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0"
 
 
+def logging_config_path() -> pathlib.Path | None:
+    """`VLLM_LOGGING_CONFIG_PATH`: a JSON file for Python's logging.config that sets the log up instead."""
+    value = os.environ.get("VLLM_LOGGING_CONFIG_PATH")
+    return pathlib.Path(value).expanduser() if value else None
+
+
+def use_modelscope() -> bool:
+    """`VLLM_USE_MODELSCOPE`: true would load models from ModelScope, which is not possible."""
+    return os.environ.get("VLLM_USE_MODELSCOPE", "False").lower() in ("1", "true")
+
+
+def plugins() -> tuple[str, ...] | None:
+    """`VLLM_PLUGINS`: names of the installed plug-ins that may be used, separated by commas; None: all of them."""
+    value = os.environ.get("VLLM_PLUGINS")
+    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+
+
 def api_key() -> str | None:
     """`VLLM_API_KEY`: a key that requests must carry; wins over --api-key."""
     return os.environ.get("VLLM_API_KEY") or None

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
+import logging.config
+import pathlib
 import sys
 
 from ascend_vllm import envs
+from ascend_vllm.errors import ConfigError
 
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
+@functools.cache
 def _configure_root() -> None:
     root = logging.getLogger("ascend_vllm")
+    path = envs.logging_config_path()
+    if path is not None:
+        _configure_from(path)
+        return
     if root.handlers or not envs.configure_logging():
         return
     handler = logging.StreamHandler(sys.stderr)
@@ -20,6 +30,24 @@ def _configure_root() -> None:
     root.addHandler(handler)
     root.setLevel(envs.logging_level())
     root.propagate = False
+
+
+def _configure_from(path: pathlib.Path) -> None:
+    """Sets logging up as a file says.
+
+    Raises:
+        ConfigError: the file is missing or wrong, or logging is not to be configured at all.
+    """
+    if not envs.configure_logging():
+        raise ConfigError("VLLM_LOGGING_CONFIG_PATH is given, but VLLM_CONFIGURE_LOGGING=0 says to leave logging.")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        logging.config.dictConfig({"disable_existing_loggers": False} | settings)
+    except OSError as err:
+        raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path} cannot be read: {err.strerror}") from err
+    # dictConfig raises all kinds for wrong contents
+    except Exception as err:
+        raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path} does not configure logging: {err}") from err
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -66,6 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         served_model_names: names requests may use; responses carry the first.
         tokenizer: directory of the tokenizer.
         tokenizer_mode: "auto" or "slow".
+        tokenizer_extension_path: of the user's file that supplies the tokenizer; None: there is none.
         skip_tokenizer_init: requests must carry token ids, and get none decoded.
         trust_remote_code: run code from the model's directory.
         architecture: the class name in config.json that the registry knows, e.g. "Qwen2ForCausalLM".
@@ -76,7 +77,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         max_model_len: most tokens of a sequence.
         seed: of random draws that no request seeds.
         max_logprobs: most log-probabilities a request may ask for.
-        logprobs_mode: "raw_logprobs" or "processed_logprobs".
+        logprobs_mode: "raw_logprobs", "processed_logprobs", or logits in their place: "raw_logits",
+            "processed_logits".
         enforce_eager: no captured graphs.
         pooler: set: the model pools prompts, it does not generate.
     """
@@ -90,6 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     dtype: str
     max_model_len: int
     tokenizer_mode: str = "auto"
+    tokenizer_extension_path: str | None = None
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = False
     seed: int = 0

@@ -14,8 +14,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         max_model_len: most tokens of a sequence, prompt and output together.
         enable_chunked_prefill: prompts may be cut to fit the step's budget, and run beside decodes.
         max_num_queued_reqs: waiting requests beyond which new ones are refused (503); None: no limit.
+        max_num_queued_tokens: prompt tokens without an answer yet, beyond which new requests are refused (503).
         num_scheduler_steps: forward steps of one scheduler call while all rows decode.
         multi_step_stream_outputs: the tokens of such a call are streamed one by one.
+        stream_interval: tokens that are gathered before a stream goes on; the first one never waits.
         policy: "fcfs" or "priority".
         preemption_mode: "recompute", "swap", or None: beam searches and sequences of n > 1 are swapped, others
             recomputed.
@@ -32,8 +34,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     enable_chunked_prefill: bool = False
     max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     num_scheduler_steps: int = 1
     multi_step_stream_outputs: bool = True
+    stream_interval: int = 1
     policy: str = "fcfs"
     preemption_mode: str | None = None
     delay_factor: float = 0.0

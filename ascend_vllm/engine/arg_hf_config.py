@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from ascend_vllm import envs
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.logger import init_logger
 
@@ -126,6 +127,11 @@ def find_directory(
         raise ConfigError(f"{flag} {name} is a file; give the directory it is in.")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name:
         raise ConfigError(f"{flag} {name!r}: there is no such directory.")
+    if envs.use_modelscope():
+        raise ConfigError(
+            f"{flag} {name!r} is not a directory, and VLLM_USE_MODELSCOPE asks for ModelScope, from which nothing is "
+            "loaded here. Download the model and give its directory."
+        )
     import huggingface_hub
 
     try:

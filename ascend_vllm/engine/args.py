@@ -164,6 +164,7 @@ class EngineArgs(
             dtype=dtype,
             max_model_len=longest,
             tokenizer_mode=self.tokenizer_mode,
+            tokenizer_extension_path=self.tokenizer_extension_path,
             skip_tokenizer_init=self.skip_tokenizer_init,
             trust_remote_code=self.trust_remote_code,
             seed=self.seed,
@@ -199,6 +200,8 @@ class EngineArgs(
         chunked = arg_limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, hf_config)
         requested = _as_length(self.max_num_batched_tokens)
         arg_checks.check_length("--max-num-batched-tokens", requested)
+        queued_tokens = _as_length(self.max_num_queued_tokens)
+        arg_checks.check_length("--max-num-queued-tokens", queued_tokens)
         budget = arg_limits.resolve_max_num_batched_tokens(
             requested,
             chunked_prefill=chunked,
@@ -214,8 +217,10 @@ class EngineArgs(
             max_model_len=longest,
             enable_chunked_prefill=chunked,
             max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=queued_tokens,
             num_scheduler_steps=self.num_scheduler_steps,
             multi_step_stream_outputs=self.multi_step_stream_outputs,
+            stream_interval=self.stream_interval,
             policy=self.scheduling_policy,
             preemption_mode=self.preemption_mode,
             delay_factor=float(self.scheduler_delay_factor),

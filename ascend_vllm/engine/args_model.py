@@ -169,11 +169,9 @@ class ModelArgs:
     logprobs_mode: str = flag(
         "raw_logprobs",
         "Whether log-probabilities are taken before penalties and temperature (raw_logprobs) or after them "
-        "(processed_logprobs).",
+        "(processed_logprobs); raw_logits and processed_logits give the logits in their place.",
         kind="str",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
-        unsupported="only log-probabilities can be returned, not logits; use raw_logprobs or processed_logprobs",
-        allowed=("processed_logprobs",),
         example="--logprobs-mode processed_logprobs",
     )
     enforce_eager: bool = flag(
@@ -240,10 +238,10 @@ class ModelArgs:
     )
     tokenizer_extension_path: str | None = flag(
         None,
-        "The path of a Python file vllm_extension.py that supplies a tokenizer of your own.",
+        "A Python file vllm_extension.py, or its directory, with a class VllmExtension that supplies a tokenizer of "
+        "your own by its methods get_tokenizer(tokenizer_path) and text_to_tokens(tokenizer, text).",
         kind="nullable_str",
-        unsupported="tokenizer extensions are not available in this version; put the tokenizer's files in a "
-        "directory and name it with --tokenizer",
+        example="--tokenizer-extension-path ./vllm_extension.py",
     )
 
 

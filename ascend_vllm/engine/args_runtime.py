@@ -138,9 +138,10 @@ class SchedulerArgs:
     )
     max_num_queued_tokens: int | None = flag(
         None,
-        "The largest number of prompt tokens that may wait before new requests are refused.",
+        "The largest number of prompt tokens of requests whose answers have not begun. Beyond it new requests are "
+        "refused with HTTP status 503; without it there is no limit.",
         kind="length",
-        unsupported="the queue is limited by requests, not by tokens; use --max-num-queued-reqs",
+        example="--max-num-queued-tokens 100k",
     )
     queue_timeout_s: float | None = flag(
         None,
@@ -209,9 +210,10 @@ class SchedulerArgs:
     )
     stream_interval: int = flag(
         1,
-        "How many tokens are gathered before a streaming answer is sent on.",
+        "The number of tokens that are gathered before a streaming answer is sent on. The first token never waits; "
+        "a larger number costs less work per token.",
         kind="int",
-        unsupported="every token is streamed at once in this version",
+        example="--stream-interval 8",
     )
 
 

@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_client import AsyncCoreClient
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType
-from ascend_vllm.engine.metrics import LOG_INTERVAL_S, EngineMetrics
+from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.engine.pooling_state import pooling_output
 from ascend_vllm.engine.request_stats import StepStats
-from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -35,6 +35,9 @@ logger = init_logger(__name__)
 
 _BUSY = (
     "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+)
+_BACKLOG = (
+    "The engine has reached its prefill token backlog limit. Please try again later or on a different instance."
 )
 
 
@@ -69,7 +72,7 @@ class AsyncLLM:
         self._client.start()
         try:
             # While the core imports torch and reads the weights.
-            self.tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.from_config(config.model)
+            self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
             self._input = InputProcessor(config, self.tokenizer)
         except BaseException:
             self._client.shutdown()
@@ -291,8 +294,12 @@ class AsyncLLM:
         """Refuses a request if too many wait: beyond those that can run, or by the core's own count.
 
         Raises:
-            EngineBusyError: too many requests wait.
+            EngineBusyError: too many requests wait, or too many of their tokens.
         """
+        most_tokens = self.config.scheduler.max_num_queued_tokens
+        if most_tokens is not None and self._output.num_prefill_tokens >= most_tokens:
+            self._metrics.count_rejection(BACKLOG_FULL)
+            raise EngineBusyError(_BACKLOG)
         limit = self.config.scheduler.max_num_queued_reqs
         if limit is None:
             return

@@ -359,6 +359,13 @@ class InputProcessor:
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Combinations of fields that the engine does not serve."""
+        is_search = params.use_beam_search or params.num_sequences > params.n
+        if is_search and self._model.logprobs_mode.endswith("_logits"):
+            raise RequestError(
+                "Beam search and best_of need log-probabilities, and the server runs with --logprobs-mode "
+                f"{self._model.logprobs_mode}.",
+                "use_beam_search" if params.use_beam_search else "best_of",
+            )
         # checked by SamplingParams too, but output_kind is often set later
         is_delta = params.output_kind is RequestOutputKind.DELTA
         if is_delta and params.num_sequences != params.n and not params.use_beam_search:

@@ -11,6 +11,7 @@ from ascend_vllm.engine.metrics import EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.from_config(config.model)
+        self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
         self.metrics = EngineMetrics(config)
         self._client = InprocCoreClient(config)
         self.metrics.set_num_blocks(self._client.ready.num_gpu_blocks, self._client.ready.num_cpu_blocks)

@@ -38,7 +38,11 @@ _N_BUCKETS = [1, 2, 5, 10, 20]
 _ITERATION_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 # named after the flags that refuse requests
-_QUEUE_FULL, _QUEUE_TIMEOUT = _REJECTION_REASONS = ("max_num_queued_reqs", "queue_timeout")
+QUEUE_FULL, BACKLOG_FULL, _QUEUE_TIMEOUT = _REJECTION_REASONS = (
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "queue_timeout",
+)
 
 
 class Histogram:
@@ -103,9 +107,9 @@ class EngineMetrics(Collector):
         """Says how many KV blocks the engine has, on the device and for swapping; known once it has started."""
         self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
 
-    def count_rejection(self) -> None:
-        """Counts a request that the full queue refused."""
-        self._num_rejections[_QUEUE_FULL] += 1
+    def count_rejection(self, reason: str = QUEUE_FULL) -> None:
+        """Counts a request that was refused: QUEUE_FULL or BACKLOG_FULL says why."""
+        self._num_rejections[reason] += 1
 
     def record(self, scheduler: SchedulerStats | None, step: StepStats) -> None:
         """Takes a step in.

@@ -117,6 +117,7 @@ class _RequestState:
         "awaits_prompt_logprobs",
         "core_ids",
         "holds_back",
+        "interval",
         "kind",
         "max_tokens",
         "metrics",
@@ -130,9 +131,12 @@ class _RequestState:
         "tokenizer",
     )
 
-    def __init__(self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue | None) -> None:
+    def __init__(
+        self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue | None, interval: int
+    ) -> None:
         self.request = request
         self.queue = queue
+        self.interval = interval
         params, prompt_token_ids = request.params, request.prompt_token_ids
         self.kind = params.output_kind
         self.num_returned = params.n
@@ -176,6 +180,10 @@ class _RequestState:
         if self.holds_back:
             self.holds_back = False
             changed = [sequence for sequence in self.sequences if sequence.num_tokens]
+        if self.interval > 1 and not finished:
+            changed = [sequence for sequence in changed if self._is_due(sequence)]
+            if not changed:
+                return None
         if self.kind is RequestOutputKind.DELTA:
             outputs = [output for sequence in changed for output in sequence.make_outputs(self.kind)]
             if not outputs and not finished:
@@ -200,6 +208,12 @@ class _RequestState:
             self.num_cached_tokens,
             self._pooled(),
         )
+
+    def _is_due(self, sequence: AnySequence) -> bool:
+        """Whether a sequence has as many untold tokens as a stream gathers, its first one, or its end to tell."""
+        if not isinstance(sequence, SequenceState) or sequence.finish_reason is not None:
+            return True
+        return sequence.num_told == 0 or sequence.num_tokens - sequence.num_told >= self.interval
 
     def _pooled(self) -> npt.NDArray[np.float32] | None:
         """What the pooler made of the prompt, if that is what was asked for."""
@@ -226,10 +240,14 @@ class OutputProcessor:
         tokenizer: None under --skip-tokenizer-init.
         stream_each_token: tokens that come several in a step are told one by one; otherwise together. Requests that
             want the final output only get just that.
+        stream_interval: so many tokens of a sequence are told together, after its first one.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stream_each_token: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stream_each_token: bool = False, stream_interval: int = 1
+    ) -> None:
         self._tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self._stream_each_token = stream_each_token
         self._requests: dict[str, _RequestState] = {}
         # core request id → its request and its sequence
@@ -238,7 +256,8 @@ class OutputProcessor:
     @classmethod
     def from_config(cls, config: SchedulerConfig, tokenizer: Tokenizer | None) -> OutputProcessor:
         """The one that fits how the core makes its steps."""
-        return cls(tokenizer, config.num_scheduler_steps > 1 and config.multi_step_stream_outputs)
+        stream_each_token = config.num_scheduler_steps > 1 and config.multi_step_stream_outputs
+        return cls(tokenizer, stream_each_token, config.stream_interval)
 
     @property
     def num_requests(self) -> int:
@@ -249,6 +268,12 @@ class OutputProcessor:
     def num_sequences(self) -> int:
         """Their sequences that have not ended."""
         return len(self._sequences)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens of requests without a token of an answer yet; counted anew, for those who limit them."""
+        waiting = (state for state in self._requests.values() if state.metrics.first_token_time is None)
+        return sum(len(state.request.prompt_token_ids) for state in waiting)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -278,7 +303,7 @@ class OutputProcessor:
         """
         if request.request_id in self._requests:
             raise RequestError(f"Request {request.request_id} already exists.", "request_id")
-        state = _RequestState(request, self._tokenizer, queue)
+        state = _RequestState(request, self._tokenizer, queue, self._stream_interval)
         self._requests[request.request_id] = state
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
             self._sequences[core_id] = (state, sequence)

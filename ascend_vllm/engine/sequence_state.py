@@ -99,6 +99,11 @@ class SequenceState:
         """Tokens so far."""
         return len(self.token_ids)
 
+    @property
+    def num_told(self) -> int:
+        """Tokens that outputs have told of."""
+        return self._num_sent_tokens
+
     def summaries(self) -> list[FinishedSequence]:
         """What the metrics count of it at its end."""
         return [FinishedSequence(str(self.finish_reason), len(self.token_ids))]
@@ -149,12 +154,12 @@ class SequenceState:
             text = text[self._num_sent_chars : end]
             token_ids = token_ids[self._num_sent_tokens :]
             logprobs = None if logprobs is None else logprobs[self._num_sent_tokens :]
-            self._num_sent_tokens = len(self.token_ids)
         else:
             text = text[:end]
             token_ids = token_ids.copy()
             logprobs = None if logprobs is None else logprobs.copy()
         self._num_sent_chars = end
+        self._num_sent_tokens = len(self.token_ids)
         reason = self.finish_reason
         return [
             CompletionOutput(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
+from ascend_vllm import envs
 from ascend_vllm.config.model import decoder_architecture
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.models.blocks import CausalLM
@@ -28,7 +29,9 @@ MODELS: dict[str, str] = {
 
 
 def _plugins() -> dict[str, str]:
-    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    allowed = envs.plugins()
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return {entry.name: entry.value for entry in found if allowed is None or entry.name in allowed}
 
 
 def supported_architectures() -> list[str]:

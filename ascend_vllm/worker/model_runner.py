@@ -15,7 +15,7 @@ from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
-from ascend_vllm.worker.sampling.sampler import Sampler
+from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, RAW_LOGITS, Sampler
 
 
 class ModelRunner:
@@ -27,7 +27,7 @@ class ModelRunner:
         kv_caches: one per layer, of the backend's shape.
         mover: copies their blocks.
         batch: empty slots.
-        logprobs_mode: "raw_logprobs" or "processed_logprobs".
+        logprobs_mode: see `Sampler`.
         device: where everything computes.
         host_memory: whether tensors on the device are the host's memory; None: on CPU they are.
     """
@@ -52,7 +52,9 @@ class ModelRunner:
         # on CPU the device's memory is the host's: nobody waits for ids there, nor copies tokens
         host_memory = device.type == "cpu" if host_memory is None else host_memory
         self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
-        self._scorer = PromptScorer(batch, model.compute_logits, device)
+        self._scorer = PromptScorer(
+            batch, model.compute_logits, device, tells_logits=logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
+        )
         self._device = device
         self._multi_step = MultiStepDecoder(batch, self._sampler, self._logits, device, host_memory=host_memory)
 

@@ -60,12 +60,15 @@ class FakeEngine:
     Args:
         tokenizer: of the "model".
         stream_each_token: see `OutputProcessor`.
+        stream_interval: likewise.
         config: see `make_config`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stream_each_token: bool = False, **config: Any) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stream_each_token: bool = False, stream_interval: int = 1, **config: Any
+    ) -> None:
         self.input = InputProcessor(make_config(**config), tokenizer)
-        self.output = OutputProcessor(tokenizer, stream_each_token)
+        self.output = OutputProcessor(tokenizer, stream_each_token, stream_interval)
         self.stats = StepStats()
         # request id → ids of its core requests
         self.core_ids: dict[str, list[str]] = {}

@@ -8,17 +8,17 @@ import torch
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
-from ascend_vllm.worker.sampling.sampler import RAW_LOGPROBS, Sampled, Sampler
+from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, RAW_LOGITS, RAW_LOGPROBS, Sampled, Sampler
 
 VOCAB_SIZE = 64
 
 
-def make_sampler(*params: SamplingParams) -> Sampler:
+def make_sampler(*params: SamplingParams, logprobs_mode: str = RAW_LOGPROBS) -> Sampler:
     """A sampler whose slots 0, 1, … hold one-token prompts with the given parameters."""
     batch = InputBatch(max(4, len(params)), 32, 16, VOCAB_SIZE)
     rows = [NewRow(slot, f"r{slot}", [1], 1, 0, [slot], each, slot, [2]) for slot, each in enumerate(params)]
     batch.apply(SchedulerOutput(0, [], rows, [], [], []))
-    return Sampler(batch, RAW_LOGPROBS, torch.device("cpu"))
+    return Sampler(batch, logprobs_mode, torch.device("cpu"))
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> Sampled:
@@ -58,3 +58,16 @@ def test_more_logprobs_than_vocabulary_gives_all_of_it() -> None:
     assert logprobs is not None
     assert sorted(logprobs.token_ids[0, 1:].tolist()) == list(range(VOCAB_SIZE))
     np.testing.assert_allclose(logprobs.logprobs[0, 1:].exp().sum(), 1.0, rtol=1e-5)
+
+
+def test_logits_in_place_of_logprobs() -> None:
+    logits = torch.randn(1, VOCAB_SIZE)
+    biased = logits.clone()
+    biased[0, 9] += 3.0
+    params = SamplingParams(temperature=0.5, top_k=4, logit_bias={9: 3.0}, logprobs=4, seed=1)
+    for mode, expected in ((RAW_LOGITS, logits), (PROCESSED_LOGITS, biased / 0.5)):
+        found = sample(make_sampler(params, logprobs_mode=mode), logits.clone(), [0]).logprobs
+        assert found is not None
+        ids = found.token_ids[0]
+        torch.testing.assert_close(found.logprobs[0], expected[0, ids])
+        assert ids[1:].tolist() == expected.topk(4).indices[0].tolist()

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
 from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.entrypoints.bench.datasets import (
     SampleRequest,
     add_dataset_arguments,
@@ -88,7 +88,7 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
     apply_general_lengths(args)
     _check_counts(args, "n")
     llm = _make_llm(args)
-    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_config(llm.llm_engine.config.model)
+    tokenizer = None if args.skip_tokenizer_init else tokenizer_of(llm.llm_engine.config.model)
     if tokenizer is None:
         args.vocab_size = llm.llm_engine.config.model.vocab_size
     requests = sample_requests(args, tokenizer, args.seed)

@@ -15,14 +15,14 @@ from ascend_vllm.types.step import StepLogprobs
 from ascend_vllm.worker.ragged import Int64Array
 
 
-def filtered_logprobs(
+def filtered_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probabilities of the distribution a token is drawn from: after temperature, min_p, top-k and top-p.
+    """Logits of the distribution a token is drawn from: after temperature, min_p, top-k and top-p.
 
     Args:
         logits: [S, V] float32, with biases, masks and penalties applied.
@@ -47,7 +47,12 @@ def filtered_logprobs(
     in_top_p = (probs.cumsum(-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
     last = (in_top_p & (ordered > -torch.inf)).sum(-1, keepdim=True) - 1
     threshold = ordered.gather(-1, last.clamp(min=0))
-    return torch.log_softmax(logits.masked_fill(logits < threshold, -torch.inf), dim=-1)
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def filtered_logprobs(logits: torch.Tensor, *filters: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the distribution a token is drawn from; the arguments are those of `filtered_logits`."""
+    return torch.log_softmax(filtered_logits(logits, *filters), dim=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -70,11 +70,18 @@ class PromptScorer:
         batch: the slots.
         compute_logits: [T, H] → [T, V].
         device: where it computes.
+        tells_logits: the logits themselves are told in place of log-probabilities.
     """
 
     def __init__(
-        self, batch: InputBatch, compute_logits: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+        self,
+        batch: InputBatch,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+        *,
+        tells_logits: bool = False,
     ) -> None:
+        self._tells_logits = tells_logits
         self._batch = batch
         self._compute_logits = compute_logits
         self._device = device
@@ -123,7 +130,9 @@ class PromptScorer:
         parts = []
         for offset in range(0, len(hidden), _TOKENS_AT_ONCE):
             some = slice(offset, offset + _TOKENS_AT_ONCE)
-            logprobs = torch.log_softmax(self._compute_logits(hidden[some]).float(), dim=-1)
+            logprobs = self._compute_logits(hidden[some]).float()
+            if not self._tells_logits:
+                logprobs = torch.log_softmax(logprobs, dim=-1)
             parts.append(report(logprobs, token_ids[some], min(num_logprobs, logprobs.shape[-1])))
         return parts
 

@@ -19,11 +19,13 @@ from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import ANY_TOKEN, MASKS
-from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logprobs, report
+from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, filtered_logprobs, report
 from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
+RAW_LOGITS = "raw_logits"
+PROCESSED_LOGITS = "processed_logits"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Sampler:
 
     Args:
         batch: the slots; their parameters and tokens so far are read from it.
-        logprobs_mode: "raw_logprobs" or "processed_logprobs".
+        logprobs_mode: one of the four above; the logits themselves are reported in place of log-probabilities.
         device: where the logits are.
         host_memory: tensors on the device are the host's memory.
 
@@ -55,7 +57,8 @@ class Sampler:
         self, batch: InputBatch, logprobs_mode: str, device: torch.device, *, host_memory: bool = True
     ) -> None:
         self._device = device
-        self._raw = logprobs_mode == RAW_LOGPROBS
+        self._raw = logprobs_mode in (RAW_LOGPROBS, RAW_LOGITS)
+        self._tells_logits = logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
         self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory)
         # [up to M, V] float32, grown when needed and kept: fresh pages each step cost more than the arithmetic
         self._float_logits = torch.empty(0)
@@ -82,12 +85,15 @@ class Sampler:
             return Sampled(self._greedy(logits), None)
         logprobs = None
         if self._raw and len(plan.asking):
-            logprobs = torch.log_softmax(_asking_rows(logits, plan).float(), dim=-1)
+            asking = _asking_rows(logits, plan)
+            # a copy of the logits: they are edited in place
+            logprobs = asking.to(torch.float32, copy=True) if self._tells_logits else _log_softmax(asking)
         logits = self._edit(logits, plan, num_tokens)
         if not self._raw and len(plan.asking):
             assert plan.filters is not None
             filters = (_asking_rows(column, plan) for column in plan.filters)
-            logprobs = filtered_logprobs(_asking_rows(logits, plan).float(), *filters)
+            filtered = filtered_logits if self._tells_logits else filtered_logprobs
+            logprobs = filtered(_asking_rows(logits, plan).float(), *filters)
         ids = self._draw(logits, plan, num_tokens)
         reports = None
         if logprobs is not None:
@@ -178,6 +184,10 @@ def _penalise(logits: torch.Tensor, penalties: Penalties, history: History, num_
         num_tokens.int(),
         *penalties.factors,
     )
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.float(), dim=-1)
 
 
 def _asking_rows(tensor: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
