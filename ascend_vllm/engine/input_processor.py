@@ -136,7 +136,7 @@ class InputProcessor:
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
-            token_ids = self._need_tokenizer().encode(_need_text(text))
+            token_ids = self._encode(_need_text(text), params)
         words = _with_and_without_space(params)
         bad_words = [self._need_tokenizer().encode(word, add_special_tokens=False) for word in words]
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
@@ -158,7 +158,8 @@ class InputProcessor:
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
-            token_ids = await self._need_tokenizer().encode_async(_need_text(text))
+            limit = self._limit(params)
+            token_ids = await self._need_tokenizer().encode_async(_need_text(text), max_tokens=limit)
         words = _with_and_without_space(params)
         bad_words = [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
@@ -183,7 +184,7 @@ class InputProcessor:
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
-            token_ids = self._need_tokenizer().encode(_need_text(text))
+            token_ids = self._encode(_need_text(text), params)
         return self._build_pooling(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
 
     async def process_pooling_async(
@@ -202,7 +203,8 @@ class InputProcessor:
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
         if token_ids is None:
-            token_ids = await self._need_tokenizer().encode_async(_need_text(text))
+            limit = self._limit(params)
+            token_ids = await self._need_tokenizer().encode_async(_need_text(text), max_tokens=limit)
         return self._build_pooling(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
 
     def default_sampling_params(self) -> dict[str, Any]:
@@ -317,6 +319,16 @@ class InputProcessor:
         if not prefix or len(prefix) >= limit or token_ids[: len(prefix)] != prefix:
             return token_ids[-limit:]
         return prefix + token_ids[len(prefix) - limit :]
+
+    def _limit(self, params: SamplingParams | PoolingParams) -> int | None:
+        """Most tokens of a prompt; None: what is too long is cut."""
+        return self.max_model_len if params.truncate_prompt_tokens is None else None
+
+    def _encode(self, text: str, params: SamplingParams | PoolingParams) -> list[int]:
+        limit = self._limit(params)
+        if limit is not None:
+            self._need_tokenizer().check_num_characters(text, limit)
+        return self._need_tokenizer().encode(text)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -14,6 +14,7 @@ from ascend_vllm.engine.detokenization import (
     IncrementalDetokenizer,
     WindowDetokenizer,
 )
+from ascend_vllm.errors import RequestError
 from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
 from ascend_vllm.logger import init_logger
 
@@ -107,6 +108,27 @@ class Tokenizer:
             return ids
         return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
 
+    def check_num_characters(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that `max_tokens` tokens cannot hold, without the time that its ids would take.
+
+        Raises:
+            RequestError: it has more characters than so many of the longest token.
+        """
+        # the longest token is looked for only if it matters: a token has at least one character
+        if len(text) <= max_tokens or len(text) <= (most := max_tokens * self._longest_token):
+            return
+        raise RequestError(
+            f"This model's maximum context length is {max_tokens} tokens. However, your prompt contains {len(text)} "
+            f"characters (more than {most} characters, which is the upper bound for {max_tokens} input tokens). "
+            "Please reduce the length of the input prompt.",
+            "prompt",
+        )
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token; a byte-level vocabulary writes at least one for each byte."""
+        return max(map(len, self.hf.get_vocab()), default=1)
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Ids of two texts in one prompt, with what the model expects around and between them."""
         if self._backend is not None:
@@ -192,8 +214,12 @@ class Tokenizer:
         )
         return WindowDetokenizer(decode, prompt_token_ids)
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode` off the event loop."""
+    async def encode_async(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """`encode` off the event loop, after `check_num_characters` if `max_tokens` is given."""
+        if max_tokens is not None:
+            await self._run(self.check_num_characters, text, max_tokens)
         return await self._run(self.encode, text, add_special_tokens)
 
     async def encode_pair_async(self, first: str, second: str) -> list[int]:

@@ -65,10 +65,16 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError(
                 'Each of `tools` must be like `{"type": "function", "function": {"name": "my_function"}}`.'
             )
-        if self.tool_choice in (None, "none", "auto"):
+        for tool in self.tools or ():
+            if not isinstance(tool["function"].get("parameters") or {}, dict):
+                name = _function_name(tool)
+                raise ValueError(f"The `parameters` of the tool '{name}' must be a JSON schema, which is an object.")
+        if self.tool_choice in (None, "none"):
             return
         if not self.tools:
             raise ValueError("When using `tool_choice`, `tools` must be set.")
+        if self.tool_choice == "auto":
+            return
         if isinstance(self.tool_choice, dict):
             name = _function_name(self.tool_choice)
             if name is None:
@@ -78,6 +84,10 @@ class ChatCompletionRequest(GenerationRequest):
                 )
             if name not in names:
                 raise ValueError("The tool specified in `tool_choice` does not match any of the specified `tools`")
+            if self.structured_outputs is not None:
+                raise ValueError("You can only either use constraints for structured outputs or tools, not both.")
+            if self.guided():
+                raise ValueError("You can only either use guided decoding or tools, not both.")
         elif self.tool_choice != "required":
             raise ValueError('`tool_choice` must be "none", "auto", "required" or a named tool.')
 

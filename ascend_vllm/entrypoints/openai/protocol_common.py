@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -48,6 +48,10 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "truncation_side": (None, "left"),
 }
+
+_UNSUPPORTED = "`{}` is not supported by this version of the server."
+# those that vLLM refuses too have its texts
+UNSUPPORTED_TEXTS = {"suffix": "suffix is not currently supported"}
 
 # sampling fields and what holds when neither the request nor the server's defaults say anything
 _SAMPLING: dict[str, Any] = {
@@ -137,7 +141,8 @@ class GenerationRequest(ApiRequest):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    # -1: as many as the model takes
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = False
@@ -180,8 +185,7 @@ class GenerationRequest(ApiRequest):
 
     @model_validator(mode="after")
     def _check_guided(self) -> GenerationRequest:
-        given = [name for name, value in self._guided().items() if value is not None and value is not False]
-        if len(given) > 1:
+        if len(self.guided()) > 1:
             raise ValueError(
                 "You can only use one kind of guided decoding ('guided_json', 'guided_regex' or 'guided_choice')."
             )
@@ -213,7 +217,7 @@ class GenerationRequest(ApiRequest):
         """
         for name in self.model_fields_set & UNSUPPORTED_FIELDS.keys() & type(self).model_fields.keys():
             if getattr(self, name) not in UNSUPPORTED_FIELDS[name]:
-                raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
+                raise RequestError(UNSUPPORTED_TEXTS.get(name, _UNSUPPORTED).format(name), param=name)
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
         """What the output must look like, in whichever of its spellings the request says it; None: nothing.
@@ -222,7 +226,7 @@ class GenerationRequest(ApiRequest):
             RequestError: it is said wrongly or twice.
         """
         options = self.guided_decoding_backend, self.guided_whitespace_pattern
-        found: dict[str, StructuredOutputsParams | None] = {"guided_*": from_guided(self._guided(), *options)}
+        found: dict[str, StructuredOutputsParams | None] = {"guided_*": from_guided(self.guided(), *options)}
         if self.structured_outputs is not None:
             found["structured_outputs"] = from_structured_outputs(self.structured_outputs)
         if self.response_format is not None:
@@ -235,13 +239,15 @@ class GenerationRequest(ApiRequest):
             )
         return found[given[0]] if given else None
 
-    def _guided(self) -> dict[str, Any]:
-        return {
+    def guided(self) -> dict[str, Any]:
+        """The constraints that are given in vLLM 0.6.3's spelling."""
+        values = {
             "guided_json": self.guided_json,
             "guided_regex": self.guided_regex,
             "guided_choice": self.guided_choice,
             "guided_grammar": self.guided_grammar,
         }
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int, force_logprobs: bool) -> SamplingParams:
         """The engine's view of the request.
@@ -285,7 +291,8 @@ class GenerationRequest(ApiRequest):
                 skip_special_tokens=self.skip_special_tokens,
                 spaces_between_special_tokens=self.spaces_between_special_tokens,
                 include_stop_str_in_output=self.include_stop_str_in_output,
-                truncate_prompt_tokens=self.truncate_prompt_tokens,
+                # the prompt has been cut
+                truncate_prompt_tokens=None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens,
                 output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
                 logit_bias=parse_logit_bias(self.logit_bias),
                 allowed_token_ids=self.allowed_token_ids,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import msgspec
+from pydantic import model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, TokenId, unix_time
@@ -24,7 +26,17 @@ class TokenizeRequest(ApiRequest):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_last_message(self) -> TokenizeRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            # as in a chat request: the generation prompt is on by default
+            if "add_generation_prompt" in self.model_fields_set:
+                raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+            self.add_generation_prompt = False
+        return self
 
 
 class TokenizeResponse(msgspec.Struct):

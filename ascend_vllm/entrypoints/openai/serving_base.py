@@ -231,6 +231,21 @@ class ServingBase:
             template_kwargs={**self.settings.default_chat_template_kwargs, **template_kwargs},
         )
 
+    async def encode_prompt(self, text: str, add_special_tokens: bool, keep_last: int | None) -> list[int]:
+        """Token ids of a prompt: the last `keep_last`, -1 for as many as fit, or all that there are.
+
+        Raises:
+            RequestError: the text is far too long, which is seen before it is tokenised.
+        """
+        if keep_last is None:
+            limit = self.settings.max_model_len
+            return await self.tokenizer().encode_async(text, add_special_tokens, max_tokens=limit)
+        return await self.encode(text, add_special_tokens, self.num_kept(keep_last))
+
+    def num_kept(self, keep_last: int) -> int:
+        """`truncate_prompt_tokens` as a number of tokens: -1 leaves room for one more."""
+        return self.settings.max_model_len - 1 if keep_last < 0 else keep_last
+
     async def encode(self, text: str, add_special_tokens: bool, keep_last: int | None = None) -> list[int]:
         """Token ids of a text, off the event loop; `keep_last` keeps that many of the end."""
         token_ids = await self.tokenizer().encode_async(text, add_special_tokens=add_special_tokens)

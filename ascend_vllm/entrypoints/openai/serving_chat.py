@@ -64,7 +64,7 @@ class ServingChat(ServingBase):
             template_kwargs=request.template_kwargs(),
             tools=self.settings.parsers.tools_in_prompt(request),
         )
-        token_ids = await self.encode(text, request.add_special_tokens, request.truncate_prompt_tokens)
+        token_ids = await self.encode_prompt(text, request.add_special_tokens, request.truncate_prompt_tokens)
         return Prompt(token_ids, text)
 
     def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
@@ -84,7 +84,7 @@ class ServingChat(ServingBase):
         if requested is None:
             # the model's own default (max_new_tokens of generation_config.json), as far as it fits
             return self.limit_tokens(num_prompt_tokens, self.sampling_defaults.get("max_tokens"), clamp=True)
-        return self.limit_tokens(num_prompt_tokens, requested)
+        return self.limit_tokens(num_prompt_tokens, requested, clamp=request.truncate_prompt_tokens == -1)
 
 
 class _Answer:

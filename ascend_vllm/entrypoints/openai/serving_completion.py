@@ -50,9 +50,9 @@ class ServingCompletion(ServingBase):
     def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
         if request.echo_only:
             return self.limit_tokens(len(prompt.token_ids), 1)
-        return self.limit_tokens(
-            len(prompt.token_ids), request.effective_max_tokens, clamp=request.max_tokens is None
-        )
+        # a prompt cut to what fits leaves no room for more than a token
+        clamp = request.max_tokens is None or request.truncate_prompt_tokens == -1
+        return self.limit_tokens(len(prompt.token_ids), request.effective_max_tokens, clamp)
 
     async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
         given = request.prompt
@@ -66,10 +66,10 @@ class ServingCompletion(ServingBase):
     async def _prompt(self, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
         last = request.truncate_prompt_tokens
         if isinstance(prompt, str):
-            token_ids = await self.encode(prompt, request.add_special_tokens, last)
+            token_ids = await self.encode_prompt(prompt, request.add_special_tokens, last)
             text: str | None = prompt
         else:
-            token_ids = prompt if last is None else prompt[-last:]
+            token_ids = prompt if last is None else prompt[-self.num_kept(last) :]
             text = None
         if request.echo and (text is None or last is not None):
             text = await self.tokenizer().decode_async(token_ids)

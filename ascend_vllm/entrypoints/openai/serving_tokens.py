@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from ascend_vllm.entrypoints.openai.protocol_misc import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -19,20 +21,27 @@ class ServingTokens(ServingBase):
         """Token ids of a prompt, or of a conversation under the chat template.
 
         Raises:
-            RequestError: neither or both of prompt and messages, or an unknown model.
+            RequestError: both prompt and messages, or an unknown model.
+            ValidationError: neither.
         """
         self.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise RequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
         if request.messages is None:
-            text = request.prompt or ""
+            if request.prompt is None:
+                raise ValidationError.from_exception_data(
+                    "TokenizeRequest",
+                    [{"type": "missing", "loc": (name,), "input": {}} for name in ("prompt", "messages")],
+                )
+            text = request.prompt
+        elif request.prompt is not None:
+            raise RequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
         else:
             text = await self.render(
                 request.messages,
                 request_template=request.chat_template,
-                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+                add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 template_kwargs=request.chat_template_kwargs or {},
+                tools=request.tools or None,
             )
         special = request.add_special_tokens
         token_ids = await self.encode(text, request.messages is None if special is None else special)

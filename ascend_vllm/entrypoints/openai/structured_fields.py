@@ -102,26 +102,25 @@ def from_guided(
     """What 0.6.3's fields ask for.
 
     Args:
-        values: `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`.
+        values: at most one of `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`.
         backend: `guided_decoding_backend`.
         whitespace: `guided_whitespace_pattern`.
 
     Raises:
         RequestError: the schema is not JSON.
     """
-    given = {name: value for name, value in values.items() if value is not None and value is not False}
-    if not given:
+    if not values:
         return None
-    ((name, value),) = given.items()
+    ((name, value),) = values.items()
     check_schema_text("guided_json", values.get("guided_json"))
     return checked_params(name, **{_GUIDED[name]: value}, backend=backend, whitespace_pattern=whitespace)
 
 
-def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParams | None:
-    """What `structured_outputs` asks for; None: nothing.
+def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParams:
+    """What `structured_outputs` asks for.
 
     Raises:
-        RequestError: several constraints at once, or a field that this server does not know.
+        RequestError: no constraint or several at once, or a field that this server does not know.
     """
     if fields.model_extra:
         known = sorted(name.rstrip("_") for name in StructuredOutputs.model_fields)
@@ -134,7 +133,12 @@ def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParam
     params = checked_params(
         "structured_outputs", **{name: value for name, value in values.items() if value is not None}
     )
-    return params if params.constraints() else None
+    if not params.constraints():
+        raise RequestError(
+            f"You must use one kind of structured outputs constraint but none are specified: {values}",
+            "structured_outputs",
+        )
+    return params
 
 
 def from_response_format(
