@@ -122,3 +122,16 @@ def server_dev_mode() -> bool:
 def enable_responses_api_store() -> bool:
     """`VLLM_ENABLE_RESPONSES_API_STORE`: 0 keeps no answers of /v1/responses, so that none can be asked for later."""
     return os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE", "1") != "0"
+
+
+def allow_runtime_lora_updating() -> bool:
+    """`VLLM_ALLOW_RUNTIME_LORA_UPDATING`: 1 or true adds the routes that load and unload LoRA adapters."""
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true")
+
+
+def otlp_traces_protocol() -> str:
+    """`OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`: how traces are sent, grpc (the default) or http/protobuf."""
+    value = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    if value not in ("grpc", "http/protobuf"):
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be grpc or http/protobuf, got {value!r}.")
+    return value

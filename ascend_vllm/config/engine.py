@@ -37,9 +37,11 @@ class ObservabilityConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         log_stats: metrics and the periodic log line.
+        otlp_traces_endpoint: where OpenTelemetry traces of requests go; None: there are none.
     """
 
     log_stats: bool = True
+    otlp_traces_endpoint: str | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -73,6 +73,10 @@ def _check_swap_space(swap_space: float) -> None:
         logger.warning("Possibly too large swap space. %s", text)
 
 
+# of --collect-detailed-traces
+_TRACED_PARTS = ("model", "worker", "all")
+
+
 def check_flags(args: EngineArgs) -> None:
     """Checks what can be known before any file is read.
 
@@ -132,6 +136,19 @@ def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
         sizes = ", ".join(map(str, facts.block_sizes))
         raise ConfigError(f"--block-size must be one of {sizes} on {facts.name}, got {requested}.")
     return requested
+
+
+def check_detailed_traces(value: str | None, endpoint: str | None) -> None:
+    """Raise `ConfigError` unless --collect-detailed-traces names parts of the engine, and traces go somewhere."""
+    if not value:
+        return
+    for part in value.split(","):
+        if part not in _TRACED_PARTS:
+            raise ConfigError(
+                f"Invalid module {part} in collect_detailed_traces. Valid modules are {', '.join(_TRACED_PARTS)}."
+            )
+    if not endpoint:
+        raise ConfigError("--collect-detailed-traces needs --otlp-traces-endpoint.")
 
 
 def check_config(config: EngineConfig) -> None:

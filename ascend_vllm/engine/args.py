@@ -24,6 +24,7 @@ from ascend_vllm.engine.args_features import AdapterArgs, InputOutputArgs, Specu
 from ascend_vllm.engine.args_model import LoadArgs, ModelArgs
 from ascend_vllm.engine.args_runtime import CacheArgs, ObservabilityArgs, ParallelArgs, SchedulerArgs
 from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.engine.tracing import check_tracing
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import resolve_device
 from ascend_vllm.platforms.facts import FACTS, npu_unusable_reason
@@ -123,10 +124,16 @@ class EngineArgs(
             scheduler=self._scheduler_config(hf_config, longest, block_size),
             parallel=ParallelConfig(),
             device=DeviceConfig(device=facts.name),
-            observability=ObservabilityConfig(log_stats=not self.disable_log_stats),
+            observability=self._observability_config(),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )
         arg_checks.check_config(config)
+        return config
+
+    def _observability_config(self) -> ObservabilityConfig:
+        arg_checks.check_detailed_traces(self.collect_detailed_traces, self.otlp_traces_endpoint)
+        config = ObservabilityConfig(not self.disable_log_stats, self.otlp_traces_endpoint or None)
+        check_tracing(config)
         return config
 
     def _served_names(self) -> tuple[str, ...]:

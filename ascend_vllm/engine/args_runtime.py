@@ -361,13 +361,14 @@ class ObservabilityArgs:
     )
     otlp_traces_endpoint: str | None = flag(
         None,
-        "The address to which OpenTelemetry traces are sent.",
+        "The address to which an OpenTelemetry trace of every request is sent.",
         kind="str",
-        unsupported="tracing is not available in this version; use /metrics",
+        example="--otlp-traces-endpoint http://localhost:4317",
     )
     collect_detailed_traces: str | None = flag(
         None,
-        "Which parts of the engine write detailed traces.",
+        "The parts of the engine whose times a trace tells: model, worker or all, separated by commas. It needs "
+        "--otlp-traces-endpoint.",
         kind="str",
-        unsupported="tracing is not available in this version; use /metrics",
+        no_effect="every trace tells the times of waiting, of the prompt and of decoding",
     )

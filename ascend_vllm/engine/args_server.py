@@ -51,6 +51,36 @@ class HttpArgs:
         kind="int",
         example="--ssl-ca-certs ca.pem --ssl-cert-reqs 2",
     )
+    ssl_ciphers: str | None = flag(
+        None,
+        "The encryption methods that HTTPS may use up to TLS 1.2, in OpenSSL's notation.",
+        kind="nullable_str",
+        example="--ssl-ciphers ECDHE-RSA-AES256-GCM-SHA384",
+    )
+    enable_ssl_refresh: bool = flag(
+        False,
+        "Reads the certificates again when their files change; connections that are open keep theirs.",
+        kind="flag",
+        example="--ssl-keyfile key.pem --ssl-certfile cert.pem --enable-ssl-refresh",
+    )
+    uds: str | None = flag(
+        None,
+        "The path of a Unix domain socket to listen on instead of a network port. It makes --host and --port void.",
+        kind="nullable_str",
+        example="--uds /run/ascend-vllm.sock",
+    )
+    log_config_file: str | None = flag(
+        None,
+        "A JSON file that configures the log, in the form of Python's logging.config.dictConfig.",
+        kind="nullable_str",
+        example="--log-config-file logging.json",
+    )
+    disable_access_log_for_endpoints: str | None = flag(
+        None,
+        "The paths, separated by commas, for which no line is logged per HTTP request.",
+        kind="nullable_str",
+        example="--disable-access-log-for-endpoints /health,/metrics",
+    )
     root_path: str | None = flag(
         None,
         "The path under which a proxy in front of the server publishes it.",
@@ -96,6 +126,9 @@ class HttpArgs:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together.")
+        for name in ("ssl_ciphers", "enable_ssl_refresh"):
+            if getattr(self, name) and not self.ssl_certfile:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-keyfile and --ssl-certfile.")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}.")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
@@ -301,54 +334,22 @@ class FrontendArgs(HttpArgs):
     )
     enable_server_load_tracking: bool = flag(
         False,
-        "Counts the requests in progress at /load.",
+        "Counts the requests in progress at /load; without it the count stays 0.",
         kind="flag",
-        unsupported="see the number of running and waiting requests at /metrics",
     )
     enable_tokenizer_info_endpoint: bool = flag(
         False,
-        "Publishes the settings of the tokenizer at /tokenizer_info.",
+        "Publishes the settings of the tokenizer, its chat template among them, at /tokenizer_info.",
         kind="flag",
-        unsupported="the endpoint is not available in this version",
     )
     disable_uvicorn_access_log: bool = flag(
         False, "Stops the line that is logged for every HTTP request with its path and status.", kind="flag"
     )
-    disable_access_log_for_endpoints: str | None = flag(
-        None,
-        "The paths, separated by commas, for which no line is logged per HTTP request.",
-        kind="nullable_str",
-        unsupported="use --disable-uvicorn-access-log to turn all of these lines off",
-    )
     enable_log_outputs: bool = flag(
         False,
-        "Writes the text of every answer to the log.",
+        "Writes the text of every answer to the log when it is complete. It needs --enable-log-requests.",
         kind="flag",
-        unsupported="answers are not written to the log in this version",
-    )
-    log_config_file: str | None = flag(
-        None,
-        "A JSON file that configures the log.",
-        kind="nullable_str",
-        unsupported="set the level with --uvicorn-log-level and VLLM_LOGGING_LEVEL",
-    )
-    uds: str | None = flag(
-        None,
-        "The path of a Unix domain socket to listen on instead of a network port.",
-        kind="nullable_str",
-        unsupported="the server listens on --host and --port",
-    )
-    ssl_ciphers: str | None = flag(
-        None,
-        "The encryption methods that HTTPS may use.",
-        kind="nullable_str",
-        unsupported="HTTPS uses Python's own selection",
-    )
-    enable_ssl_refresh: bool = flag(
-        False,
-        "Reads the certificate again when its file changes.",
-        kind="flag",
-        unsupported="restart the server to change the certificate",
+        example="--enable-log-outputs",
     )
     api_server_count: int = flag(
         1,
@@ -362,11 +363,12 @@ class FrontendArgs(HttpArgs):
         kind="flag",
         unsupported="the model runs on one machine in this version",
     )
-    sse_keep_alive_interval: float | None = flag(
-        None,
-        "How often, in seconds, a silent stream sends a sign of life.",
+    sse_keep_alive_interval: float = flag(
+        0.0,
+        "The seconds after which a stream that has nothing to send yet sends a comment, so that a proxy does not "
+        "close it. 0 means never.",
         kind="float",
-        unsupported="streams send nothing between tokens",
+        example="--sse-keep-alive-interval 15",
     )
 
     def check(self) -> None:
@@ -378,6 +380,8 @@ class FrontendArgs(HttpArgs):
         """
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("Error: --enable-auto-tool-choice requires --tool-call-parser")
+        if not 0 <= self.sse_keep_alive_interval < math.inf:
+            raise ConfigError(f"--sse-keep-alive-interval must not be negative, got {self.sse_keep_alive_interval}.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must not be negative, got {self.max_log_len}.")
         super().check()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -77,7 +77,7 @@ class AsyncLLM:
         except BaseException:
             self._client.shutdown()
             raise
-        self._output = OutputProcessor.from_config(config.scheduler, self.tokenizer)
+        self._output = OutputProcessor.from_config(config, self.tokenizer)
         # request id → sequences of requests between admission and the output processor (being tokenised)
         self._admitted: dict[str, int] = {}
         self._num_waiting = 0
@@ -143,6 +143,7 @@ class AsyncLLM:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates; yields outputs as `sampling_params.output_kind` says, the last one with `finished` set.
 
@@ -154,6 +155,7 @@ class AsyncLLM:
             request_id: must not be in use.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
+            trace_headers: W3C headers of the caller's trace, which the request's own becomes a part of.
 
         Raises:
             RequestError: the request is wrong; nothing was queued.
@@ -161,8 +163,12 @@ class AsyncLLM:
             EngineDeadError: the engine is gone.
         """
 
-        def process() -> Awaitable[ProcessedRequest]:
-            return self._input.process_async(request_id, prompt, sampling_params, priority, cache_salt=cache_salt)
+        async def process() -> ProcessedRequest:
+            request = await self._input.process_async(
+                request_id, prompt, sampling_params, priority, cache_salt=cache_salt
+            )
+            request.trace_headers = trace_headers
+            return request
 
         queue = await self._add_request(request_id, process, sampling_params.num_sequences)
         async with contextlib.aclosing(self._outputs(request_id, queue)) as outputs:
@@ -260,6 +266,7 @@ class AsyncLLM:
         """Ends the engine core; requests that run get an EngineDeadError. May be called again."""
         self._client.shutdown()
         self._output.fail_all(EngineDeadError("the engine was shut down"))
+        self._output.shutdown()
         if self._log_task is not None:
             self._log_task.cancel()
         if self.tokenizer is not None:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ascend_vllm.config.engine import EngineConfig
@@ -74,6 +74,7 @@ class ProcessedRequest:
         core_requests: one per sequence, in the order of their index, or the beam search alone. Their ids are unique
             in the life of the engine, so that late outputs of an aborted request never meet a new one with the same
             id.
+        trace_headers: by which its trace belongs to the caller's; None: to nobody's.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class ProcessedRequest:
     params: SamplingParams
     arrival_time: float
     core_requests: list[EngineCoreRequest]
+    trace_headers: Mapping[str, str] | None = None
 
 
 class InputProcessor:

@@ -75,6 +75,7 @@ class LLMEngine:
         """
         if self.has_unfinished_requests():
             raise RuntimeError("the tokenizer cannot be replaced while requests run")
+        self._output.shutdown()
         self.tokenizer = tokenizer
         self._make_processors()
 
@@ -152,10 +153,11 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Frees the model and the KV cache; may be called again."""
         self._client.shutdown()
+        self._output.shutdown()
         if self.tokenizer is not None:
             self.tokenizer.close()
 
     def _make_processors(self) -> None:
         self._input = InputProcessor(self.config, self.tokenizer)
         self._input.max_model_len = self._client.ready.max_model_len
-        self._output = OutputProcessor.from_config(self.config.scheduler, self.tokenizer)
+        self._output = OutputProcessor.from_config(self.config, self.tokenizer)

@@ -13,13 +13,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.beam_output import BeamSearchState
 from ascend_vllm.engine.input_processor import ProcessedRequest
 from ascend_vllm.engine.pooling_state import PoolingState
 from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
 from ascend_vllm.engine.sequence_state import SequenceState, shape_prompt_logprobs
 from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.engine.tracing import RequestTracer
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
@@ -241,11 +242,17 @@ class OutputProcessor:
         stream_each_token: tokens that come several in a step are told one by one; otherwise together. Requests that
             want the final output only get just that.
         stream_interval: so many tokens of a sequence are told together, after its first one.
+        tracer: is told of requests that end; None: nobody is.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stream_each_token: bool = False, stream_interval: int = 1
+        self,
+        tokenizer: Tokenizer | None,
+        stream_each_token: bool = False,
+        stream_interval: int = 1,
+        tracer: RequestTracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._tokenizer = tokenizer
         self._stream_interval = stream_interval
         self._stream_each_token = stream_each_token
@@ -254,10 +261,12 @@ class OutputProcessor:
         self._sequences: dict[str, tuple[_RequestState, AnySequence]] = {}
 
     @classmethod
-    def from_config(cls, config: SchedulerConfig, tokenizer: Tokenizer | None) -> OutputProcessor:
-        """The one that fits how the core makes its steps."""
-        stream_each_token = config.num_scheduler_steps > 1 and config.multi_step_stream_outputs
-        return cls(tokenizer, stream_each_token, config.stream_interval)
+    def from_config(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> OutputProcessor:
+        """The one that fits how the core makes its steps, and what is to be traced."""
+        scheduler = config.scheduler
+        stream_each_token = scheduler.num_scheduler_steps > 1 and scheduler.multi_step_stream_outputs
+        tracer = RequestTracer.from_config(config.observability)
+        return cls(tokenizer, stream_each_token, scheduler.stream_interval, tracer)
 
     @property
     def num_requests(self) -> int:
@@ -399,6 +408,12 @@ class OutputProcessor:
         self._requests.clear()
         self._sequences.clear()
 
+    def shutdown(self) -> None:
+        """Sends traces that were not sent yet, and makes no more. May be called again."""
+        if self._tracer is not None:
+            self._tracer.shutdown()
+            self._tracer = None
+
     def _fail(self, state: _RequestState, output: EngineCoreOutput, step: _Step) -> None:
         """Ends a request, and all its sequences, with the core's words."""
         step.changed.pop(state.request.request_id, None)
@@ -425,7 +440,12 @@ class OutputProcessor:
         if state.num_unfinished == 0:
             state.metrics.finished_time = step.now
             del self._requests[state.request.request_id]
-            step.stats.finished_requests.append(_summarize(state, step.now))
+            finished = _summarize(state, step.now)
+            step.stats.finished_requests.append(finished)
+            if self._tracer is not None:
+                request = state.request
+                num_tokens = sum(ended.num_tokens for ended in state.sequences)
+                self._tracer.record(request.request_id, request.params, finished, num_tokens, request.trace_headers)
 
 
 @dataclasses.dataclass(slots=True)

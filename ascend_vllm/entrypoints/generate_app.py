@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 import ascend_vllm
 from ascend_vllm.engine.args_server import GenerateServerArgs
+from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.generate_mindie import MindieFormat
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
@@ -153,7 +154,8 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
         ClientDisconnectedError: the client went away; the generation was aborted.
     """
     prompt, stream, params = form.parse(await http.body())
-    outputs = engine.generate(prompt, params, f"generate-{secrets.token_hex(8)}")
+    headers = trace_headers(http.headers)
+    outputs = engine.generate(prompt, params, f"generate-{secrets.token_hex(8)}", trace_headers=headers)
     try:
         first = await run_unless_disconnected(http.receive, _first(outputs))
     except BaseException:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import pathlib
 import signal
 import socket
-from collections.abc import Generator
+import ssl
+from collections.abc import Collection, Generator
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
@@ -34,6 +37,10 @@ logger = init_logger(__name__)
 _GRACEFUL_SHUTDOWN_S = 20
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
+# uvicorn's own choice
+_DEFAULT_CIPHERS = "TLSv1"
+# how often the TLS files are looked at
+_TLS_POLL_S = 1.0
 # how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
 _ENGINE_POLL_S = 0.2
 
@@ -69,10 +76,13 @@ class HttpServer(uvicorn.Server):
             # outside of everything else, so that whoever reads a body is given no more than the limit
             BodyLimitMiddleware(app, args.max_body_bytes),
             host=args.host or "0.0.0.0",
-            port=sock.getsockname()[1],
+            port=0 if args.uds else sock.getsockname()[1],
+            uds=args.uds,
             # uvicorn calls it as it would call the class
             http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits)),
             ws="none",
+            # a file of --log-config-file was read when the program began
+            log_config=uvicorn.config.LOGGING_CONFIG if args.log_config_file is None else None,
             log_level=log_level,
             access_log=access_log,
             backlog=_BACKLOG,
@@ -82,11 +92,16 @@ class HttpServer(uvicorn.Server):
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers or _DEFAULT_CIPHERS,
             server_header=False,
         )
         super().__init__(config)
         self._sock = sock
         self._example = example
+        self._tls_files = _tls_files(args) if args.enable_ssl_refresh else {}
+        if args.disable_access_log_for_endpoints:
+            paths = {path.strip() for path in args.disable_access_log_for_endpoints.split(",")}
+            logging.getLogger("uvicorn.access").addFilter(functools.partial(_is_logged, paths))
 
     async def serve_engine(self, engine: AsyncLLM) -> bool:
         """Serve until a signal or the engine's death.
@@ -94,12 +109,15 @@ class HttpServer(uvicorn.Server):
         Returns:
             Whether it ended in order, that is, the engine lives.
         """
-        watch = asyncio.create_task(self._watch(engine))
+        watches = [asyncio.create_task(self._watch(engine))]
+        if self._tls_files:
+            watches.append(asyncio.create_task(self._watch_tls_files()))
         try:
             await self.serve([self._sock])
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
         return not engine.errored
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -111,6 +129,12 @@ class HttpServer(uvicorn.Server):
 
     def _show_example(self) -> None:
         if self._example is None:
+            return
+        if self.config.uds is not None:
+            command = self._example.replace("curl ", f"curl --unix-socket {self.config.uds} ", 1)
+            print(
+                f"\nThe demo model is ready. Try:\n\n  {command.replace('{url}', 'http://localhost')}\n", flush=True
+            )
             return
         host = self.config.host if self.config.host != "0.0.0.0" else "localhost"
         scheme = "https" if self.config.is_ssl else "http"
@@ -143,3 +167,45 @@ class HttpServer(uvicorn.Server):
             return
         logger.error("The engine is dead; the server ends")
         self.should_exit = True
+
+    async def _watch_tls_files(self) -> None:
+        """Read key and certificates again when they have changed, for the connections that come after."""
+        while True:
+            await asyncio.sleep(_TLS_POLL_S)
+            found = {path: _modified(path) for path in self._tls_files}
+            context = self.config.ssl
+            if context is None or None in found.values() or found == self._tls_files:
+                continue
+            try:
+                if self.config.ssl_certfile is not None:
+                    context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
+                if self.config.ssl_ca_certs is not None:
+                    context.load_verify_locations(self.config.ssl_ca_certs)
+            except (OSError, ssl.SSLError) as error:
+                # a file is written while the other one is still old: the next look finds both
+                logger.warning("The TLS files have changed but cannot be used yet: %s", error)
+            else:
+                self._tls_files = found
+                logger.info("The TLS files have changed and were read again")
+
+
+def _tls_files(args: HttpArgs) -> dict[str, float | None]:
+    """The files of the flags, and when they were changed."""
+    paths = (args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs)
+    return {path: _modified(path) for path in paths if path is not None}
+
+
+def _modified(path: str) -> float | None:
+    try:
+        return pathlib.Path(path).stat().st_mtime
+    except OSError:  # it is just being replaced
+        return None
+
+
+def _is_logged(paths: Collection[str], record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's access log is about none of these paths."""
+    arguments = record.args
+    # address of the client, method, path with query, version, status
+    if not isinstance(arguments, tuple) or len(arguments) < 3:
+        return True
+    return str(arguments[2]).partition("?")[0] not in paths

@@ -13,6 +13,8 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import json
+import logging.config
 import pathlib
 import signal
 import socket
@@ -66,6 +68,34 @@ def bind(host: str | None, port: int) -> socket.socket:
     return sock
 
 
+def bind_uds(path: str) -> socket.socket:
+    """A Unix domain socket that owns its path but does not listen yet.
+
+    What an ended server left behind at the path makes room.
+
+    Raises:
+        ConfigError: a server listens there, or the path is something else or cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if pathlib.Path(path).is_socket() and not _is_listening(path):
+            pathlib.Path(path).unlink()
+        sock.bind(path)
+        # as vLLM's: whoever may reach the directory may ask
+        pathlib.Path(path).chmod(0o666)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--uds {path} is already in use, or is not a socket.") from error
+        raise ConfigError(f"Cannot listen on --uds {path}: {error.strerror or error}") from error
+    return sock
+
+
+def _is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
 def _address_error(host: str | None, port: int, error: OSError) -> ConfigError:
     where = f"{host or '0.0.0.0'}:{port}"
     if error.errno == errno.EADDRINUSE:
@@ -84,9 +114,25 @@ def _check_tls(args: HttpArgs) -> None:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
         if args.ssl_ca_certs is not None:
             context.load_verify_locations(args.ssl_ca_certs)
+        if args.ssl_ciphers is not None:
+            context.set_ciphers(args.ssl_ciphers)
     except (OSError, ssl.SSLError) as error:
+        if args.ssl_ciphers is not None and "cipher" in str(error).lower():
+            raise ConfigError(f"--ssl-ciphers {args.ssl_ciphers} cannot be used: {error}") from error
         files = ", ".join(filter(None, (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)))
         raise ConfigError(f"The TLS files ({files}) cannot be used: {error}") from error
+
+
+def _configure_log(path: str) -> None:
+    """Set up logging by a file of --log-config-file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no configuration.
+    """
+    try:
+        logging.config.dictConfig(json.loads(pathlib.Path(path).read_text()))
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"--log-config-file {path} cannot be used: {error}") from error
 
 
 def _without_secrets(args: argparse.Namespace) -> argparse.Namespace:
@@ -134,18 +180,34 @@ def serve(program: Program) -> int:
         EngineDeadError: the engine core died while it started.
     """
     start = time.monotonic()
+    if program.http_args.log_config_file is not None:
+        _configure_log(program.http_args.log_config_file)
     logger.info("%s version %s", program.name, ascend_vllm.__version__)
     logger.info("args: %s", _without_secrets(program.flags))
     http_args = program.http_args
     http_args.check()
     _check_tls(http_args)
-    with contextlib.closing(bind(http_args.host, http_args.port)) as sock:
+    with _bound(http_args) as sock:
         is_demo = program.engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
         engine_args = program.engine_args
         if is_demo:
             engine_args = engine_args.with_model_directory(ensure_demo_model())
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_serve(program, engine_args, sock, start, program.demo_example if is_demo else None))
+
+
+@contextlib.contextmanager
+def _bound(args: HttpArgs) -> Generator[socket.socket, None, None]:
+    """The socket of the flags; a Unix domain socket's path goes away with it."""
+    if args.uds is None:
+        with contextlib.closing(bind(args.host, args.port)) as sock:
+            yield sock
+        return
+    with contextlib.closing(bind_uds(args.uds)) as sock:
+        try:
+            yield sock
+        finally:
+            pathlib.Path(args.uds).unlink(missing_ok=True)
 
 
 def exit_code_of(program: Callable[[], int]) -> int:

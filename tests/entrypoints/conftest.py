@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
+import threading
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, running
 from tests.tiny_models import tiny_model
@@ -31,13 +36,63 @@ def openai_server(tiny_dir: str) -> Iterator[Server]:
         yield server
 
 
+class Collector(http.server.ThreadingHTTPServer):
+    """A collector of OpenTelemetry traces over HTTP.
+
+    Attributes:
+        spans: all that came so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _CollectorHandler)
+        self.spans: list[Span] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class _CollectorHandler(http.server.BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                self.server.spans.extend(scope.spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="session")
-def guarded_server(tiny_dir: str) -> Iterator[Server]:
+def collector() -> Iterator[Collector]:
+    """Where `guarded_server` sends its traces."""
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever, daemon=True)
+        thread.start()
+        yield collector
+        collector.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def guarded_server(tiny_dir: str, collector: Collector) -> Iterator[Server]:
     """The OpenAI-compatible server with a key and with what is off by default."""
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
+    flags += ["--enable-server-load-tracking", "--enable-tokenizer-info-endpoint", "--enable-log-outputs"]
+    flags += ["--sse-keep-alive-interval", "0.5", "--disable-access-log-for-endpoints", "/ping, /v1/models"]
+    flags += ["--otlp-traces-endpoint", collector.url, "--collect-detailed-traces", "model,worker"]
+    env = {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    }
     with running(
         OPENAI_SERVER,
         ["--model", tiny_dir, "--served-model-name", "tiny", "--api-key", KEY, *flags, *ENGINE_FLAGS],
+        env,
     ) as server:
         yield server
 

@@ -65,7 +65,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     # they come with transformers and with fastapi, in the versions those need
     through_others = {"huggingface_hub": "transformers", "starlette": "fastapi"}
     # extras; imported only where the user asks for them
-    optional = {"torch_npu", "ray"}
+    optional = {"torch_npu", "ray", "opentelemetry"}
     import sys
 
     missing = {}

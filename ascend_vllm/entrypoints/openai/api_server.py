@@ -11,6 +11,7 @@ from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.args_server import FrontendArgs
 from ascend_vllm.entrypoints import launcher
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+from ascend_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,6 +53,8 @@ def _run_server(args: argparse.Namespace) -> int:
         frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
     engine_args = EngineArgs.from_cli_args(args)
     log_requests = bool(engine_args.enable_log_requests)
+    if frontend_args.enable_log_outputs and not log_requests:
+        raise ConfigError("--enable-log-outputs requires --enable-log-requests.")
     parsers = ChatParsers.from_flags(frontend_args, engine_args.reasoning_parser)
 
     def make_app(engine: AsyncLLM) -> FastAPI:

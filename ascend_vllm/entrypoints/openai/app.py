@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 import ascend_vllm
@@ -23,6 +24,12 @@ from ascend_vllm.entrypoints.openai.errors import (
     install_error_handlers,
     json_response,
     validation_error,
+)
+from ascend_vllm.entrypoints.openai.http_metrics import (
+    HttpMetrics,
+    HttpMetricsMiddleware,
+    ServerLoad,
+    ServerLoadMiddleware,
 )
 from ascend_vllm.entrypoints.openai.middleware import (
     ApiKeyMiddleware,
@@ -40,10 +47,13 @@ from ascend_vllm.entrypoints.openai.protocol_misc import (
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
 from ascend_vllm.entrypoints.openai.serving_base import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
+from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest, ServingChatBatch
 from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
 from ascend_vllm.entrypoints.openai.serving_responses import ServingResponses
 from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
+from ascend_vllm.entrypoints.openai.small_routes import add_small_routes
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
+from ascend_vllm.entrypoints.openai.tool_metrics import ToolCallCollector
 from ascend_vllm.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -56,6 +66,7 @@ B = TypeVar("B", bound=BaseModel)
 _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
+    ChatBatchRequest,
     TokenizeRequest,
     DetokenizeRequest,
     MessagesRequest,
@@ -107,7 +118,9 @@ def _install_openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_system_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
+def _add_system_routes(
+    app: FastAPI, engine: AsyncLLM, settings: ServingSettings, registry: CollectorRegistry
+) -> None:
     @app.get("/health")
     async def health() -> Response:
         try:
@@ -126,7 +139,7 @@ def _add_system_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = prometheus_client.generate_latest(engine.metrics)
+        text = prometheus_client.generate_latest(engine.metrics) + prometheus_client.generate_latest(registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
@@ -158,6 +171,12 @@ def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSett
     @app.post("/v1/chat/completions", openapi_extra=_documented_body(ChatCompletionRequest))
     async def create_chat_completion(http: Request) -> Response:
         return await chat.create(await read_body(http, ChatCompletionRequest), http)
+
+    batch = ServingChatBatch(chat)
+
+    @app.post("/v1/chat/completions/batch", openapi_extra=_documented_body(ChatBatchRequest))
+    async def create_chat_batch(http: Request) -> Response:
+        return await batch.create(await read_body(http, ChatBatchRequest), http)
 
     @app.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
@@ -211,6 +230,15 @@ def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettin
         return await serving.cancel(response_id)
 
 
+def _add_measures(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, registry: CollectorRegistry) -> None:
+    """What counts requests, inside of everything that may refuse them."""
+    metrics = HttpMetrics()
+    registry.register(metrics)
+    app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
+    if settings.parsers.tool_parser is not None and engine.config.observability.log_stats:
+        registry.register(ToolCallCollector(settings.parsers.counts, settings.model_names[0]))
+
+
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     """The last one added sees a request first."""
     for name in args.middleware:
@@ -257,15 +285,22 @@ def build_app(
         root_path=args.root_path or "",
         **(docs if args.disable_fastapi_docs else {}),
     )
-    _add_system_routes(app, engine, settings)
+    # what this process counts itself; the engine has a registry of its own
+    registry = CollectorRegistry()
+    _add_system_routes(app, engine, settings, registry)
     _add_generation_routes(app, engine, settings)
     _add_message_routes(app, engine, settings)
     _add_response_routes(app, engine, settings)
     if envs.server_dev_mode():
         _add_development_routes(app, engine)
+    load = ServerLoad()
+    add_small_routes(app, engine, args, load)
     _install_openapi(app, _DOCUMENTED_BODIES)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
+    _add_measures(app, engine, settings, registry)
+    if args.enable_server_load_tracking:
+        app.add_middleware(ServerLoadMiddleware, load=load)
     _add_middleware(app, args)
     return app
 

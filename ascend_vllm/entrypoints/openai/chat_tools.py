@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ascend_vllm.entrypoints.openai.tool_metrics import CountedToolParser, ToolCallCounts
 from ascend_vllm.entrypoints.parsers.reasoning import (
     ReasoningParser,
     check_reasoning_parser,
@@ -34,12 +35,14 @@ class ChatParsers:
         auto_tool_choice: the model may decide to call a tool.
         exclude_unused_tools: tools that must not be called stay out of the prompt.
         reasoning: name of the reasoning parser; None: thoughts stay in the text.
+        counts: of texts in which calls were looked for.
     """
 
     tool_parser: type[ToolParser] | None = None
     auto_tool_choice: bool = False
     exclude_unused_tools: bool = False
     reasoning: str | None = None
+    counts: ToolCallCounts = dataclasses.field(default_factory=ToolCallCounts)
 
     @classmethod
     def from_flags(cls, args: FrontendArgs, reasoning_parser: str | None) -> ChatParsers:
@@ -92,9 +95,17 @@ class ChatParsers:
             return None
         return request.tools or None
 
-    def make(self, request: ChatCompletionRequest, prompt: str) -> ChoiceParser | None:
-        """A parser of one choice's text; None: the text is the content."""
-        tools = self._make_tool_parser(request)
+    def make(
+        self, request: ChatCompletionRequest, prompt: str, request_type: str = "chat_completions"
+    ) -> ChoiceParser | None:
+        """A parser of one choice's text; None: the text is the content.
+
+        Args:
+            request: which has the tools.
+            prompt: what the text follows.
+            request_type: label of the metric, see `ToolCallCounts`.
+        """
+        tools = self._make_tool_parser(request, request_type)
         reasoning = make_reasoning_parser(self.reasoning, prompt) if self.reasoning else None
         if tools is None and reasoning is None:
             return None
@@ -105,13 +116,16 @@ class ChatParsers:
             parallel_calls=request.parallel_tool_calls is not False,
         )
 
-    def _make_tool_parser(self, request: ChatCompletionRequest) -> ToolParser | None:
+    def _make_tool_parser(self, request: ChatCompletionRequest, request_type: str) -> ToolParser | None:
         choice, tools = request.effective_tool_choice, request.tools or ()
         if self.tool_parser is None or choice == "none":
             return None
+        parser: ToolParser
         if isinstance(choice, dict):
-            return NamedToolParser(tools, _name(choice))
-        return RequiredToolParser(tools) if choice == "required" else self.tool_parser(tools)
+            parser = NamedToolParser(tools, _name(choice))
+        else:
+            parser = RequiredToolParser(tools) if choice == "required" else self.tool_parser(tools)
+        return CountedToolParser(parser, self.counts, bool(request.stream), request_type)
 
 
 def _name(choice: dict[str, Any]) -> Any:

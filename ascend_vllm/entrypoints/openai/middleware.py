@@ -20,9 +20,12 @@ from ascend_vllm.entrypoints.openai.errors import json_response
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.errors import ConfigError, RequestError
 
+# /invocations leads to the routes under /v1
+_GUARDED = ("/v1", "/v2", "/inference", "/invocations")
+
 
 class ApiKeyMiddleware:
-    """Refuses requests under /v1 without one of the keys: 401 ``{"error": "Unauthorized"}``.
+    """Refuses requests under `_GUARDED` without one of the keys: 401 ``{"error": "Unauthorized"}``.
 
     Under /v1/messages the header ``x-api-key: KEY`` does as well: it is what Anthropic's client sends.
 
@@ -39,7 +42,9 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with 401."""
-        is_guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and self._path(scope).startswith("/v1")
+        is_guarded = (
+            scope["type"] == "http" and scope["method"] != "OPTIONS" and self._path(scope).startswith(_GUARDED)
+        )
         if is_guarded and not self._is_known(scope):
             await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
             return

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from starlette.requests import Request
 
 import ascend_vllm
+from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import ContentFormat, render_chat
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
@@ -21,7 +22,12 @@ from ascend_vllm.entrypoints.openai.protocol_common import (
     PromptTokensDetails,
     Usage,
 )
-from ascend_vllm.entrypoints.openai.streaming import StreamResponse, merge, run_unless_disconnected
+from ascend_vllm.entrypoints.openai.streaming import (
+    StreamResponse,
+    merge,
+    run_unless_disconnected,
+    with_keep_alive,
+)
 from ascend_vllm.errors import ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -61,6 +67,9 @@ class ServingSettings:
         max_log_len: characters or ids of a prompt that are logged; None: all.
         fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
         parsers: what reads tool calls and thoughts.
+        keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
+        log_outputs: log the text of every answer.
+        trace: the engine traces requests.
     """
 
     model_names: tuple[str, ...]
@@ -79,6 +88,9 @@ class ServingSettings:
     max_log_len: int | None = None
     fingerprint: str = ""
     parsers: ChatParsers = dataclasses.field(default_factory=ChatParsers)
+    keep_alive_s: float = 0.0
+    log_outputs: bool = False
+    trace: bool = False
 
     @classmethod
     def from_args(
@@ -105,6 +117,9 @@ class ServingSettings:
             max_log_len=args.max_log_len,
             fingerprint=f"ascend-vllm-{ascend_vllm.__version__}-{digest}",
             parsers=parsers,
+            keep_alive_s=args.sse_keep_alive_interval,
+            log_outputs=args.enable_log_outputs,
+            trace=config.observability.otlp_traces_endpoint is not None,
         )
 
 
@@ -120,10 +135,37 @@ class Prompt:
     text: str | None
 
 
-async def _chain(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
-    yield first
+async def _chain(first: asyncio.Future[tuple[int, RequestOutput]], rest: Outputs) -> Outputs:
+    yield await first
     async for item in rest:
         yield item
+
+
+async def _close(first: asyncio.Future[tuple[int, RequestOutput]], rest: Outputs) -> None:
+    """End the generators, also while the first output is still waited for."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await rest.aclose()
+
+
+async def _log_outputs(
+    outputs: AsyncGenerator[RequestOutput, None], engine_id: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """The same outputs; each choice is logged when it has ended."""
+    texts: dict[int, str] = {}
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            for generated in output.outputs:
+                text = texts[generated.index] = texts.get(generated.index, "") + generated.text
+                if generated.finish_reason is not None:
+                    logger.info(
+                        "Generated response %s, choice %d: output: %r, finish_reason: %s",
+                        engine_id,
+                        generated.index,
+                        text,
+                        generated.finish_reason,
+                    )
+            yield output
 
 
 class UsageCounter:
@@ -309,22 +351,42 @@ class ServingBase:
         generators = []
         for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
             params = request.sampling_params(self.sampling_defaults, limit, force_logprobs)
-            generators.append(self.generate(request, f"{engine_id}-{index}", prompt, params))
+            headers = self.trace_headers(http)
+            generators.append(self.generate(request, f"{engine_id}-{index}", prompt, params, headers))
         return generators, response_id
 
     def generate(
-        self, request: GenerationRequest, engine_id: str, prompt: Prompt, params: SamplingParams
+        self,
+        request: GenerationRequest,
+        engine_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one engine request, which begins when the first of them is waited for."""
+        """The outputs of one engine request, which begins when the first of them is waited for.
+
+        Args:
+            request: whose priority and salt count.
+            engine_id: of the request in the engine.
+            prompt: what is answered.
+            params: how to sample.
+            headers: W3C headers of the caller's trace; None: there is none.
+        """
         if self.settings.log_requests:
             self._log_request(engine_id, prompt, params)
-        return self.engine.generate(
+        outputs = self.engine.generate(
             {"prompt_token_ids": prompt.token_ids},
             params,
             engine_id,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            trace_headers=headers,
         )
+        return _log_outputs(outputs, engine_id) if self.settings.log_outputs else outputs
+
+    def trace_headers(self, http: Request) -> dict[str, str] | None:
+        """What names the trace that a request belongs to; None: requests are not traced."""
+        return trace_headers(http.headers) if self.settings.trace else None
 
     async def collect(self, generators: Sequence[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
         """The final outputs, in the order of the prompts."""
@@ -344,12 +406,20 @@ class ServingBase:
             EngineDeadError: the engine is gone.
         """
         outputs = merge(generators)
+        first = asyncio.ensure_future(anext(outputs))
+        interval_s = self.settings.keep_alive_s
         try:
-            first = await run_unless_disconnected(http.receive, anext(outputs))
+            # with signs of life the answer begins after the first interval, whatever becomes of it
+            await run_unless_disconnected(http.receive, asyncio.wait((first,), timeout=interval_s or None))
+            if first.done():
+                first.result()
         except BaseException:
-            await outputs.aclose()
+            await _close(first, outputs)
             raise
-        return StreamResponse(shape(_chain(first, outputs)), "text/event-stream", outputs.aclose)
+        body = shape(_chain(first, outputs))
+        if interval_s:
+            body = with_keep_alive(body, interval_s)
+        return StreamResponse(body, "text/event-stream", lambda: _close(first, outputs))
 
     def _log_request(self, engine_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
         size = self.settings.max_log_len

@@ -41,7 +41,7 @@ class ServingChat(ServingBase):
         prompt = await self.prepare(request)
         max_tokens = self.max_tokens(request, len(prompt.token_ids))
         generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
-        answer = _Answer(self, request, response_id, prompt)
+        answer = ChatAnswer(self, request, response_id, prompt)
         if request.stream:
             return await self.open_stream(http, generators, answer.stream)
         outputs = await run_unless_disconnected(http.receive, self.collect(generators))
@@ -87,7 +87,7 @@ class ServingChat(ServingBase):
         return self.limit_tokens(num_prompt_tokens, requested, clamp=request.truncate_prompt_tokens == -1)
 
 
-class _Answer:
+class ChatAnswer:
     """Shapes one request's outputs."""
 
     def __init__(

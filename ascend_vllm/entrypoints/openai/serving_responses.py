@@ -89,6 +89,7 @@ class ServingResponses:
         except RequestError as error:
             error.param = _CLIENT_NAMES.get(error.param or "", error.param)
             raise
+        answer.trace_headers = self._chat.trace_headers(http)
         entry = None
         if self.store is not None and request.kept:
             size = len(await http.body()) + len(answer.prompt.text or "")
@@ -238,6 +239,7 @@ class _Answer:
     Attributes:
         response: as it is now.
         prompt: what the model is given.
+        trace_headers: W3C headers of the caller's trace; None: there is none.
     """
 
     def __init__(
@@ -250,6 +252,7 @@ class _Answer:
         response_id: str,
     ) -> None:
         self.prompt = prompt
+        self.trace_headers: dict[str, str] | None = None
         self.response = ResponsesResponse.from_request(
             request, params, response_id=response_id, created_at=unix_time(), model=serving.model_name
         )
@@ -257,7 +260,7 @@ class _Answer:
         self._request = request
         self._chat = chat
         self._params = params
-        self._parser = serving.settings.parsers.make(chat, prompt.text or "")
+        self._parser = serving.settings.parsers.make(chat, prompt.text or "", "responses")
         streamed = bool(request.stream or request.background)
         self._items = OutputItems("completed" if streamed else None)
         self._texts: list[str] = []
@@ -269,7 +272,7 @@ class _Answer:
         """The engine's outputs."""
         # a chosen id may come again while the engine still has it
         engine_id = f"{self.response.id}-{secrets.token_hex(4)}"
-        return self._serving.generate(self._chat, engine_id, self.prompt, self._params)
+        return self._serving.generate(self._chat, engine_id, self.prompt, self._params, self.trace_headers)
 
     async def collect(self, outputs: Outputs) -> None:
         """Wait for the end; `response` is the answer then."""

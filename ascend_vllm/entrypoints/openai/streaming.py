@@ -17,6 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+# a line that clients of server-sent events skip
+KEEP_ALIVE = b": keep-alive\n\n"
+
 
 class ClientDisconnectedError(Exception):
     """The client closed the connection before its answer was complete."""
@@ -82,6 +85,30 @@ class StreamResponse(Response):
         async for data in self._body:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def with_keep_alive(body: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
+    """The pieces of a body, and a comment of server-sent events whenever it was silent for so long."""
+    waiting: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            if waiting is None:
+                waiting = asyncio.ensure_future(anext(body))
+            done, _ = await asyncio.wait((waiting,), timeout=interval_s)
+            if not done:
+                yield KEEP_ALIVE
+                continue
+            try:
+                data = waiting.result()
+            except StopAsyncIteration:
+                return
+            waiting = None
+            yield data
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await body.aclose()
 
 
 async def merge(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -1,0 +1,143 @@
+"""OpenTelemetry traces: one span per request, under the names that vLLM gives its attributes.
+
+The packages are an optional extra. They are imported only with --otlp-traces-endpoint, and spans leave the process in
+batches, on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ascend_vllm import envs
+from ascend_vllm.config.engine import ObservabilityConfig
+from ascend_vllm.engine.request_stats import FinishedRequest
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.sampling_params import SamplingParams
+
+# W3C Trace Context: by which of a request's headers its span belongs to the trace of whoever sent it
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+_NS_PER_S = 1_000_000_000
+
+
+def check_tracing(config: ObservabilityConfig) -> None:
+    """Raise `ConfigError` unless requests can be traced, if they are to be."""
+    if config.otlp_traces_endpoint is None:
+        return
+    if not _is_installed("opentelemetry.sdk") or not _is_installed("opentelemetry.exporter.otlp"):
+        raise ConfigError(
+            "--otlp-traces-endpoint needs the OpenTelemetry packages: pip install 'ascend-vllm[otel]', or "
+            "opentelemetry-sdk and opentelemetry-exporter-otlp."
+        )
+    envs.otlp_traces_protocol()
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent is not there either
+        return False
+
+
+def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """What of a request's headers names the trace that it belongs to."""
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers}
+
+
+class RequestTracer:
+    """Makes a span of each request that ends.
+
+    Args:
+        endpoint: address of a collector.
+
+    Raises:
+        ConfigError: the protocol that the environment names is not known.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # ended with the engine, not by an exit handler
+        self._provider = TracerProvider(shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(_make_exporter(endpoint)))
+        self._tracer = self._provider.get_tracer("ascend_vllm.llm_engine")
+
+    @classmethod
+    def from_config(cls, config: ObservabilityConfig) -> RequestTracer | None:
+        """The one that the flags ask for; None: none."""
+        return None if config.otlp_traces_endpoint is None else cls(config.otlp_traces_endpoint)
+
+    def record(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        finished: FinishedRequest,
+        num_generation_tokens: int,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        """Make the span of a request that ends now.
+
+        Args:
+            request_id: the caller's id.
+            params: as the request has them.
+            finished: its times and its prompt's length.
+            num_generation_tokens: of all of its sequences.
+            headers: see `trace_headers`.
+        """
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        context = TraceContextTextMapPropagator().extract(headers) if headers else None
+        end_ns = time.time_ns()
+        span = self._tracer.start_span(
+            "llm_request",
+            context,
+            SpanKind.SERVER,
+            _attributes(request_id, params, finished, num_generation_tokens),
+            start_time=end_ns - int(finished.e2e_s * _NS_PER_S),
+        )
+        span.end(end_ns)
+
+    def shutdown(self) -> None:
+        """Send what was not sent yet; nothing can be recorded after it."""
+        self._provider.shutdown()
+
+
+def _attributes(
+    request_id: str, params: SamplingParams, finished: FinishedRequest, num_generation_tokens: int
+) -> dict[str, str | int | float]:
+    """vLLM's attributes; those of what never happened, such as a first token, are left out."""
+    first_token_s = None
+    if finished.queue_s is not None and finished.prefill_s is not None:
+        first_token_s = finished.queue_s + finished.prefill_s
+    values = {
+        "gen_ai.latency.time_to_first_token": first_token_s,
+        "gen_ai.latency.e2e": finished.e2e_s,
+        "gen_ai.latency.time_in_queue": finished.queue_s,
+        "gen_ai.latency.time_in_model_prefill": finished.prefill_s,
+        "gen_ai.latency.time_in_model_decode": finished.decode_s,
+        "gen_ai.latency.time_in_model_inference": finished.inference_s,
+        "gen_ai.usage.prompt_tokens": finished.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": num_generation_tokens,
+        "gen_ai.request.id": request_id,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": finished.max_tokens,
+        "gen_ai.request.n": finished.n,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _make_exporter(endpoint: str) -> Any:
+    """What sends spans, by the protocol that `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` names."""
+    if envs.otlp_traces_protocol() == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint=endpoint)

@@ -1,0 +1,88 @@
+"""POST /v1/chat/completions/batch: several conversations under the same parameters, one choice for each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ascend_vllm.entrypoints.openai.errors import json_response
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatCompletionResponse, ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, PromptTokensDetails, Usage
+from ascend_vllm.entrypoints.openai.serving_chat import ChatAnswer, ServingChat
+from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.errors import RequestError
+
+
+class ChatBatchRequest(ApiRequest):
+    """Body of POST /v1/chat/completions/batch: all other fields are those of a chat request, kept as they came."""
+
+    messages: Annotated[list[Annotated[list[ChatMessage], Field(min_length=1)]], Field(min_length=1)]
+
+    def to_chat(self) -> list[ChatCompletionRequest]:
+        """One chat request per conversation.
+
+        Raises:
+            pydantic.ValidationError: a field is wrong.
+            RequestError: it asks for what a batch does not have.
+        """
+        fields: dict[str, Any] = dict(self.model_extra or {})
+        n = fields.get("n")
+        if isinstance(n, int) and n > 1:
+            raise RequestError("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n")
+        if fields.get("stream"):
+            raise RequestError("Batch chat completions do not support `stream`.", "stream")
+        return [ChatCompletionRequest(messages=messages, **fields) for messages in self.messages]
+
+
+class ServingChatBatch:
+    """Answers batches.
+
+    Args:
+        chat: does the work.
+    """
+
+    def __init__(self, chat: ServingChat) -> None:
+        self._chat = chat
+
+    async def create(self, batch: ChatBatchRequest, http: Request) -> Response:
+        """The answer to one batch.
+
+        Raises:
+            RequestError: a conversation, or a field, is wrong; nothing was generated.
+            pydantic.ValidationError: a field is of the wrong type.
+            EngineDeadError: the engine is gone.
+            ClientDisconnectedError: the client went away; the generation was aborted.
+        """
+        chat, requests = self._chat, batch.to_chat()
+        prompts = [await chat.prepare(request) for request in requests]
+        max_tokens = [
+            chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        # but for their messages the requests are equal, so one of them speaks for all
+        generators, response_id = chat.start_request(requests[0], "chatcmpl", http, prompts, max_tokens)
+        outputs = await run_unless_disconnected(http.receive, chat.collect(generators))
+        answers = [
+            ChatAnswer(chat, request, response_id, prompt).complete(output)
+            for request, prompt, output in zip(requests, prompts, outputs, strict=True)
+        ]
+        return json_response(_joined(answers))
+
+
+def _joined(answers: list[ChatCompletionResponse]) -> ChatCompletionResponse:
+    """One answer with the choices of all, numbered by conversation."""
+    whole = answers[0]
+    whole.choices = [choice for answer in answers for choice in answer.choices]
+    for index, choice in enumerate(whole.choices):
+        choice.index = index
+    usages = [answer.usage for answer in answers]
+    details = [usage.prompt_tokens_details for usage in usages if usage.prompt_tokens_details is not None]
+    whole.usage = Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.total_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        PromptTokensDetails(sum(detail.cached_tokens for detail in details)) if details else None,
+    )
+    return whole

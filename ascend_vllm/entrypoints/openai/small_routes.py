@@ -1,0 +1,114 @@
+"""Routes beside the great ones: load, tokenizer, SageMaker's /invocations, and what this server does not have."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from ascend_vllm import envs
+from ascend_vllm.entrypoints.openai.errors import decode_json, json_response
+from ascend_vllm.entrypoints.openai.http_metrics import ServerLoad
+from ascend_vllm.entrypoints.openai.protocol_common import error_body
+from ascend_vllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.engine.async_llm import AsyncLLM
+    from ascend_vllm.engine.tokenization import Tokenizer
+
+# a field of a body → the route that it is for, the first that exists
+_INVOCATIONS = (
+    ("messages", "/v1/chat/completions"),
+    ("prompt", "/v1/completions"),
+    ("text_1", "/score"),
+    ("data_1", "/score"),
+    ("queries", "/score"),
+    ("query", "/rerank"),
+    ("input", "/v1/embeddings"),
+    ("input", "/classify"),
+    ("input", "/pooling"),
+)
+_INVOCATIONS_DEFAULT = "/v1/completions"
+
+# what clusters of vLLM's servers ask each other
+_SCALE_OUT_ROUTES = (
+    "/inference/v1/generate",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
+)
+_LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+class UserInputError(RequestError):
+    """A LoRA adapter that cannot be had; the name of its type is vLLM's."""
+
+    error_type = "InvalidUserInput"
+
+
+def add_small_routes(app: FastAPI, engine: AsyncLLM, args: FrontendArgs, load: ServerLoad) -> None:
+    """Add them; those that forward to other routes find them when they are asked."""
+
+    @app.get("/load")
+    async def server_load() -> Response:
+        return json_response({"server_load": load.num_requests})
+
+    if args.enable_tokenizer_info_endpoint and engine.tokenizer is not None:
+        tokenizer = engine.tokenizer
+
+        @app.get("/tokenizer_info")
+        async def tokenizer_info() -> Response:
+            return json_response(describe_tokenizer(tokenizer, args.chat_template))
+
+    _add_invocations(app)
+    for path in _SCALE_OUT_ROUTES:
+        app.add_api_route(path, _refuse_scale_out, methods=["POST"], include_in_schema=False)
+    if envs.allow_runtime_lora_updating():
+        for path in _LORA_ROUTES:
+            app.add_api_route(path, _refuse_lora, methods=["POST"])
+
+
+def _add_invocations(app: FastAPI) -> None:
+    @app.post("/invocations")
+    async def invocations(http: Request) -> Response:
+        """SageMaker's one route: what the body holds decides which other one it is for."""
+        routes = {getattr(route, "path", ""): route for route in app.routes}
+        # the request keeps its body, so the other route reads it again
+        body = decode_json(await http.body())
+        path = _INVOCATIONS_DEFAULT
+        if isinstance(body, dict):
+            path = next((path for field, path in _INVOCATIONS if field in body and path in routes), path)
+        endpoint: Any = getattr(routes[path], "endpoint", None)
+        response: Response = await endpoint(http)
+        return response
+
+
+async def _refuse_scale_out() -> Response:
+    message = "Scale-out endpoints are disabled. This version of the server does not have them."
+    return json_response(error_body(message, "PermissionDeniedError", 403), 403)
+
+
+async def _refuse_lora() -> Response:
+    raise UserInputError(
+        "LoRA adapters are not available in this version of the server; merge the adapter into the model's weights.",
+        param="lora_name",
+    )
+
+
+def describe_tokenizer(tokenizer: Tokenizer, chat_template: str | None) -> dict[str, Any]:
+    """The tokenizer's settings as its files have them, tokens as text.
+
+    Args:
+        tokenizer: whose settings.
+        chat_template: what replaces the tokenizer's own template; None: nothing does.
+    """
+    hf = tokenizer.hf
+    info: dict[str, Any] = {"tokenizer_class": type(hf).__name__} | dict(getattr(hf, "init_kwargs", {}))
+    info["chat_template"] = chat_template or tokenizer.chat_template
+    # added tokens are objects of a library; so may be anything a model's own tokenizer keeps
+    described: dict[str, Any] = json.loads(json.dumps(info, default=str))
+    return described
