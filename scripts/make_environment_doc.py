@@ -1,0 +1,87 @@
+"""Writes docs/environment.md from the functions in ascend_vllm/envs.py.
+
+python scripts/make_environment_doc.py            write the file
+python scripts/make_environment_doc.py --check    exit with 1 if the file is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from ascend_vllm import envs
+
+OUTPUT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "environment.md"
+
+HEADER = """\
+# Environment variables
+
+<!-- Written by scripts/make_environment_doc.py from ascend_vllm/envs.py; change it there. -->
+
+`ascend_vllm/envs.py` is the only place that reads the environment. Flags are the ordinary way to configure a server;
+these variables have vLLM's names and meaning.
+
+| variable | meaning |
+|---|---|
+"""
+
+OTHERS = """
+## vLLM's variables that are not read
+
+They may be set; nothing changes.
+
+| variable | why |
+|---|---|
+| `VLLM_NO_USAGE_STATS`, `DO_NOT_TRACK` | nothing is ever reported to anybody |
+| `VLLM_CONFIG_ROOT` | nothing is kept there |
+| `VLLM_RPC_TIMEOUT` | `VLLM_ENGINE_ITERATION_TIMEOUT_S` bounds the time that an engine may hang |
+| `VLLM_WORKER_MULTIPROC_METHOD`, `VLLM_PP_LAYER_PARTITION` | there is one worker, in the engine's own process |
+| `VLLM_ALLOW_DEPRECATED_BLOCK_MANAGER_V1` | there is only one block manager |
+| `VLLM_TRACE_FUNCTION` | use a debugger or the profiler |
+| `PROMETHEUS_MULTIPROC_DIR` | one process answers HTTP requests and keeps the metrics |
+
+## Variables of features that are still to come
+
+| variable | feature |
+|---|---|
+| `VLLM_IMAGE_FETCH_TIMEOUT`, `VLLM_AUDIO_FETCH_TIMEOUT` | images and sound in prompts |
+| `ASCEND_RT_VISIBLE_DEVICES`, `HCCL_OP_EXPANSION_MODE`, `PYTORCH_NPU_ALLOC_CONF` | Ascend NPUs |
+| `USE_PFA_HIGH_PRECISION_MODE`, `USE_IFA_HIGH_PRECISION_MODE`, `USE_PREFIX_HIGH_PRECISION_MODE` | attention on NPUs |
+| `INFER_MODE`, `PTA_TORCHAIR_DECODE_GEAR_ENABLE`, `PTA_TORCHAIR_DECODE_GEAR_LIST` | graph mode on NPUs |
+| `EAGLE_USE_SAFE_AI_LAB_STYLE`, `ENABLE_SPEC_METRIC` | speculative decoding |
+"""
+
+
+def variables() -> Iterator[tuple[str, str]]:
+    """Each variable that is read, and what its function says of it."""
+    for name, function in inspect.getmembers(envs, inspect.isfunction):
+        if function.__module__ != envs.__name__ or name.startswith("_"):
+            continue
+        text = " ".join((inspect.getdoc(function) or "").split())
+        variable, colon, meaning = text.partition(": ")
+        if not colon or not variable.startswith("`"):
+            raise SystemExit(f"envs.{name}: the docstring must begin with `VARIABLE`: and its meaning")
+        yield variable, meaning
+
+
+def render() -> str:
+    """The whole page."""
+    rows = [f"| {variable} | {meaning.replace('|', chr(92) + '|')} |\n" for variable, meaning in sorted(variables())]
+    return HEADER + "".join(rows) + OTHERS
+
+
+def main() -> None:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    if args.check:
+        sys.exit(0 if OUTPUT.read_text(encoding="utf-8") == render() else 1)
+    OUTPUT.write_text(render(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
