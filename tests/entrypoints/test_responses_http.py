@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
+from ascend_vllm.engine.tokenization import Tokenizer
+from tests.entrypoints.conftest import KEY
 from tests.server import Server, is_idle, wait_until
+from tests.tiny_models import VOCAB_SIZE
 
 BASE: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 16}
 HELLO: dict[str, Any] = {"role": "user", "content": "Hello!"}
@@ -380,6 +385,73 @@ def test_cancelling_ends_the_stream(client: openai.OpenAI, http: httpx.Client) -
         rest = list(events)
     assert "response.completed" not in [event.type for event in rest]
     assert wait_until(lambda: is_idle(http))
+
+
+# ---- what the text must look like ----------------------------------------------------------------------------
+
+
+class Fruit(pydantic.BaseModel):
+    """What the text is to be, small enough for a model that knows nothing."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: Literal["apple", "plum"]
+    ripe: bool
+
+
+@pytest.fixture
+def tool_client(guarded_server: Server) -> Iterator[openai.OpenAI]:
+    """A client of a server that reads tool calls."""
+    with openai.OpenAI(base_url=f"{guarded_server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def formed(tiny_dir: str) -> dict[str, Any]:
+    """A request whose text has no spaces between its elements, of which a random model would write many."""
+    tokenizer = Tokenizer.from_directory(tiny_dir)
+    spaces = [token_id for token_id in range(VOCAB_SIZE) if tokenizer.decode([token_id]).isspace()]
+    bias = {str(token_id): -100 for token_id in spaces}
+    return BASE | {"max_output_tokens": 100, "input": "A fruit!", "extra_body": {"logit_bias": bias}}
+
+
+def test_text_of_a_schema(client: openai.OpenAI, formed: dict[str, Any]) -> None:
+    response = client.responses.parse(**formed, text_format=Fruit)
+    assert isinstance(response.output_parsed, Fruit)
+    assert response.status == "completed"
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.type == "json_schema"
+    with client.responses.stream(**formed, text_format=Fruit) as stream:
+        final = stream.get_final_response()
+    assert final.output_parsed == response.output_parsed
+    assert final.output_text == response.output_text
+    in_background = client.responses.create(**formed, text={"format": {"type": "json_object"}}, background=True)
+    assert wait_until(lambda: client.responses.retrieve(in_background.id).usage is not None)
+    assert client.responses.retrieve(in_background.id).output_text.startswith("{")
+    choice = {"structured_outputs": {"choice": ["red", "green"]}}
+    chosen = client.responses.create(**BASE, input="A colour!", extra_body=choice)
+    assert chosen.output_text in ("red", "green")
+    wrong = {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**formed, text={"format": wrong})
+
+
+def test_calls_that_must_be_made(tool_client: openai.OpenAI, formed: dict[str, Any]) -> None:
+    tools = [
+        FIND | {"name": name, "parameters": Fruit.model_json_schema(), "strict": True} for name in ("find", "eat")
+    ]
+    for choice in ({"type": "function", "name": "eat"}, "required"):
+        asked: dict[str, Any] = formed | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        response = tool_client.responses.create(**asked)
+        with tool_client.responses.stream(**asked) as stream:
+            final = stream.get_final_response()
+        (call,), (streamed,) = response.output, final.output
+        assert call.type == streamed.type == "function_call"
+        assert (call.name, call.arguments) == (streamed.name, streamed.arguments)
+        Fruit.model_validate_json(call.arguments)
+        assert call.name == "eat" or choice == "required"
+        assert response.tool_choice == choice if isinstance(choice, str) else response.tool_choice.to_dict() == choice
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------

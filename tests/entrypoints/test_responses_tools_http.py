@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from ascend_vllm.errors import EngineDeadError
+from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
 from tests.entrypoints.test_chat_tools_http import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine, client_of
 from tests.entrypoints.test_responses_http import ANSWERED, FIND, HELLO, WHO, events_of
@@ -266,6 +266,27 @@ async def test_an_engine_that_fails() -> None:
         assert events_of(streamed.text)[-1][0] == "response.failed"
         ended = (await client.get(f"/v1/responses/{begun['id']}")).json()
         assert (ended["status"], ended["error"]) == ("failed", failed["error"])
+
+
+class RefusingEngine(ScriptedEngine):
+    """An engine that takes no request."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        async for output in super().generate(*args, **kwargs):
+            yield output
+        raise RequestError("No.", "structured_outputs")
+
+
+async def test_an_engine_that_refuses() -> None:
+    async with client_of(RefusingEngine([])) as client:
+        for stream in (False, True):
+            answer = await client.post("/v1/responses", json=ASKED | {"stream": stream})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == "No."
+        streamed = await client.post("/v1/responses", json=ASKED | {"background": True, "stream": True})
+    (created, _), (failed, data) = events_of(streamed.text)
+    assert (created, failed) == ("response.created", "response.failed")
+    assert data["response"]["error"] == {"code": "invalid_prompt", "message": "No."}
 
 
 async def test_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:

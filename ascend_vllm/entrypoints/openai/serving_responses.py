@@ -299,9 +299,10 @@ class _Answer:
                     closing = [encode_event(event) for event in await self._finish(output)]
                     yield [*closing, self._whole("response.completed")]
         except Exception as error:
-            failure = to_http_error(error).body
+            status, failure = to_http_error(error)
             self.response.status = "failed"
-            self.response.error = ResponseError("server_error", failure["message"])
+            code = "invalid_prompt" if status < 500 else "server_error"
+            self.response.error = ResponseError(code, failure["message"])
             yield [self._whole("response.failed")]
 
     def _whole(self, name: str) -> bytes:
