@@ -15,7 +15,14 @@ from ascend_vllm.errors import ConfigError, RequestError
 
 ContentFormat = Literal["auto", "string", "openai"]
 
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+# kind of a part → the key of its text
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 _MEDIA_PARTS = frozenset(
     {"image_url", "input_image", "image", "audio_url", "input_audio", "audio", "video_url", "video"}
 )
@@ -106,6 +113,8 @@ def render_chat(
         )
     if content_format == "auto":
         content_format = detect_content_format(template) if isinstance(template, str) else "string"
+    if not isinstance(template, str) or "developer" not in template:
+        messages = _without_developer(messages)
     conversation = parse_messages(messages, content_format, model_name)
     try:
         return tokenizer.apply_chat_template(
@@ -119,6 +128,27 @@ def render_chat(
     except Exception as error:
         # A template is a program of the model's author, run in a sandbox: what it raises is about its input.
         raise RequestError(str(error) or type(error).__name__, "messages") from error
+
+
+def described_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool of a request as templates print it: with its description and parameters, null if it has none."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    usual = {"name": function.get("name"), "description": None, "parameters": None}
+    return {**tool, "function": {**usual, **function}}
+
+
+def _without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages for a template that does not know the developer's role: what it says belongs to the system's."""
+    said = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "developer"]
+    if not said:
+        return list(messages)
+    rest = [message for message in messages if message not in said]
+    if rest and rest[0].get("role") == "system":
+        said.insert(0, rest.pop(0))
+    texts = ["\n".join(_parse_content(message.get("content"), "this model")) for message in said]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
 
 
 def detect_content_format(template: str) -> Literal["string", "openai"]:
@@ -196,7 +226,7 @@ def _parse_part(part: Any, model_name: str) -> str:
         raise RequestError(f"{model_name} is not a multimodal model", "messages")
     if kind not in _TEXT_PARTS:
         raise RequestError(f"Unknown part type: {kind}", "messages")
-    text = part.get("refusal" if kind == "refusal" else "text")
+    text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise RequestError(f"A content part of type {kind} has no text", "messages")
     return text

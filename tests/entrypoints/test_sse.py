@@ -31,15 +31,16 @@ USAGE = {
 }
 
 
-@hypothesis.given(st.text(), st.integers(0, 2))
-def test_completion_events(text: str, index: int) -> None:
-    writer = CompletionChunkWriter(HEAD["id"], 7, HEAD["model"], "fp", 3)
+@hypothesis.given(st.text(), st.integers(0, 2), st.booleans())
+def test_completion_events(text: str, index: int, usage_follows: bool) -> None:
+    writer = CompletionChunkWriter(HEAD["id"], 7, HEAD["model"], "fp", 3, usage_follows)
+    fingerprint = {} if usage_follows else {"system_fingerprint": "fp"}
     head = HEAD | {"object": "text_completion"}
     choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
     assert decoded(writer.text_event(index, text)) == head | {"choices": [choice], "usage": None}
     event = writer.event(index, text, None, "stop", text, Usage(1, 3, 2), {"sentence_length": 4})
     choice |= {"finish_reason": "stop", "stop_reason": text, "sentence_length": 4}
-    assert decoded(event) == head | {"choices": [choice], "usage": USAGE}
+    assert decoded(event) == head | {"choices": [choice], "usage": USAGE} | fingerprint
     assert decoded(writer.usage_event(Usage(1, 3, 2))) == head | {
         "choices": [],
         "system_fingerprint": "fp",
@@ -47,15 +48,20 @@ def test_completion_events(text: str, index: int) -> None:
     }
 
 
-@pytest.mark.parametrize("usage_key", [False, True])
-def test_chat_events(usage_key: bool) -> None:
-    writer = ChatChunkWriter(HEAD["id"], 7, HEAD["model"], "fp", 2, usage_key)
+@pytest.mark.parametrize("usage_follows", [False, True])
+def test_chat_events(usage_follows: bool) -> None:
+    writer = ChatChunkWriter(HEAD["id"], 7, HEAD["model"], "fp", 2, usage_follows)
     head = HEAD | {"object": "chat.completion.chunk"}
-    tail = {"usage": None} if usage_key else {}
+    tail = {"usage": None} if usage_follows else {}
     choice = {"index": 1, "delta": {"content": 'x"\u2028é'}, "logprobs": None, "finish_reason": None}
     assert decoded(writer.text_event(1, 'x"\u2028é')) == head | {"choices": [choice]} | tail
-    event = writer.event(1, {"role": "assistant", "content": ""}, None, {})
-    assert decoded(event) == head | {"choices": [choice | {"delta": {"role": "assistant", "content": ""}}]} | tail
+    opening = {"choices": [choice | {"delta": {"role": "assistant", "content": ""}}]}
+    assert decoded(writer.opening_event(1, "assistant", None, None)) == head | opening | tail
+    assert decoded(writer.opening_event(1, "assistant", None, [5])) == head | opening | tail | {
+        "prompt_token_ids": [5]
+    }
     event = writer.event(1, {"content": "y"}, Usage(1, 3, 2), {"finish_reason": "stop", "stop_reason": 5})
     choice |= {"delta": {"content": "y"}, "finish_reason": "stop", "stop_reason": 5}
-    assert decoded(event) == head | {"choices": [choice], "usage": USAGE}
+    # the stream's last chunk tells the fingerprint: the one with its usage, else each choice's own
+    fingerprint = {} if usage_follows else {"system_fingerprint": "fp"}
+    assert decoded(event) == head | {"choices": [choice], "usage": USAGE} | fingerprint

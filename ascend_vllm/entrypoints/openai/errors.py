@@ -7,6 +7,7 @@ flat ``{"object": "error", message, type, param, code}`` of vLLM 0.6.3.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,8 @@ logger = init_logger(__name__)
 # what an answer repeats of a wrong request: enough to find the place, not a whole prompt
 _MAX_SHOWN_ERRORS = 10
 _MAX_INPUT_CHARACTERS = 200
+# what pydantic calls the members of a union in the place of a finding
+_UNION_MEMBER = re.compile(r"str|list\[.*\]|dict\[.*\]|constrained-\w+")
 
 
 class BodyError(RequestError):
@@ -53,9 +56,13 @@ def to_http_error(error: BaseException) -> HttpError:
     return HttpError(500, error_body("Internal server error", "InternalServerError", 500))
 
 
-def validation_error(error: ValidationError, root: str = "body") -> BodyError:
+def validation_error(error: ValidationError, root: str = "body") -> RequestError:
     """pydantic's findings as one sentence per finding, in today's vLLM's layout."""
-    findings = error.errors(include_url=False, include_context=False)
+    findings = error.errors(include_url=False)
+    cause = findings[0].get("ctx", {}).get("error")
+    if len(findings) == 1 and isinstance(cause, RequestError):
+        # a model's own check that knows its field
+        return cause
     lines = [
         {
             "type": finding["type"],
@@ -77,7 +84,8 @@ def validation_error(error: ValidationError, root: str = "body") -> BodyError:
 
 
 def _location(loc: tuple[int | str, ...], root: str) -> str:
-    return ".".join([root, *map(str, loc)])
+    """The field's path; which member of a union of types did not fit is left out."""
+    return ".".join([root, *(str(part) for part in loc if not _UNION_MEMBER.fullmatch(str(part)))])
 
 
 def _shortened(value: Any) -> Any:

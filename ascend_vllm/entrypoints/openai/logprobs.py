@@ -102,12 +102,18 @@ def chat_logprobs(
             ChatTokenLogprob(
                 token,
                 max(entries[token_id].logprob, _IMPOSSIBLE),
-                list(token.encode(errors="replace")),
-                [_top_logprob(_token_text(i, entry, as_token_ids), entry.logprob) for i, entry in best],
+                _token_bytes(token, entries[token_id]),
+                [_top_logprob(_token_text(i, entry, as_token_ids), entry) for i, entry in best],
             )
         )
     return ChatLogprobs(content)
 
 
-def _top_logprob(token: str, logprob: float) -> ChatTopLogprob:
-    return ChatTopLogprob(token, max(logprob, _IMPOSSIBLE), list(token.encode(errors="replace")))
+def _top_logprob(token: str, entry: Logprob) -> ChatTopLogprob:
+    return ChatTopLogprob(token, max(entry.logprob, _IMPOSSIBLE), _token_bytes(token, entry))
+
+
+def _token_bytes(token: str, entry: Logprob) -> list[int]:
+    """The bytes of the text, however the token is named."""
+    text = token if entry.decoded_token is None else entry.decoded_token
+    return list(text.encode(errors="replace"))

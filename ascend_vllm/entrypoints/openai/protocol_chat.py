@@ -124,8 +124,15 @@ class ChatCompletionRequest(GenerationRequest):
 
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template beside the messages."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | (self.chat_template_kwargs or {})
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables = {
+                "reasoning_effort": self.reasoning_effort,
+                "enable_thinking": self.reasoning_effort != "none",
+            }
+        if self.documents:
+            variables["documents"] = self.documents
+        return variables | (self.chat_template_kwargs or {})
 
 
 def _function_name(tool: dict[str, Any]) -> str | None:
@@ -159,12 +166,16 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatResponseMessage(msgspec.Struct):
-    """The generated message; `reasoning` only with a reasoning parser."""
+    """The generated message; what is always null belongs to models that answer with more than text."""
 
     role: str
     content: str | None
     tool_calls: list[dict[str, Any]]
-    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ChatChoice(msgspec.Struct):

@@ -36,7 +36,6 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 # field → the values that ask for nothing; any other value is refused
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "documents": (None, []),
     "kv_transfer_params": (None,),
     "logprob_token_ids": (None, []),
     "mm_processor_kwargs": (None, {}),

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 import ascend_vllm
 from ascend_vllm.engine.tracing import trace_headers
-from ascend_vllm.entrypoints.chat_template import ContentFormat, render_chat
+from ascend_vllm.entrypoints.chat_template import ContentFormat, described_tool, render_chat
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
@@ -269,7 +269,7 @@ class ServingBase:
             content_format=self.settings.content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
+            tools=None if tools is None else [described_tool(tool) for tool in tools],
             template_kwargs={**self.settings.default_chat_template_kwargs, **template_kwargs},
         )
 

@@ -175,7 +175,7 @@ class ChatAnswer:
         settings, request = self._settings, self._request
         include_usage = request.include_usage or settings.force_include_usage
         writer = sse.ChatChunkWriter(
-            self._id, self._created, self._model, settings.fingerprint, self._n, usage_key=include_usage
+            self._id, self._created, self._model, settings.fingerprint, self._n, usage_follows=include_usage
         )
         plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
         usage = self._usage
@@ -205,12 +205,14 @@ class ChatAnswer:
 
     def _opening(self, writer: sse.ChatChunkWriter) -> list[bytes]:
         """What comes before the first token: each choice's role, then the echoed text."""
-        deltas = [{"role": self._role, "content": ""}]
-        if self._echo:
-            deltas.append({"content": self._echo})
-        return [
-            writer.event(index, delta, self._usage_now(index), {}) for delta in deltas for index in range(self._n)
+        token_ids = self._prompt.token_ids if self._request.return_token_ids else None
+        events = [
+            writer.opening_event(index, self._role, self._usage_now(index), token_ids) for index in range(self._n)
         ]
+        if self._echo:
+            delta = {"content": self._echo}
+            events.extend(writer.event(index, delta, self._usage_now(index), {}) for index in range(self._n))
+        return events
 
     def _usage_now(self, index: int) -> Any:
         return self._usage.choice_usage(0, index) if self._request.continuous_usage else None
@@ -244,5 +246,6 @@ class ChatAnswer:
             extra["stop_reason"] = generated.stop_reason
         if self._request.return_token_ids:
             extra["token_ids"] = generated.token_ids
-        delta = {"content": generated.text}
+        # the last token often has no text; then the end is all there is to tell
+        delta = {} if generated.finish_reason is not None and not generated.text else {"content": generated.text}
         return writer.event(generated.index, delta, self._usage_now(generated.index), extra)

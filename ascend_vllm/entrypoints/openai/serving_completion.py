@@ -97,8 +97,9 @@ class _Answer:
         self._text_lengths = [0] * (self._n * len(prompts))
         # of each prompt, once they are there
         self._prompt_logprobs: list[list[PositionLogprobs | None] | None] = [None] * len(prompts)
-        # choices whose logprobs have begun
+        # choices whose logprobs have begun, and those that have told their prompt's token ids
         self._begun: set[int] = set()
+        self._told_prompts: set[int] = set()
 
     def complete(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         """The whole answer; `outputs` are final, one per prompt."""
@@ -168,8 +169,10 @@ class _Answer:
     async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """The answer's events; errors are told in the stream."""
         settings, request = self._settings, self._request
+        include_usage = request.include_usage or settings.force_include_usage
+        num_choices = self._n * len(self._prompts)
         writer = sse.CompletionChunkWriter(
-            self._id, self._created, self._model, settings.fingerprint, self._n * len(self._prompts)
+            self._id, self._created, self._model, settings.fingerprint, num_choices, usage_follows=include_usage
         )
         plain = request.logprobs is None and not (
             request.continuous_usage or request.echo or request.return_token_ids
@@ -190,7 +193,7 @@ class _Answer:
                     else:
                         events.append(self._event(writer, prompt_index, index, generated))
                 yield b"".join(events)
-            if request.include_usage or settings.force_include_usage:
+            if include_usage:
                 yield writer.usage_event(usage.total())
         except Exception as error:
             yield sse.error_event(to_http_error(error).body)
@@ -205,6 +208,9 @@ class _Answer:
         text = self._with_echo(prompt_index, index, generated.text)
         if request.return_token_ids:
             extra["token_ids"] = generated.token_ids
+            if index not in self._told_prompts:
+                self._told_prompts.add(index)
+                extra["prompt_token_ids"] = self._prompts[prompt_index].token_ids
         if generated.finish_reason is not None:
             extra["sentence_length"] = self._text_lengths[index]
             extra["cum_log_probs"] = generated.cumulative_logprob
