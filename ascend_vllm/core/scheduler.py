@@ -478,6 +478,8 @@ class Scheduler:
             if caches_prefixes and request.num_tokens > (request.num_cached_blocks + 1) * block_size:
                 # without the last token, whose KV may never be computed
                 self.kv_cache.cache_full_blocks(request, request.num_tokens - 1)
+            if request.num_preemptions:
+                result.num_preemptions = request.num_preemptions
             if request.is_finished:
                 result.finish_reason = request.finish_reason
                 result.stop_reason = request.stop_reason

@@ -36,7 +36,9 @@ _TOKEN_BUCKETS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
 _REQUEST_BUCKETS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
 _N_BUCKETS = [1, 2, 5, 10, 20]
 _ITERATION_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-_FINISH_REASONS = ("stop", "length", "abort", "error")
+_PREEMPTION_BUCKETS = [1, 2, 3, 4, 5, 10, 20]
+# the last one is vLLM's for what does not end a sequence here; dashboards find their row
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 # named after the flags that refuse requests
 QUEUE_FULL, BACKLOG_FULL, _QUEUE_TIMEOUT = _REJECTION_REASONS = (
     "max_num_queued_reqs",
@@ -137,6 +139,10 @@ class EngineMetrics(Collector):
         for request in step.finished_requests:
             self.request_prompt_tokens.observe(request.num_prompt_tokens)
             self.request_params_n.observe(request.n)
+            self.request_params_best_of.observe(request.best_of)
+            self.request_max_num_generation_tokens.observe(request.max_num_generation_tokens)
+            self.request_num_preemptions.observe(request.num_preemptions)
+            self.request_prefill_kv_computed_tokens.observe(request.num_computed_prompt_tokens)
             self.request_params_max_tokens.observe(request.max_tokens)
             self.e2e_latency.observe(request.e2e_s)
             for histogram, seconds_or_none in (
@@ -212,6 +218,20 @@ class EngineMetrics(Collector):
         ):
             yield self._family(GaugeMetricFamily, name, documentation, [((), value)])
         yield self._cache_config_info()
+        yield self._family(
+            GaugeMetricFamily,
+            "num_requests_waiting_by_reason",
+            "Sequences that wait, by what for.",
+            [(("capacity",), _num_pending(stats)), (("deferred",), 0)],
+            ["reason"],
+        )
+        yield self._family(
+            GaugeMetricFamily,
+            "engine_sleep_state",
+            "1 for the state that the engine is in; it is always awake.",
+            [(("awake",), 1), (("weights_offloaded",), 0), (("discard_all",), 0)],
+            ["sleep_state"],
+        )
 
     def _cache_config_info(self) -> Metric:
         cache = self._config.cache
@@ -243,6 +263,7 @@ class EngineMetrics(Collector):
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self._num_cached_tokens),
         ):
             yield self._family(CounterMetricFamily, name, documentation, [((), value)])
+        yield from self._collect_sources()
         yield self._family(
             CounterMetricFamily,
             "request_success",
@@ -256,6 +277,29 @@ class EngineMetrics(Collector):
             "Requests refused because the queue was full or they waited in it for too long.",
             [((reason,), count) for reason, count in self._num_rejections.items()],
             ["reason"],
+        )
+
+    def _collect_sources(self) -> Iterator[Metric]:
+        """Prompt tokens by where they came from; nothing comes from other engines or from a disk here."""
+        cached = self._num_cached_tokens
+        yield self._family(
+            CounterMetricFamily,
+            "prompt_tokens_by_source",
+            "Prompt tokens by how they were had.",
+            [
+                (("local_compute",), max(0, self._num_prompt_tokens - cached)),
+                (("local_cache_hit",), cached),
+                (("external_kv_transfer",), 0),
+            ],
+            ["source"],
+        )
+        others = ("host", "p2p", "disk", "external_unspecified")
+        yield self._family(
+            CounterMetricFamily,
+            "prompt_tokens_cached_by_source",
+            "Tokens found in the prefix cache, by where it is.",
+            [(("device",), self._scheduler.num_prefix_hits), *(((name,), 0) for name in others)],
+            ["source"],
         )
 
     def _family(
@@ -300,6 +344,16 @@ class EngineMetrics(Collector):
         )
         self.request_params_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request.", lengths)
         self.request_params_n = Histogram("request_params_n", "n of a request.", _N_BUCKETS)
+        self.request_params_best_of = Histogram("request_params_best_of", "best_of of a request.", _N_BUCKETS)
+        self.request_max_num_generation_tokens = Histogram(
+            "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence.", lengths
+        )
+        self.request_num_preemptions = Histogram(
+            "request_num_preemptions", "Preemptions of a request's sequences.", _PREEMPTION_BUCKETS
+        )
+        self.request_prefill_kv_computed_tokens = Histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache.", lengths
+        )
         self.iteration_tokens = Histogram("iteration_tokens_total", "Tokens of a step.", _ITERATION_BUCKETS)
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
 

@@ -123,6 +123,7 @@ class _RequestState:
         "max_tokens",
         "metrics",
         "num_cached_tokens",
+        "num_preemptions",
         "num_returned",
         "num_unfinished",
         "prompt_logprobs",
@@ -157,6 +158,8 @@ class _RequestState:
         self.max_tokens = request.core_requests[0].sampling_params.max_tokens or 0
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
+        # of those of its sequences that were preempted
+        self.num_preemptions: dict[str, int] = {}
         self.tokenizer = tokenizer if params.detokenize else None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None
         self.awaits_prompt_logprobs = params.prompt_logprobs is not None
@@ -506,6 +509,8 @@ def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCo
         if sequence is state.sequences[0]:
             state.num_cached_tokens = output.num_cached_tokens
             stats.num_cached_tokens += output.num_cached_tokens
+    if output.num_preemptions:
+        state.num_preemptions[output.request_id] = output.num_preemptions
     num_tokens = len(output.new_token_ids)
     if num_tokens == 0 and output.beams is None and output.pooled is None:
         return
@@ -539,6 +544,10 @@ def _summarize(state: _RequestState, now: float) -> FinishedRequest:
         decode_s=decode_s,
         inference_s=None if scheduled is None or last is None else last - scheduled,
         mean_token_s=None if decode_s is None or num_tokens < 2 else decode_s / (num_tokens - 1),
+        best_of=len(state.core_ids),
+        max_num_generation_tokens=num_tokens,
+        num_computed_prompt_tokens=len(state.request.prompt_token_ids) - state.num_cached_tokens,
+        num_preemptions=sum(state.num_preemptions.values()),
     )
 
 

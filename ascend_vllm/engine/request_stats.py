@@ -32,6 +32,10 @@ class FinishedRequest:
         decode_s: first to last token.
         inference_s: scheduled to last token.
         mean_token_s: decode time per token after the first; None below two tokens.
+        best_of: sequences generated.
+        max_num_generation_tokens: of its longest sequence.
+        num_computed_prompt_tokens: of the prompt, without those that came from the prefix cache.
+        num_preemptions: how often its sequences made room for others.
     """
 
     num_prompt_tokens: int
@@ -43,6 +47,10 @@ class FinishedRequest:
     decode_s: float | None
     inference_s: float | None
     mean_token_s: float | None
+    best_of: int
+    max_num_generation_tokens: int
+    num_computed_prompt_tokens: int
+    num_preemptions: int
 
 
 @dataclasses.dataclass(slots=True)

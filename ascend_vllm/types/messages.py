@@ -155,6 +155,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     prompt_logprobs: list[TokenLogprobs] | None = None
     # of a pooling request, at its end
     pooled: PooledData | None = None
+    # how often the sequence made room for others so far
+    num_preemptions: int = 0
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
