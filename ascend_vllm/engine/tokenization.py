@@ -129,12 +129,23 @@ class Tokenizer:
         """Characters of the longest token; a byte-level vocabulary writes at least one for each byte."""
         return max(map(len, self.hf.get_vocab()), default=1)
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Ids of two texts in one prompt, with what the model expects around and between them."""
-        if self._backend is not None:
-            ids: list[int] = self._backend.encode(first, second).ids
+    def encode_pair(self, first: str, second: str, limit: int | None = None, side: str = "right") -> list[int]:
+        """Ids of two texts in one prompt, with what the model expects around and between them.
+
+        Args:
+            first: any text.
+            second: any text.
+            limit: most ids; the longer text is cut until it is as long as the other one, then both are.
+            side: "right": the ends of the texts are cut off; "left": their beginnings. Python tokenizers know one
+                side only.
+        """
+        if self._backend is None:
+            return list(self.hf(first, text_pair=second, truncation=limit is not None, max_length=limit).input_ids)
+        encoding = self._backend.encode(first, second)
+        ids: list[int] = encoding.ids
+        if limit is None or len(ids) <= limit:
             return ids
-        return list(self.hf(first, text_pair=second).input_ids)
+        return _cut_pair(ids, encoding.sequence_ids, limit, side)
 
     def decode(
         self,
@@ -222,9 +233,11 @@ class Tokenizer:
             await self._run(self.check_num_characters, text, max_tokens)
         return await self._run(self.encode, text, add_special_tokens)
 
-    async def encode_pair_async(self, first: str, second: str) -> list[int]:
+    async def encode_pair_async(
+        self, first: str, second: str, limit: int | None = None, side: str = "right"
+    ) -> list[int]:
         """`encode_pair` off the event loop."""
-        return await self._run(self.encode_pair, first, second)
+        return await self._run(self.encode_pair, first, second, limit, side)
 
     async def decode_async(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """`decode` off the event loop."""
@@ -280,3 +293,32 @@ def _make_byte_tables(backend: Any, special_ids: frozenset[int]) -> dict[bool, _
     if backend is None or not is_byte_level(backend):
         return None
     return {True: _ByteTable(backend, special_ids), False: _ByteTable(backend, frozenset())}
+
+
+def _cut_pair(ids: list[int], owners: list[int | None], limit: int, side: str) -> list[int]:
+    """Two texts in one prompt, cut as tokenizers' own strategy "longest_first" does.
+
+    Args:
+        ids: the prompt's.
+        owners: which text each belongs to, 0 or 1; None: what is around them, which stays.
+        limit: most ids.
+        side: where texts are cut, "right" or "left".
+    """
+    lengths = (owners.count(0), owners.count(1))
+    room = max(0, limit - owners.count(None))
+    shorter, longer = min(lengths), max(lengths)
+    longer = min(longer, max(shorter, room - shorter))
+    if shorter + longer > room:
+        shorter = room // 2
+        longer = room - shorter
+    kept = (shorter, longer) if lengths[0] <= lengths[1] else (longer, shorter)
+    result, seen = [], [0, 0]
+    for id_, owner in zip(ids, owners, strict=True):
+        if owner is None:
+            result.append(id_)
+            continue
+        first = 0 if side == "right" else lengths[owner] - kept[owner]
+        if first <= seen[owner] < first + kept[owner]:
+            result.append(id_)
+        seen[owner] += 1
+    return result[:limit]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
-from ascend_vllm.engine.pooling_requests import check_task
+from ascend_vllm.engine.pooling_requests import check_task, truncation_limit
 from ascend_vllm.engine.pooling_state import pooling_output
 from ascend_vllm.entrypoints.llm_progress import UseTqdm
 from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder, pair_up, similarity
@@ -103,7 +103,8 @@ class PoolingCalls:
         pooler = self._pooler("score")
         pairs = pair_up(_as_list(first), _as_list(second))
         if is_cross_encoder(pooler) and pooler.task == "classify":
-            outputs = self._pool([self._pair(one, other) for one, other in pairs], params, use_tqdm)
+            limit = None if params is None else params.truncate_prompt_tokens
+            outputs = self._pool([self._pair(one, other, limit) for one, other in pairs], params, use_tqdm)
             return [_scored(output, float(output.outputs.data[0])) for output in outputs]
         if pooler.convert != "embed":
             raise ValueError("LLM.score() needs an embedding model, or a classifier of one label.")
@@ -126,11 +127,13 @@ class PoolingCalls:
             raise RequestError("The lengths of prompts and params must be the same.", "pooling_params")
         return [pooling_output(output) for output in self._run(prompts, each, use_tqdm)]
 
-    def _pair(self, first: str, second: str) -> TokensPrompt:
+    def _pair(self, first: str, second: str, limit: int | None) -> TokensPrompt:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
-        return TokensPrompt(prompt_token_ids=tokenizer.encode_pair(first, second))
+        if limit is not None:
+            limit = truncation_limit(limit, self._engine.max_model_len)
+        return TokensPrompt(prompt_token_ids=tokenizer.encode_pair(first, second, limit))
 
     def _pooler(self, method: str) -> PoolerConfig:
         pooler = self._engine.config.model.pooler

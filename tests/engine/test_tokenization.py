@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import pathlib
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from ascend_vllm.engine.detokenization import ByteDetokenizer, WindowDetokenizer
 from ascend_vllm.engine.tokenization import Tokenizer
@@ -194,3 +197,40 @@ def test_loading_and_using_a_tokenizer_does_not_import_torch(byte_level_director
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+@functools.cache
+def pair_tokenizer(directory: pathlib.Path, side: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer with an end behind each of two texts, and a beginning before them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, truncation_side=side)
+    start, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>",
+        pair="<|im_start|> $A <|im_end|> $B:1 <|im_end|>:1",
+        special_tokens=[("<|im_start|>", start), ("<|im_end|>", end)],
+    )
+    return tokenizer
+
+
+@functools.cache
+def own_pair_tokenizer(directory: pathlib.Path) -> Tokenizer:
+    """Ours of the same kind."""
+    return Tokenizer(copy.deepcopy(pair_tokenizer(directory, "right")))
+
+
+@settings(PROPERTY, max_examples=40)
+@given(
+    first=st.text("ab cd", min_size=1, max_size=30),
+    second=st.text("ab cd", min_size=1, max_size=30),
+    limit=st.integers(3, 40),
+    side=st.sampled_from(["right", "left"]),
+)
+def test_pairs_are_cut_as_by_transformers(
+    byte_level_directory: pathlib.Path, first: str, second: str, limit: int, side: str
+) -> None:
+    # two objects: the reference keeps the truncation that it was asked for last
+    reference, tokenizer = pair_tokenizer(byte_level_directory, side), own_pair_tokenizer(byte_level_directory)
+    cut = reference(first, text_pair=second, truncation="longest_first", max_length=limit).input_ids
+    assert tokenizer.encode_pair(first, second, limit, side) == cut
+    whole = reference(first, text_pair=second).input_ids
+    assert tokenizer.encode_pair(first, second) == whole

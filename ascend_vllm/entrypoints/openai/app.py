@@ -44,19 +44,29 @@ from ascend_vllm.entrypoints.openai.protocol_misc import (
     ModelList,
     TokenizeRequest,
 )
+from ascend_vllm.entrypoints.openai.protocol_pooling import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
 from ascend_vllm.entrypoints.openai.serving_base import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest, ServingChatBatch
 from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
+from ascend_vllm.entrypoints.openai.serving_pooling import ServingPooling
 from ascend_vllm.entrypoints.openai.serving_responses import ServingResponses
 from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
 from ascend_vllm.entrypoints.openai.small_routes import add_small_routes
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.entrypoints.openai.tool_metrics import ToolCallCollector
+from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder
 from ascend_vllm.errors import EngineDeadError
 
 if TYPE_CHECKING:
+    from ascend_vllm.config.model import PoolerConfig
     from ascend_vllm.engine.args_server import FrontendArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
 
@@ -72,6 +82,11 @@ _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     MessagesRequest,
     CountTokensRequest,
     ResponsesRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    ClassificationRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 
 
@@ -162,7 +177,6 @@ def _add_development_routes(app: FastAPI, engine: AsyncLLM) -> None:
 def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
     completion = ServingCompletion(engine, settings)
     chat = ServingChat(engine, settings)
-    tokens = ServingTokens(engine, settings)
 
     @app.post("/v1/completions", openapi_extra=_documented_body(CompletionRequest))
     async def create_completion(http: Request) -> Response:
@@ -177,6 +191,10 @@ def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSett
     @app.post("/v1/chat/completions/batch", openapi_extra=_documented_body(ChatBatchRequest))
     async def create_chat_batch(http: Request) -> Response:
         return await batch.create(await read_body(http, ChatBatchRequest), http)
+
+
+def _add_token_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
+    tokens = ServingTokens(engine, settings)
 
     @app.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
@@ -239,6 +257,40 @@ def _add_measures(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, reg
         registry.register(ToolCallCollector(settings.parsers.counts, settings.model_names[0]))
 
 
+def _add_pooling_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, pooler: PoolerConfig) -> None:
+    """What a pooling model can be asked for; the others are unknown routes."""
+    pooling = ServingPooling(engine, settings, pooler)
+
+    @app.post("/pooling", openapi_extra=_documented_body(PoolingRequest))
+    async def create_pooling(http: Request) -> Response:
+        return await pooling.create_pooling(await read_body(http, PoolingRequest), http)
+
+    if pooler.convert == "embed":
+
+        @app.post("/v1/embeddings", openapi_extra=_documented_body(EmbeddingRequest))
+        async def create_embeddings(http: Request) -> Response:
+            return await pooling.create_embeddings(await read_body(http, EmbeddingRequest), http)
+
+    else:
+
+        @app.post("/classify", openapi_extra=_documented_body(ClassificationRequest))
+        async def create_classification(http: Request) -> Response:
+            return await pooling.create_classification(await read_body(http, ClassificationRequest), http)
+
+    if pooler.convert == "embed" or is_cross_encoder(pooler):
+
+        @app.post("/score", openapi_extra=_documented_body(ScoreRequest))
+        @app.post("/v1/score", openapi_extra=_documented_body(ScoreRequest))
+        async def create_score(http: Request) -> Response:
+            return await pooling.create_score(await read_body(http, ScoreRequest), http)
+
+        @app.post("/rerank", openapi_extra=_documented_body(RerankRequest))
+        @app.post("/v1/rerank", openapi_extra=_documented_body(RerankRequest))
+        @app.post("/v2/rerank", openapi_extra=_documented_body(RerankRequest))
+        async def create_rerank(http: Request) -> Response:
+            return await pooling.create_rerank(await read_body(http, RerankRequest), http)
+
+
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     """The last one added sees a request first."""
     for name in args.middleware:
@@ -288,9 +340,14 @@ def build_app(
     # what this process counts itself; the engine has a registry of its own
     registry = CollectorRegistry()
     _add_system_routes(app, engine, settings, registry)
-    _add_generation_routes(app, engine, settings)
-    _add_message_routes(app, engine, settings)
-    _add_response_routes(app, engine, settings)
+    _add_token_routes(app, engine, settings)
+    pooler = engine.config.model.pooler
+    if pooler is None:
+        _add_generation_routes(app, engine, settings)
+        _add_message_routes(app, engine, settings)
+        _add_response_routes(app, engine, settings)
+    else:
+        _add_pooling_routes(app, engine, settings, pooler)
     if envs.server_dev_mode():
         _add_development_routes(app, engine)
     load = ServerLoad()

@@ -36,7 +36,16 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
 # waiting ones cost a task each; the engine orders and limits those that run
 _MAX_OPEN = 4096
 
@@ -138,7 +147,7 @@ async def answer(app: FastAPI, request: BatchRequest) -> BatchOutput:
     request_id = f"vllm-batch-{secrets.token_hex(16)}"
     if request.url not in URLS:
         output.response = BatchResponse(400, request_id)
-        output.error = f"Only {' and '.join(URLS)} are supported in the batch endpoint."
+        output.error = f"Only {', '.join(URLS[:-1])} and {URLS[-1]} are supported in the batch endpoint."
         return output
     if request.body.get("stream"):
         output.error = "Request must not be sent in stream mode"

@@ -31,6 +31,7 @@ from ascend_vllm.entrypoints.openai.streaming import (
 from ascend_vllm.errors import ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -421,12 +422,12 @@ class ServingBase:
             body = with_keep_alive(body, interval_s)
         return StreamResponse(body, "text/event-stream", lambda: _close(first, outputs))
 
-    def _log_request(self, engine_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+    def _log_request(self, engine_id: str, prompt: Prompt, params: SamplingParams | PoolingParams) -> None:
         size = self.settings.max_log_len
         logger.info(
             "Received request %s: prompt: %r, params: %s, prompt_token_ids: %s.",
             engine_id,
             None if prompt.text is None else prompt.text[:size],
-            sampling,
+            params,
             prompt.token_ids[:size],
         )

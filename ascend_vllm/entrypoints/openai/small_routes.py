@@ -30,6 +30,8 @@ _INVOCATIONS = (
     ("input", "/v1/embeddings"),
     ("input", "/classify"),
     ("input", "/pooling"),
+    ("messages", "/v1/embeddings"),
+    ("messages", "/classify"),
 )
 _INVOCATIONS_DEFAULT = "/v1/completions"
 
@@ -82,6 +84,9 @@ def _add_invocations(app: FastAPI) -> None:
         path = _INVOCATIONS_DEFAULT
         if isinstance(body, dict):
             path = next((path for field, path in _INVOCATIONS if field in body and path in routes), path)
+        if path not in routes:
+            known = sorted({field for field, known in _INVOCATIONS if known in routes})
+            raise RequestError(f"Cannot find suitable handler for request. Expected one of the fields: {known}")
         endpoint: Any = getattr(routes[path], "endpoint", None)
         response: Response = await endpoint(http)
         return response

@@ -1,0 +1,316 @@
+"""POST /v1/embeddings, /classify, /pooling, /score and /rerank: what a pooling model makes of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ascend_vllm.config.model import PoolerConfig
+from ascend_vllm.engine.pooling_requests import check_task, truncate, truncation_limit
+from ascend_vllm.entrypoints.openai.errors import BodyError, json_response
+from ascend_vllm.entrypoints.openai.protocol_common import PromptTokensDetails, Usage, unix_time
+from ascend_vllm.entrypoints.openai.protocol_pooling import (
+    ClassificationData,
+    ClassificationRequest,
+    EmbeddingData,
+    EmbeddingRequest,
+    PoolingApiRequest,
+    PoolingData,
+    PoolingRequest,
+    PoolingResponse,
+    PromptsRequest,
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    RerankUsage,
+    ScoreData,
+    ScoreRequest,
+    VectorsRequest,
+    missing_field,
+)
+from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings
+from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected
+from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
+from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder, pair_up, similarity
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput
+from ascend_vllm.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+Output = PoolingRequestOutput[PoolingOutput]
+
+
+class UnsupportedApiError(RequestError):
+    """The endpoint exists for this kind of model, but not for the task it serves."""
+
+    status_code = 501
+    error_type = "NotImplementedError"
+
+
+class ServingPooling(ServingBase):
+    """Answers pooling requests.
+
+    Args:
+        engine: of a pooling model.
+        settings: flags that shape answers.
+        pooler: the model's.
+    """
+
+    def __init__(self, engine: AsyncLLM, settings: ServingSettings, pooler: PoolerConfig) -> None:
+        super().__init__(engine, settings)
+        self._pooler = pooler
+
+    async def create_embeddings(self, request: EmbeddingRequest, http: Request) -> Response:
+        """The embeddings of prompts.
+
+        Raises:
+            RequestError: the request is wrong.
+            EngineDeadError: the engine is gone.
+            ClientDisconnectedError: the client went away; its prompts were aborted.
+        """
+        self._check(request, "embed", "Embeddings")
+        response_id, outputs = await self._pool_prompts(request, http, "embd")
+        if request.encoding_format.startswith("bytes"):
+            return self._bytes_response(request, response_id, outputs)
+        data = [
+            EmbeddingData(index=index, embedding=_encode(output.outputs.data, request))
+            for index, output in enumerate(outputs)
+        ]
+        return self._response(response_id, data, outputs)
+
+    async def create_pooling(self, request: PoolingRequest, http: Request) -> Response:
+        """What the pooler makes of prompts, whatever that is; raises as `create_embeddings`."""
+        self._check(request)
+        check_task(request.task, self._pooler)
+        if request.dimensions is not None:
+            raise RequestError("dimensions is currently not supported", "dimensions")
+        response_id, outputs = await self._pool_prompts(request, http, "pooling")
+        if request.encoding_format.startswith("bytes"):
+            return self._bytes_response(request, response_id, outputs)
+        data = [
+            PoolingData(index=index, data=_encode(output.outputs.data, request))
+            for index, output in enumerate(outputs)
+        ]
+        return self._response(response_id, data, outputs)
+
+    async def create_classification(self, request: ClassificationRequest, http: Request) -> Response:
+        """The labels of prompts; raises as `create_embeddings`."""
+        self._check(request, "classify", "Classification")
+        response_id, outputs = await self._pool_prompts(request, http, "classify")
+        labels = self._pooler.labels
+        data = [
+            ClassificationData(
+                index, labels[int(output.outputs.data.argmax())], output.outputs.data.tolist(), len(labels)
+            )
+            for index, output in enumerate(outputs)
+        ]
+        return self._response(response_id, data, outputs)
+
+    async def create_score(self, request: ScoreRequest, http: Request) -> Response:
+        """How well texts fit each other; raises as `create_embeddings`."""
+        first, second = request.texts()
+        response_id, scores, outputs = await self._score(request, http, first, second)
+        return self._response(
+            response_id, [ScoreData(index=index, score=score) for index, score in enumerate(scores)], outputs
+        )
+
+    async def create_rerank(self, request: RerankRequest, http: Request) -> Response:
+        """Documents, the one that fits a query best first; raises as `create_embeddings`."""
+        documents = [request.documents] if isinstance(request.documents, str) else request.documents
+        response_id, scores, outputs = await self._score(request, http, [request.query], documents)
+        results = [
+            RerankResult(index, RerankDocument(text), score)
+            for index, (text, score) in enumerate(zip(documents, scores, strict=True))
+        ]
+        results.sort(key=lambda result: -result.relevance_score)
+        usage = self._usage(outputs)
+        return json_response(
+            RerankResponse(
+                response_id,
+                self.model_name,
+                RerankUsage(usage.prompt_tokens, usage.total_tokens),
+                results[: request.top_n or None],
+            )
+        )
+
+    def _check(self, request: PoolingApiRequest, task: str | None = None, api: str = "") -> None:
+        """Refuses what can be refused before anything is tokenised."""
+        self.check_model(request.model)
+        request.check_supported()
+        if task is not None and task != self._pooler.task:
+            raise UnsupportedApiError(f"The model does not support {api} API")
+
+    async def _score(
+        self, request: ScoreRequest | RerankRequest, http: Request, first: list[str], second: list[str]
+    ) -> tuple[str, list[float], list[Output]]:
+        """The answer's id, the scores of all pairs, and what was computed for them."""
+        self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
+        pairs = pair_up(first, second)
+        if is_cross_encoder(self._pooler):
+            prompts = [await self._pair_prompt(request, *pair) for pair in pairs]
+            response_id, outputs = await self._pool(request, http, prompts, request.pooling_params(), "score")
+            return response_id, [float(output.outputs.data[0]) for output in outputs], outputs
+        prompts = [await self._text_prompt(request, text, add_special_tokens=True) for text in [*first, *second]]
+        response_id, outputs = await self._pool(request, http, prompts, request.pooling_params(), "score")
+        vectors: list[npt.NDArray[np.float32]] = [output.outputs.data for output in outputs]
+        scores = [similarity(*pair) for pair in pair_up(vectors[: len(first)], vectors[len(first) :])]
+        return response_id, scores, outputs
+
+    async def _pool_prompts(self, request: PromptsRequest, http: Request, prefix: str) -> tuple[str, list[Output]]:
+        prompts = await self._prompts(request)
+        return await self._pool(request, http, prompts, request.pooling_params(), prefix)
+
+    async def _pool(
+        self, request: PoolingApiRequest, http: Request, prompts: Sequence[Prompt], params: PoolingParams, prefix: str
+    ) -> tuple[str, list[Output]]:
+        """The answer's id, and the engine's results in the order of the prompts.
+
+        The engine's ids get a random end, for clients repeat the ids they choose.
+        """
+        chosen = request.request_id or http.headers.get("x-request-id")
+        response_id = f"{prefix}-{chosen or secrets.token_hex(8)}"
+        engine_id = f"{response_id}-{secrets.token_hex(4)}" if chosen else response_id
+        generators = []
+        for index, prompt in enumerate(prompts):
+            if self.settings.log_requests:
+                self._log_request(f"{engine_id}-{index}", prompt, params)
+            generators.append(
+                self.engine.encode(
+                    {"prompt_token_ids": prompt.token_ids},
+                    params,
+                    f"{engine_id}-{index}",
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            )
+
+        async def collect() -> list[Output]:
+            async with contextlib.aclosing(merge(generators)) as outputs:
+                found = {index: output async for index, output in outputs}
+            return [found[index] for index in range(len(generators))]
+
+        return response_id, await run_unless_disconnected(http.receive, collect())
+
+    async def _prompts(self, request: PromptsRequest) -> list[Prompt]:
+        """The prompts of a request.
+
+        Raises:
+            RequestError: there is none, or an empty one.
+        """
+        special = request.add_special_tokens
+        if request.messages is not None:
+            if request.input is not None:
+                raise RequestError("Exactly one of `input` and `messages` must be given.", param="input")
+            text = await self.render(
+                request.messages,
+                request_template=request.chat_template,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                template_kwargs=request.chat_template_kwargs or {},
+            )
+            return [await self._text_prompt(request, text, add_special_tokens=bool(special))]
+        given = request.input
+        if given is None:
+            raise BodyError(missing_field("input"), "body.input")
+        if given == []:
+            raise RequestError("You must pass at least one prompt", param="input")
+        several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        return [
+            await self._text_prompt(request, one, add_special_tokens=special is not False)
+            if isinstance(one, str)
+            else Prompt(self._cut(request, one, []), None)
+            for one in several
+        ]
+
+    async def _text_prompt(self, request: PoolingApiRequest, text: str, *, add_special_tokens: bool) -> Prompt:
+        # a text that is cut may have any length
+        longest = self.settings.max_model_len if request.truncate_prompt_tokens is None else None
+        token_ids = await self.tokenizer().encode_async(text, add_special_tokens, max_tokens=longest)
+        return Prompt(self._cut(request, token_ids, self._empty_ids(add_special_tokens)), text)
+
+    async def _pair_prompt(self, request: PoolingApiRequest, first: str, second: str) -> Prompt:
+        limit = request.truncate_prompt_tokens
+        if limit is None:
+            longest = self.settings.max_model_len
+            await asyncio.to_thread(self.tokenizer().check_num_characters, first + second, longest)
+        else:
+            limit = truncation_limit(limit, self.settings.max_model_len)
+        token_ids = await self.tokenizer().encode_pair_async(first, second, limit, request.truncation_side or "right")
+        return Prompt(_need(token_ids), f"{first}\n{second}")
+
+    def _empty_ids(self, add_special_tokens: bool) -> list[int]:
+        """What surrounds every text."""
+        return self.tokenizer().encode("") if add_special_tokens else []
+
+    def _cut(self, request: PoolingApiRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:
+        """A prompt's ids, truncated if the request says so; without a side at the end, as tokenizers do."""
+        limit = request.truncate_prompt_tokens
+        if limit is not None:
+            limit = truncation_limit(limit, self.settings.max_model_len)
+            token_ids = truncate(token_ids, limit, request.truncation_side or "right", empty_ids)
+        return _need(token_ids)
+
+    def _response(
+        self,
+        response_id: str,
+        data: list[EmbeddingData] | list[PoolingData] | list[ClassificationData] | list[ScoreData],
+        outputs: Sequence[Output],
+    ) -> Response:
+        return json_response(
+            PoolingResponse(
+                id=response_id,
+                created=unix_time(),
+                model=self.model_name,
+                data=data,
+                usage=self._usage(outputs),
+            )
+        )
+
+    def _bytes_response(self, request: VectorsRequest, response_id: str, outputs: Sequence[Output]) -> Response:
+        """Nothing but the vectors, and where they are in a header unless that is not wanted."""
+        dtype, order = request.embed_dtype, request.endianness
+        parts = [to_bytes(output.outputs.data, dtype, order) for output in outputs]
+        headers = {}
+        if request.encoding_format == "bytes":
+            head = {"id": response_id, "created": unix_time(), "model": self.model_name}
+            usage = self._usage(outputs)
+            headers["metadata"] = describe(
+                head,
+                [output.outputs.data for output in outputs],
+                parts,
+                dtype,
+                order,
+                {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.total_tokens},
+            )
+        return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")
+
+    def _usage(self, outputs: Sequence[Output]) -> Usage:
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        details = None
+        if self.settings.enable_prompt_tokens_details:
+            details = PromptTokensDetails(sum(output.num_cached_tokens for output in outputs))
+        return Usage(count, count, 0, details)
+
+
+def _need(token_ids: list[int]) -> list[int]:
+    if not token_ids:
+        raise RequestError("The decoder prompt cannot be empty", param="input")
+    return token_ids
+
+
+def _encode(data: npt.NDArray[np.float32], request: VectorsRequest) -> Any:
+    """A result as JSON carries it."""
+    if request.encoding_format == "float":
+        return data.tolist()
+    return to_base64(data, request.embed_dtype, request.endianness)
