@@ -136,7 +136,7 @@ class LoadConfig(msgspec.Struct, frozen=True):
     """How weights are found and read.
 
     Attributes:
-        load_format: "auto", "safetensors", "pt" or "dummy" (random weights from the seed).
+        load_format: "auto", "safetensors", "pt", "npcache" or "dummy" (random weights from the seed).
         ignore_patterns: globs of weight files to leave out.
         use_tqdm: show a progress bar over the files.
     """

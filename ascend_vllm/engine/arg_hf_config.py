@@ -297,7 +297,7 @@ def read_generation_config(source: str, model_directory: str, overrides: Mapping
 
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
-_WEIGHTS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt"), "dummy": ()}
+_WEIGHTS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt"), "npcache": ("*.bin", "*.pt"), "dummy": ()}
 
 
 def find_model_directory(name: str, revision: str | None, download_dir: str | None, load_format: str) -> str:

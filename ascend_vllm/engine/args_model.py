@@ -253,8 +253,8 @@ class LoadArgs:
 
     load_format: str = flag(
         "auto",
-        "The form of the weight files: auto prefers safetensors and falls back to PyTorch .bin files, dummy makes "
-        "random weights from the seed and needs no files.",
+        "The form of the weight files: auto prefers safetensors and falls back to PyTorch .bin files (pt); npcache "
+        "keeps those as arrays that load faster; dummy makes random weights from the seed and needs no files.",
         kind="str",
         choices=(
             "auto",
@@ -269,7 +269,7 @@ class LoadArgs:
             "mistral",
         ),
         unsupported="weights are read from safetensors or PyTorch .bin files",
-        allowed=("pt", "safetensors", "dummy"),
+        allowed=("pt", "safetensors", "npcache", "dummy"),
         example="--load-format dummy",
     )
     config_format: str = flag(

@@ -7,11 +7,13 @@ form: memory stays near the model's size.
 
 from __future__ import annotations
 
+import pathlib
 import re
 import time
 import zlib
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -22,6 +24,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.checkpoint import WeightFile, open_checkpoint
+from ascend_vllm.models.np_cache import open_np_cache
 from ascend_vllm.models.pooler import Pooler, output_width
 from ascend_vllm.models.registry import resolve_model_class
 
@@ -50,7 +53,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
     if model_config.hf_config.get("quantization_config"):
         raise ModelLoadError(f"{model_config.model}: config.json has a quantization_config, which is not supported")
     model_class = resolve_model_class(model_config.architecture)
-    files = [] if load_config.load_format == "dummy" else open_checkpoint(model_config.model, load_config)
+    files = _open_files(model_config.model, load_config)
     with torch.no_grad():
         model = _build(model_class, model_config, context)
         unfilled = _Unfilled(model)
@@ -62,6 +65,15 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         unfilled.finish()
     logger.info("Loading model weights took %.2f seconds", time.monotonic() - start)
     return model
+
+
+def _open_files(model: str, load_config: LoadConfig) -> Sequence[WeightFile]:
+    if load_config.load_format == "dummy":
+        return []
+    if load_config.load_format != "npcache":
+        return open_checkpoint(model, load_config)
+    files = open_checkpoint(model, msgspec.structs.replace(load_config, load_format="pt"))
+    return [open_np_cache(pathlib.Path(model), files)]
 
 
 def _build(model_class: type[CausalLM], model_config: ModelConfig, context: BuildContext) -> CausalLM:

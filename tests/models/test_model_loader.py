@@ -9,6 +9,7 @@ import shutil
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -172,6 +173,36 @@ def test_no_directory(checkpoint: pathlib.Path) -> None:
 def test_no_weight_files(checkpoint: pathlib.Path, load_format: str, wanted: str) -> None:
     (checkpoint / "model.safetensors").unlink()
     _refused(checkpoint, str(checkpoint), "no weight files", wanted, load_format=load_format)
+
+
+def test_arrays_are_kept_beside_the_checkpoint(tmp_path: pathlib.Path) -> None:
+    directory = _copy("llama-bin-sharded", tmp_path)
+    expected = _log_probs(tiny_model("llama"))
+    torch.testing.assert_close(_log_probs(str(directory), "npcache"), expected, rtol=0, atol=0)
+    names = json.loads((directory / "np" / "weight_names.json").read_text())
+    assert np.load(directory / "np" / "model.norm.weight").shape == (64,)
+    assert len(names) == len(set(names)) == len(list((directory / "np").iterdir())) - 1
+    # from now on the arrays are read and nothing else
+    with (directory / "np" / "model.norm.weight").open("wb") as file:
+        np.save(file, np.zeros(64, np.float32))
+    assert not _log_probs(str(directory), "npcache").equal(expected)
+    (directory / "np" / names[0]).write_bytes(b"none")
+    _refused(directory, "np: the cache of arrays is damaged or incomplete", load_format="npcache")
+    # a cache that nobody finished is made again
+    (directory / "np" / "weight_names.json").unlink()
+    torch.testing.assert_close(_log_probs(str(directory), "npcache"), expected, rtol=0, atol=0)
+    assert not list(directory.glob(".np-*"))
+    (directory / "np" / "weight_names.json").write_text('["../config.json"]')
+    _refused(directory, "'../config.json' is not the name of a file", load_format="npcache")
+
+
+def test_arrays_of_bfloat16(tmp_path: pathlib.Path) -> None:
+    directory = _copy("llama", tmp_path)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(directory / "model.safetensors").items()}
+    (directory / "model.safetensors").unlink()
+    torch.save(weights, directory / "pytorch_model.bin")
+    from_bin = _log_probs(str(directory), "pt")
+    torch.testing.assert_close(_log_probs(str(directory), "npcache"), from_bin, rtol=0, atol=0)
 
 
 def test_unknown_load_format(checkpoint: pathlib.Path) -> None:
