@@ -9,12 +9,16 @@ import re
 from typing import Any
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.core.json_schema import depth_exceeds, schemas_in
+from ascend_vllm.core.regex_size import written_out_size
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 # Beyond these a constraint is refused before any library sees it: their work grows faster than its size.
 MAX_BYTES = 256 * 1024
 MAX_REGEX_BYTES = 32 * 1024
+# characters of a regular expression with its counted repetitions written out
+MAX_REGEX_SIZE = 50_000
 MAX_CHOICES = 8192
 MAX_DEPTH = 64
 
@@ -75,6 +79,8 @@ def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsCo
         raise RequestError(f"whitespace_pattern goes with a JSON schema, not with {kind.value}.", _FIELD)
     if pattern is not None and len(_encode("whitespace_pattern", pattern)) > 1024:
         raise RequestError("whitespace_pattern is too large: the limit is 1024 bytes.", _FIELD)
+    if pattern is not None:
+        _check_regex("whitespace_pattern", pattern)
     compact = params.disable_any_whitespace or config.disable_any_whitespace
     if pattern is not None and params.disable_any_whitespace:
         raise RequestError("whitespace_pattern and disable_any_whitespace contradict each other.", _FIELD)
@@ -96,6 +102,7 @@ def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str
     if params.json not in (None, False):
         return ConstraintKind.JSON, _schema_text(params.json)
     if params.regex is not None:
+        _check_regex("regex", params.regex)
         return ConstraintKind.REGEX, params.regex
     if params.choice is not None:
         return ConstraintKind.CHOICE, _choice_text(params.choice)
@@ -115,6 +122,8 @@ def _schema_text(schema: str | dict[str, Any] | bool | None) -> str:
             f"json must be a JSON schema, an object or a boolean, but is {type(decoded).__name__}.", _FIELD
         )
     _check_depth("json", decoded)
+    for part in schemas_in(decoded):
+        _check_regex("pattern", str(part.get("pattern", "")))
     # written anew, so that the layout of a schema makes no difference; the order of properties does
     return json.dumps(decoded, ensure_ascii=False, separators=(",", ":"))
 
@@ -138,18 +147,18 @@ def _load(name: str, text: str) -> Any:
 
 
 def _check_depth(name: str, value: Any) -> None:
-    """Refuses deep nesting, without recursion of its own."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
-        ]
-    if level:
+    if depth_exceeds(value, MAX_DEPTH):
         raise RequestError(_too_deep(name), _FIELD)
+
+
+def _check_regex(name: str, regex: str) -> None:
+    size = written_out_size(regex)
+    if size > MAX_REGEX_SIZE:
+        raise RequestError(
+            f"{name} is too large: with its repetitions written out it has {size} characters, the limit is "
+            f"{MAX_REGEX_SIZE}.",
+            _FIELD,
+        )
 
 
 def _too_deep(name: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ascend_vllm.core.constraint import Constraint, ConstraintKind
 from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarBackend, GrammarError, choice_regex
+from ascend_vllm.core.json_schema import schemas_in
 from ascend_vllm.core.vocabulary import Vocabulary
 
 # The library shares most of a grammar between matchers and does not say how large it is.
@@ -85,20 +86,30 @@ class _TokenizerOf:
         self.eos_token_id = vocabulary.size
         self.tokens = [*vocabulary.tokens, b"<end>"]
         self.special_token_ids = [self.eos_token_id]
-        longest_first = sorted({token for token in vocabulary.tokens if token}, key=len, reverse=True)
+        self._encode = vocabulary.encode
         self._ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if token}
-        self._longest = len(longest_first[0]) if longest_first else 0
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Some way to write a text in tokens; the library asks for one when it looks for forced tokens."""
+        """A text in tokens. Where a grammar leaves no choice the library allows what the tokenizer would write."""
+        if self._encode is not None:
+            try:
+                ids = self._encode(text.decode())
+            except UnicodeDecodeError:
+                ids = []
+            # a tokenizer may put a space before a text
+            if b"".join(self.tokens[id_] for id_ in ids if id_ < self.eos_token_id) == text:
+                return ids
+        return self._longest_tokens(text)
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
         ids = []
         while text:
-            for length in range(min(self._longest, len(text)), 0, -1):
-                id_ = self._ids.get(text[:length])
-                if id_ is not None:
-                    ids.append(id_)
-                    break
-            text = text[length:]
+            lengths = range(min(self._longest, len(text)), 0, -1)
+            length = next((length for length in lengths if text[:length] in self._ids), None)
+            if length is not None:
+                ids.append(self._ids[text[:length]])
+            text = text[length or 1 :]
         return ids
 
 
@@ -151,7 +162,7 @@ def _words_of(num_tokens: int) -> int:
 
 def _forget_end(masks: Bitmask, num_tokens: int) -> None:
     """Clears the bit of the library's own end-of-text token."""
-    masks[:, num_tokens // 32] &= np.int32(~(1 << 31) if num_tokens % 32 == 31 else ~(1 << num_tokens % 32))
+    masks.view(np.uint32)[:, num_tokens // 32] &= np.uint32(0xFFFFFFFF ^ 1 << num_tokens % 32)
 
 
 def _grammar_of(constraint: Constraint) -> str:
@@ -173,6 +184,9 @@ def _grammar_of(constraint: Constraint) -> str:
 
 def _schema_grammar(constraint: Constraint) -> str:
     schema = json.loads(constraint.text)
+    if schema is True:
+        # the library wants options for what is no object
+        schema = {}
     if not constraint.additional_properties:
         _close_objects(schema)
     options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
@@ -184,28 +198,21 @@ def _schema_grammar(constraint: Constraint) -> str:
 
 def _close_objects(schema: Any) -> None:
     """Forbids, in place, properties that a schema does not name, in objects whose properties it names."""
-    todo = [schema]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, list):
-            todo += part
-        elif isinstance(part, dict):
-            if isinstance(part.get("properties"), dict):
-                part.setdefault("additionalProperties", False)
-            todo += part.values()
+    for part in list(schemas_in(schema)):
+        if isinstance(part.get("properties"), dict):
+            part.setdefault("additionalProperties", False)
 
 
 def _tags_grammar(tag: Any) -> str:
     """Structural tags in their first form: a list of structures, and triggers that their beginnings start with."""
     if not isinstance(tag, dict) or "structures" not in tag:
         raise GrammarError("only structural tags with structures and triggers are supported")
-    tags = [
-        llguidance.StructTag(
-            trigger=next(trigger for trigger in tag["triggers"] if item["begin"].startswith(trigger)),
-            begin=item["begin"],
-            grammar=item["schema"],
-            end=item["end"],
+    tags = []
+    for item in tag["structures"]:
+        trigger = next((trigger for trigger in tag["triggers"] if item["begin"].startswith(trigger)), None)
+        if trigger is None:
+            raise GrammarError(f"no trigger begins {item['begin']!r}")
+        tags.append(
+            llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
         )
-        for item in tag["structures"]
-    ]
     return llguidance.StructTag.to_grammar(tags, assume_special=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import xgrammar
 
 from ascend_vllm.core.constraint import Constraint, ConstraintKind
 from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarBackend, GrammarError, choice_regex
+from ascend_vllm.core.json_schema import schemas_in
+from ascend_vllm.core.regex_size import end_of_class
 from ascend_vllm.core.vocabulary import Vocabulary
 
 # Where and when the library noticed an error; not for the eyes of clients.
@@ -35,10 +37,6 @@ _IGNORED_KEYWORDS = frozenset(
         "patternProperties",
     }
 )
-# keywords whose values map names, which are no keywords, to schemas
-_NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
-# keywords whose values are no schemas
-_VALUES = frozenset({"enum", "const", "default", "examples", "required"})
 
 
 class XGrammar(Grammar):
@@ -46,12 +44,12 @@ class XGrammar(Grammar):
 
     Args:
         compiled: the library's.
-        num_words: W.
+        num_tokens: V.
     """
 
-    def __init__(self, compiled: Any, num_words: int) -> None:
+    def __init__(self, compiled: Any, num_tokens: int) -> None:
         self.matcher = xgrammar.GrammarMatcher(compiled)
-        self._num_words = num_words
+        self._num_tokens = num_tokens
         self._num_accepted = 0
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
@@ -64,6 +62,7 @@ class XGrammar(Grammar):
 
     def fill_bitmask(self, row: Bitmask) -> None:
         self.matcher.fill_next_token_bitmask(row[None])
+        row[-1:] &= _last_word(self._num_tokens)
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens > self._num_accepted:
@@ -79,18 +78,18 @@ class XGrammar(Grammar):
     def is_terminated(self) -> bool:
         if not self.is_accepting:
             return False
-        row = np.zeros(self._num_words, np.int32)
+        row = np.zeros(-(-self._num_tokens // 32), np.int32)
         self.fill_bitmask(row)
         return not row.any()
 
 
 class _Compiled(CompiledGrammar):
-    def __init__(self, compiled: Any, num_words: int) -> None:
+    def __init__(self, compiled: Any, num_tokens: int) -> None:
         self._compiled = compiled
-        self._num_words = num_words
+        self._num_tokens = num_tokens
 
     def start(self) -> Grammar:
-        return XGrammar(self._compiled, self._num_words)
+        return XGrammar(self._compiled, self._num_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +105,7 @@ class XGrammarBackend(GrammarBackend):
     """
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
-        self._num_words = vocabulary.num_words
+        self._num_tokens = vocabulary.size
         # ends are not the library's matter, so it knows of no stop tokens; nor of special ones, whose text is empty
         info = xgrammar.TokenizerInfo(
             vocabulary.tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=[]
@@ -117,15 +116,16 @@ class XGrammarBackend(GrammarBackend):
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         try:
-            return _Compiled(self._compile(constraint), self._num_words)
+            return _Compiled(self._compile(constraint), self._num_tokens)
         except GrammarError:
             raise
         except Exception as error:  # the library raises RuntimeError, ValueError, TypeError and classes of its own
-            raise GrammarError(_SOURCE_PLACE.sub("", str(error)).strip()) from None
+            raise GrammarError(_SOURCE_PLACE.sub("", str(error)).strip().partition("\n")[0]) from None
 
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
         matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, XGrammar)]
         self._batch.batch_fill_next_token_bitmask(matchers, bitmask, list(rows))
+        bitmask[list(rows), -1] &= _last_word(self._num_tokens)
 
     def _compile(self, constraint: Constraint) -> Any:
         compiler, text = self._compiler, constraint.text
@@ -166,44 +166,23 @@ class XGrammarBackend(GrammarBackend):
         return self._compiler.compile_structural_tag(tag)
 
 
+def _last_word(num_tokens: int) -> np.int32:
+    """The bits that a bitmask's last word can have: the library sets others too."""
+    return np.int32(-1 if num_tokens % 32 == 0 else (1 << num_tokens % 32) - 1)
+
+
 def ignored_keywords(schema: Any) -> set[str]:
     """Keywords in a schema that the library would not enforce."""
-    found = set()
-    for keyword, value in _keywords(schema):
-        if keyword in _IGNORED_KEYWORDS:
-            found.add(keyword)
-        elif keyword == "allOf" and isinstance(value, list) and len(value) > 1:
+    found: set[str] = set()
+    for part in schemas_in(schema):
+        found |= _IGNORED_KEYWORDS & part.keys()
+        if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
             found.add("allOf")
-        elif keyword == "$ref" and not str(value).startswith("#"):
-            found.add(f"$ref {value}")
-    for part in _schemas(schema):
+        if "$ref" in part and not str(part["$ref"]).startswith("#"):
+            found.add(f"$ref {part['$ref']}")
         if "pattern" in part and ("minLength" in part or "maxLength" in part):
             found.add("pattern together with minLength or maxLength")
     return found
-
-
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    for part in _schemas(schema):
-        yield from part.items()
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all within it."""
-    todo = [schema]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, list):
-            todo += part
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for keyword, value in part.items():
-            if keyword in _VALUES:
-                continue
-            if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
-                todo += value.values()
-            else:
-                todo.append(value)
 
 
 def without_newline_dots(regex: str) -> str:
@@ -214,20 +193,14 @@ def without_newline_dots(regex: str) -> str:
         'a[^\\n][.]\\.'
     """
     parts = []
-    in_class = False
     index = 0
     while index < len(regex):
         character = regex[index]
-        if character == "\\":
-            parts.append(regex[index : index + 2])
-            index += 2
-            continue
-        if character == "[" and not in_class:
-            in_class = True
-        elif character == "]":
-            in_class = False
-        parts.append(r"[^\n]" if character == "." and not in_class else character)
-        index += 1
+        end = index + (2 if character == "\\" else 1)
+        if character == "[":
+            end = end_of_class(regex, index) + 1
+        parts.append(r"[^\n]" if character == "." else regex[index:end])
+        index = end
     return "".join(parts)
 
 

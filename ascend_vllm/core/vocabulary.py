@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ascend_vllm.config.model import ModelConfig
@@ -25,11 +27,13 @@ class Vocabulary:
             are no part of a text.
         special_texts: special tokens, by id, as their vocabulary writes them.
         eos_token_ids: ids that end a text, the primary one first.
+        encode: how the tokenizer would write a text, without tokens around it; None: there is no tokenizer.
     """
 
     tokens: list[bytes]
     special_texts: dict[int, str]
     eos_token_ids: list[int]
+    encode: Callable[[str], list[int]] | None = None
 
     @property
     def size(self) -> int:
@@ -84,7 +88,19 @@ class Vocabulary:
                 special_texts[id_] = str(token)
             else:
                 tokens[id_] = added[id_].encode() if id_ in added else read(id_, token)
-        return cls(tokens, special_texts, eos_token_ids)
+        return cls(tokens, special_texts, eos_token_ids, _encoder(tokenizer))
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    if not tokenizer.is_fast:
+        return functools.partial(tokenizer.encode, add_special_tokens=False)
+    backend = tokenizer.backend_tokenizer
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return encode
 
 
 class _ByteLevelReader:
