@@ -28,7 +28,7 @@ from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
-from ascend_vllm.types.step import KVCacheSize, MoveKind, NewRow, SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import NO_TOKEN, KVCacheSize, MoveKind, NewRow, SchedulerOutput, StepLogprobs, StepOutput
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -38,6 +38,13 @@ def next_token(seed: int, token_ids: list[int]) -> int:
     """What the "model" samples after a sequence."""
     data = struct.pack(f"<Q{len(token_ids)}H", seed, *token_ids)
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB_SIZE
+
+
+def next_allowed_token(seed: int, token_ids: list[int], allowed: Sequence[int]) -> int:
+    """What it samples if only some tokens, in ascending order, are allowed; NO_TOKEN if none is."""
+    data = struct.pack(f"<Q{len(token_ids)}H", seed, *token_ids)
+    digest = hashlib.blake2b(data, digest_size=4).digest()
+    return allowed[int.from_bytes(digest, "little") % len(allowed)] if allowed else NO_TOKEN
 
 
 def next_logprobs(seed: int, token_ids: list[int]) -> list[float]:
@@ -137,6 +144,8 @@ class MemoryExecutor(Executor):
         self.steps: list[SchedulerOutput] = []
         # slots of the step's rows that ended before it was made known to the core
         self.wasted: set[int] = set()
+        # constrained rows of the step → the tokens they may get
+        self.allowed: dict[int, list[int]] = {}
         self.fail_next: Exception | None = None
         self.is_shut_down = False
 
@@ -177,11 +186,15 @@ class MemoryExecutor(Executor):
         assert step.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
         assert step.num_steps in (1, scheduler.num_scheduler_steps)
         self._apply(step)
+        self.allowed = _allowed_tokens(step)
         self.wasted = {slot for slot in step.slots if self.slots[slot].is_wasted}
         sampled = []
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             if self._compute(self.slots[slot], count):
                 sampled.append(slot)
+        constrained = {slot for slot in sampled if self.slots[slot].params.structured_outputs is not None}
+        assert set(self.allowed) == constrained, "a constrained row samples without a mask, or the other way round"
+        assert step.num_steps == 1 or not constrained
         columns = [self._sample(sampled, [True] * len(sampled))]
         for _ in range(step.num_steps - 1):
             assert sampled == step.slots
@@ -258,8 +271,12 @@ class MemoryExecutor(Executor):
             if goes_on:
                 if slot_id not in self.wasted:
                     self._check_cache(slot)
-                slot.token_ids.append(next_token(slot.seed, slot.token_ids))
-            tokens.append(slot.token_ids[-1] if goes_on else 0)
+                if slot_id in self.allowed:
+                    token = next_allowed_token(slot.seed, slot.token_ids, self.allowed[slot_id])
+                else:
+                    token = next_token(slot.seed, slot.token_ids)
+                slot.token_ids.append(max(token, 0))
+            tokens.append(token if goes_on else 0)
         return tokens
 
     def _check_cache(self, slot: Slot) -> None:
@@ -287,6 +304,17 @@ class MemoryExecutor(Executor):
                 count = logprobs.token_ids.shape[-1] - 1
                 best = most_likely(slot.seed, slot.token_ids[: slot.num_computed_tokens], count)
                 logprobs.token_ids[index, 0, 1:], logprobs.logprobs[index, 0, 1:] = best
+
+
+def _allowed_tokens(step: SchedulerOutput) -> dict[int, list[int]]:
+    """The masks of a step's constrained rows."""
+    if step.bitmask is None:
+        assert step.constrained_slots == []
+        return {}
+    assert step.bitmask.shape == (len(step.constrained_slots), -(-VOCAB_SIZE // 32))
+    bits = np.unpackbits(step.bitmask.view(np.uint8), axis=1, bitorder="little")
+    assert not bits[:, VOCAB_SIZE:].any()
+    return {slot: np.flatnonzero(row).tolist() for slot, row in zip(step.constrained_slots, bits, strict=True)}
 
 
 def _logprobs(sampled: np.ndarray, width: int) -> StepLogprobs:

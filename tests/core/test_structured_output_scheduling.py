@@ -1,0 +1,482 @@
+"""Constrained requests in the scheduler, whatever else goes on: each gets the text that it gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.core import structured_output
+from ascend_vllm.core.constraint import Constraint, make_constraint
+from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.grammar import CompiledGrammar, GrammarBackend
+from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
+from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
+from ascend_vllm.core.request import Request
+from ascend_vllm.core.structured_output import OutputConstraint, StructuredOutputManager
+from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.structured_outputs import StructuredOutputsParams
+from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+from tests.core.memory_executor import (
+    EOS,
+    VOCAB_SIZE,
+    Collected,
+    MemoryExecutor,
+    assert_all_free,
+    assert_tokens,
+    generate_alone,
+    make_config,
+    make_request,
+    next_allowed_token,
+    run,
+    step,
+)
+
+# ids 1 … 39; 37 and 38 are longer, 39 is special as EOS is
+_TEXTS = ["", *"abcdefghijklmnopqrstuvwxyz", *"0123456789", "ab", "no", ""]
+VOCABULARY = Vocabulary([text.encode() for text in _TEXTS], {EOS: "<eos>", 39: "<x>"}, [EOS])
+assert VOCABULARY.size == VOCAB_SIZE
+BACKENDS: dict[str, GrammarBackend] = {
+    "xgrammar": XGrammarBackend(VOCABULARY, 1),
+    "guidance": LLGuidanceBackend(VOCABULARY, 1),
+}
+CONSTRAINTS = [
+    {"regex": "(ab|c)+[0-9]{2,9}"},
+    {"regex": "[a-z]*"},
+    {"choice": ["yes", "no", "noab7", "z0z1z2z3z4z5"]},
+    {"grammar": 'root ::= "a" root "b" | "c" [0-9]+ "d"'},
+    {"json": {"type": "integer", "minimum": 3}},
+]
+
+# settings of the core, and of its cache: what goes on around the requests
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunked": {"chunked": True, "max_num_batched_tokens": 16},
+    "prefix caching": {"prefix_caching": True},
+    "several steps at once": {"num_scheduler_steps": 4},
+    "overlapped": {"async_scheduling": True},
+    "overlapped, several steps, chunked": {
+        "async_scheduling": True,
+        "num_scheduler_steps": 3,
+        "chunked": True,
+        "max_num_batched_tokens": 16,
+    },
+    "recomputed": {"num_blocks": 14, "preemption_mode": "recompute", "max_num_seqs": 8},
+    "swapped": {"num_blocks": 14, "num_cpu_blocks": 40, "preemption_mode": "swap", "max_num_seqs": 8},
+    "all of it": {
+        "num_blocks": 14,
+        "num_cpu_blocks": 40,
+        "max_num_seqs": 8,
+        "async_scheduling": True,
+        "num_scheduler_steps": 3,
+        "chunked": True,
+        "max_num_batched_tokens": 16,
+        "prefix_caching": True,
+    },
+}
+
+
+def make_manager(config: Any, **options: Any) -> StructuredOutputManager:
+    return StructuredOutputManager(StructuredOutputsConfig(), config.model, lambda: VOCABULARY, **options)
+
+
+def make_core(
+    num_blocks: int = 64, num_cpu_blocks: int = 0, manager: StructuredOutputManager | None = None, **settings: Any
+) -> tuple[EngineCore, MemoryExecutor]:
+    config = make_config(**settings)
+    executor = MemoryExecutor(config, num_blocks, num_cpu_blocks)
+    return EngineCore(config, executor, manager or make_manager(config)), executor
+
+
+def constrained(request_id: str, constraint: dict[str, Any], prompt: list[int] | int = 5, **params: Any) -> Any:
+    params = {"ignore_eos": False, "max_tokens": 20, **params}
+    return make_request(request_id, prompt, structured_outputs=StructuredOutputsParams(**constraint), **params)
+
+
+@dataclasses.dataclass
+class Alone:
+    """What a constrained request gets, worked out without an engine."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(_TEXTS[token_id] for token_id in self.token_ids)
+
+
+def constrain_alone(request: EngineCoreRequest, max_num_computed: int = 64) -> Alone:
+    """Follows the rules of OutputConstraint, written the plain way: on sets of ids."""
+    params = request.sampling_params
+    assert params.structured_outputs is not None
+    constraint = make_constraint(params.structured_outputs, StructuredOutputsConfig())
+    backend = BACKENDS[constraint.backend if constraint.backend in BACKENDS else "xgrammar"]
+    grammar = backend.compile(constraint).start()
+    ends = {*(params.stop_token_ids or []), *([] if params.ignore_eos else [EOS])}
+    tokens, output = list(request.prompt_token_ids), []
+    while True:
+        row = np.zeros(VOCABULARY.num_words, np.int32)
+        grammar.fill_bitmask(row)
+        text_ids = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+        if len(output) + 1 < params.min_tokens:
+            allowed = text_ids - ends or text_ids
+        else:
+            allowed = text_ids | (ends if grammar.is_accepting else set())
+        if not allowed and grammar.is_accepting:
+            allowed = ends or {EOS}
+        token = next_allowed_token(params.seed or 0, tokens, sorted(allowed))
+        if token < 0:
+            return Alone(output, FinishReason.ERROR)
+        tokens.append(token)
+        output.append(token)
+        if (token in ends and (len(output) >= params.min_tokens or token not in text_ids)) or token not in text_ids:
+            stop_reason = token if token in (params.stop_token_ids or []) else None
+            return Alone(output, FinishReason.STOP, stop_reason)
+        grammar.accept_tokens([token])
+        if len(output) == params.max_tokens or len(tokens) > max_num_computed:
+            return Alone(output, FinishReason.LENGTH)
+
+
+def assert_alone(results: dict[str, Collected], requests: list[EngineCoreRequest]) -> None:
+    for request in requests:
+        found, alone = results[request.request_id], constrain_alone(request)
+        assert (found.token_ids, found.finish_reason) == (alone.token_ids, alone.finish_reason), request.request_id
+        assert found.stop_reason == alone.stop_reason
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
+    core, executor = make_core(**MODES[mode])
+    guided, free = [], []
+    serial = itertools.count()
+    for backend in ("auto", "guidance"):
+        for index, constraint in enumerate(CONSTRAINTS):
+            number = next(serial)
+            # n = 3 of a prompt, with its blocks shared
+            prompt = [(number + place) % 30 + 1 for place in range(4 + 3 * index)]
+            first = f"g{number}.0"
+            guided += [
+                constrained(
+                    f"g{number}.{child}",
+                    {**constraint, "backend": backend},
+                    prompt,
+                    seed=10 * number + child,
+                    message={"parent_id": first} if child else None,
+                )
+                for child in range(3)
+            ]
+            free.append(make_request(f"f{number}", 6 + index, seed=number, max_tokens=14))
+    rng = random.Random(mode)
+    requests = [*guided, *free]
+    if "recomputed" not in mode and "swapped" not in mode:
+        rng.shuffle(requests)
+    # the last one runs alone for a while
+    free.append(make_request("last", 5, seed=99, max_tokens=40))
+    requests.append(free[-1])
+    results: dict[str, Collected] = {}
+    while requests or core.has_unfinished():
+        for request in requests[:5]:
+            core.add_request(request)
+        del requests[:5]
+        for _ in range(3):
+            step(core, results)
+            assert core.audit()["violations"] == []
+    assert_alone(results, guided)
+    assert_tokens(results, free)
+    assert_all_free(core)
+    stats = core.stats()
+    if "num_blocks" in MODES[mode]:
+        assert stats["num_preemptions"] > 0
+    if "several steps" in mode:
+        assert any(made.num_steps > 1 for made in executor.steps)
+        assert any(made.num_steps == 1 and made.constrained_slots for made in executor.steps)
+
+
+def test_texts_are_of_their_grammars() -> None:
+    """The plain way itself gives what the constraints say."""
+    yes_no = constrain_alone(constrained("a", CONSTRAINTS[2]))
+    assert yes_no.text in CONSTRAINTS[2]["choice"] and yes_no.token_ids[-1] == EOS
+    nested = constrain_alone(constrained("a", CONSTRAINTS[3], seed=5, max_tokens=60))
+    depth = nested.text.index("c")
+    assert nested.text == "a" * depth + "c" + nested.text[depth + 1 : -depth - 1] + "d" + "b" * depth
+
+
+def test_rows_beside_a_constrained_one_overlap() -> None:
+    """A row that waits for its outputs sits out every other step; the free one is in all of them."""
+    core, executor = make_core(async_scheduling=True)
+    # from now on the grammar is there
+    core.add_request(constrained("before", {"regex": "[a-z]{8}"}))
+    run(core)
+    num_before = len(executor.steps)
+    core.add_request(make_request("free", 5, max_tokens=30))
+    core.add_request(constrained("guided", {"regex": "[a-z]{8}"}))
+    run(core)
+    # while both run
+    steps = executor.steps[num_before:]
+    shared = [index for index, made in enumerate(steps) if made.constrained_slots]
+    assert len(shared) == 9 and shared[0] == 0
+    assert [len(made.slots) for made in steps[: shared[-1] + 1]] == [2, 1] * 8 + [2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "params", "text", "stop_reason"),
+    [
+        # the end is forced when the text is complete
+        ({"regex": "abc"}, {}, "abc", None),
+        ({"regex": "abc"}, {"ignore_eos": True}, "abc", None),
+        ({"regex": "abc"}, {"min_tokens": 15}, "abc", None),
+        ({"regex": "abc"}, {"min_tokens": 15, "ignore_eos": True}, "abc", None),
+        # a stop token may end it instead
+        ({"regex": "abc"}, {"stop_token_ids": [39], "ignore_eos": True}, "abc", 39),
+        # … and one that is text ends it wherever it comes, once it counts
+        ({"regex": "abcd"}, {"stop_token_ids": [3]}, "abc", 3),
+        ({"regex": "abcd"}, {"stop_token_ids": [3], "min_tokens": 4}, "abcd", None),
+        # min_tokens keeps a text from ending that can go on
+        ({"regex": "a{2,}"}, {"min_tokens": 20, "stop_token_ids": [39]}, "a" * 20, None),
+    ],
+    ids=str,
+)
+def test_ends(fields: dict[str, Any], params: dict[str, Any], text: str, stop_reason: int | None) -> None:
+    for backend in BACKENDS:
+        core, _ = make_core()
+        request = constrained("a", {**fields, "backend": backend}, **params)
+        core.add_request(request)
+        results = run(core)
+        found = results["a"]
+        assert "".join(_TEXTS[token_id] for token_id in found.token_ids) == text
+        assert found.stop_reason == stop_reason
+        is_full = len(text) == 20
+        assert found.finish_reason is (FinishReason.LENGTH if is_full else FinishReason.STOP)
+        assert_alone(results, [request])
+        assert_all_free(core)
+
+
+def test_a_model_without_an_end_of_text_ends_where_nothing_can_follow() -> None:
+    vocabulary = dataclasses.replace(VOCABULARY, eos_token_ids=[])
+    for backend in BACKENDS:
+        config = make_config()
+        manager = StructuredOutputManager(StructuredOutputsConfig(), config.model, lambda: vocabulary)
+        core, _ = make_core(manager=manager)
+        request = constrained("a", {"regex": "a?b[0-9]", "backend": backend})
+        request.eos_token_id = None
+        core.add_request(request)
+        found = run(core)["a"]
+        assert found.finish_reason is FinishReason.STOP
+        text = "".join(_TEXTS[token_id] for token_id in found.token_ids)
+        assert text.lstrip("a")[0] == "b" and text[-1].isdigit() and EOS not in found.token_ids
+
+
+def test_a_grammar_that_leaves_no_token_ends_its_request_alone() -> None:
+    for settings in ({}, {"async_scheduling": True}, {"num_scheduler_steps": 3, "async_scheduling": True}):
+        core, _ = make_core(**settings)
+        free = [make_request(f"f{index}", 5, seed=index) for index in range(2)]
+        core.add_request(free[0])
+        # a rule that never comes to text; and a letter that the vocabulary does not have
+        core.add_request(constrained("a", {"grammar": "root ::= root"}))
+        core.add_request(constrained("b", {"regex": "ab[A-Z]"}))
+        core.add_request(free[1])
+        results = run(core)
+        assert_tokens(results, free)
+        for name, length in (("a", 0), ("b", len(results["b"].token_ids))):
+            assert results[name].finish_reason is FinishReason.ERROR
+            assert len(results[name].token_ids) == length
+            assert (results[name].error or "").startswith("No token is left to sample")
+        assert_all_free(core)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "("}, "regex cannot be compiled to a grammar. xgrammar: Regex parsing error at position 2"),
+        ({"regex": "(", "backend": "guidance"}, "regex cannot be compiled to a grammar. guidance: unclosed group"),
+        ({"grammar": "start: missing"}, "grammar cannot be compiled to a grammar. guidance:"),
+        ({"json": "{"}, "json is not valid JSON: Expecting property name"),
+        (
+            {"json": {"type": "array", "uniqueItems": True}},
+            "xgrammar: the schema uses keywords that are not supported",
+        ),
+        ({"structural_tag": "[]"}, "structural_tag cannot be compiled"),
+    ],
+    ids=str,
+)
+def test_a_wrong_constraint_is_its_requests_answer(fields: dict[str, Any], message: str) -> None:
+    core, executor = make_core()
+    free = make_request("free", 5)
+    core.add_request(free)
+    for again in range(2):
+        core.add_request(constrained(f"bad{again}", fields))
+    results = run(core)
+    for again in range(2):
+        found = results[f"bad{again}"]
+        assert found.finish_reason is FinishReason.ERROR and found.error_class == "RequestError"
+        assert message in (found.error or "")
+    assert_tokens(results, [free])
+    assert_all_free(core)
+    assert all(made.bitmask is None for made in executor.steps)
+
+
+class _SlowBackend(GrammarBackend):
+    """xgrammar, once it is allowed to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.compiled: list[Constraint] = []
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        assert self.go.wait(20)
+        self.compiled.append(constraint)
+        return BACKENDS["xgrammar"].compile(constraint)
+
+    def fill_bitmasks(self, *arguments: Any) -> None:
+        BACKENDS["xgrammar"].fill_bitmasks(*arguments)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> _SlowBackend:
+    backend = _SlowBackend()
+    monkeypatch.setitem(structured_output.BACKENDS, "xgrammar", lambda _vocabulary, _threads: backend)
+    return backend
+
+
+def test_nobody_waits_for_the_grammar_of_another(slow: _SlowBackend) -> None:
+    core, _ = make_core()
+    guided = [constrained(f"g{index}", {"regex": "[a-c]{4}"}, seed=index) for index in range(3)]
+    free = make_request("free", 5)
+    for request in guided:
+        core.add_request(request)
+    core.add_request(free)
+    results: dict[str, Collected] = {}
+    while "free" not in results or results["free"].finish_reason is None:
+        step(core, results)
+        assert core.audit()["violations"] == []
+    assert core.stats()["num_waiting"] == 3 and results.keys() == {"free"}
+    assert_tokens(results, [free])
+    # nothing to do but to wait: that must not keep a processor busy
+    steps, started = 0, time.process_time()
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:
+        step(core, results)
+        steps += 1
+    assert steps < 100 and time.process_time() - started < 0.15
+    core.abort_requests(["g1"])
+    assert core.stats()["num_waiting"] == 2
+    slow.go.set()
+    results |= run(core)
+    assert_alone(results, [guided[0], guided[2]])
+    assert "g1" not in results and len(slow.compiled) == 1
+    assert_all_free(core)
+
+
+def test_a_compile_has_its_time(slow: _SlowBackend) -> None:
+    config = make_config()
+    core, _ = make_core(manager=make_manager(config, compile_timeout_s=0.05))
+    core.add_request(constrained("a", {"regex": "a"}))
+    found = run(core)["a"]
+    assert found.finish_reason is FinishReason.ERROR and found.error == "regex was not compiled within 0.05 s."
+    # whoever asks again need not wait
+    core.add_request(constrained("b", {"regex": "a"}))
+    results: dict[str, Collected] = {}
+    step(core, results)
+    assert results["b"].error == found.error
+    slow.go.set()
+    deadline = time.monotonic() + 20
+    while not slow.compiled and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert_all_free(core)
+
+
+def test_waiting_for_a_grammar_counts_as_waiting(slow: _SlowBackend) -> None:
+    core, _ = make_core(queue_timeout_s=0.05)
+    core.add_request(constrained("a", {"regex": "b"}))
+    found = run(core)["a"]
+    assert found.error_class == "EngineBusyError" and "--queue-timeout-s" in (found.error or "")
+    core.add_request(constrained("b", {"regex": "c"}))
+    core.fail_requests("the end")
+    assert_all_free(core)
+    slow.go.set()
+
+
+def test_grammars_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch, slow: _SlowBackend) -> None:
+    monkeypatch.setattr(structured_output, "_MAX_CACHED", 2)
+    slow.go.set()
+    core, _ = make_core()
+    for index, letter in enumerate("abacab"):
+        core.add_request(constrained(f"r{index}", {"regex": letter}))
+        assert run(core)[f"r{index}"].finish_reason is FinishReason.STOP
+    assert [constraint.text for constraint in slow.compiled] == list("abcb")
+
+
+def test_too_many_grammars_at_a_time(monkeypatch: pytest.MonkeyPatch, slow: _SlowBackend) -> None:
+    monkeypatch.setattr(structured_output, "_MAX_COMPILING", 2)
+    core, _ = make_core()
+    requests = [constrained(f"r{letter}", {"regex": letter}) for letter in "abc"]
+    for request in requests:
+        core.add_request(request)
+    results: dict[str, Collected] = {}
+    step(core, results)
+    assert results["rc"].error_class == "EngineBusyError"
+    slow.go.set()
+    assert_alone(run(core), requests[:2])
+
+
+def test_without_a_tokenizer_there_are_no_constraints() -> None:
+    config = make_config()
+    model = structured_output.ModelConfig(
+        "hash", ("hash",), "hash", "Hash", {}, {}, "float32", 64, skip_tokenizer_init=True
+    )
+    core, _ = make_core(manager=StructuredOutputManager(StructuredOutputsConfig(), model))
+    core.add_request(constrained("a", {"regex": "b"}))
+    assert "--skip-tokenizer-init" in (run(core)["a"].error or "")
+
+    def no_vocabulary() -> Vocabulary:
+        raise ModelLoadError("cannot load the tokenizer in nowhere")
+
+    manager = StructuredOutputManager(StructuredOutputsConfig(), config.model, no_vocabulary)
+    core, _ = make_core(manager=manager)
+    core.add_request(constrained("a", {"regex": "b"}))
+    assert (run(core)["a"].error or "").startswith("structured outputs are not available: cannot load the tokenizer")
+
+
+def test_names_of_libraries_that_are_not_there(package_log: pytest.LogCaptureFixture) -> None:
+    package_log.set_level(logging.INFO)
+    core, _ = make_core()
+    requests = [
+        constrained(f"r{index}", {"regex": "a|b", "backend": backend}, seed=index)
+        for index, backend in enumerate(("outlines", "lm-format-enforcer", "auto"))
+    ]
+    for request in requests:
+        core.add_request(request)
+    assert_alone(run(core), requests)
+    assert len([line for line in package_log.messages if "backend outlines is not there" in line]) == 1
+    assert not [line for line in package_log.messages if "lm-format-enforcer is not there" in line]
+
+
+def test_the_mask_of_an_end() -> None:
+    """Bits by hand: the end is one of what may follow, or all that may."""
+    request = Request(constrained("a", {"regex": "a{1,2}"}, min_tokens=2), 64, 0)
+    backend = BACKENDS["xgrammar"]
+    constraint = make_constraint(StructuredOutputsParams(regex="a{1,2}"), StructuredOutputsConfig())
+    output = OutputConstraint(backend.compile(constraint).start(), backend, request, VOCABULARY)
+
+    def mask(num_output: int) -> set[int]:
+        row = np.zeros(VOCABULARY.num_words, np.int32)
+        output.grammar.fill_bitmask(row)
+        output.finish_bitmask(row, request.num_prompt_tokens + num_output)
+        return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+    assert mask(0) == {1}
+    assert output.accept(1)
+    assert mask(1) == {1, EOS}
+    assert output.accept(1) and not output.accept(EOS)
+    assert mask(2) == {EOS}
+    assert generate_alone(make_request("b", 3), 1, 64)[0]
