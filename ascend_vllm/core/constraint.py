@@ -21,8 +21,12 @@ MAX_REGEX_BYTES = 32 * 1024
 MAX_REGEX_SIZE = 50_000
 MAX_CHOICES = 8192
 MAX_DEPTH = 64
+# rules of a grammar
+MAX_RULES = 1000
 
 _FIELD = "structured_outputs"
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_LARK_RULE = re.compile(r"^[ \t]*[?!]?\w+[^:\n\"/]*:", re.MULTILINE)
 
 
 class ConstraintKind(enum.Enum):
@@ -107,12 +111,21 @@ def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str
     if params.choice is not None:
         return ConstraintKind.CHOICE, _choice_text(params.choice)
     if params.grammar is not None:
-        is_gbnf = re.search(r"^\s*[\w-]+\s*::=", params.grammar, re.MULTILINE) is not None
-        return (ConstraintKind.GBNF if is_gbnf else ConstraintKind.LARK), params.grammar
+        return _grammar_kind(params.grammar), params.grammar
     if params.structural_tag is not None:
         _check_depth("structural_tag", _load("structural_tag", params.structural_tag))
         return ConstraintKind.STRUCTURAL_TAG, params.structural_tag
     raise RequestError("structured_outputs holds no constraint.", _FIELD)
+
+
+def _grammar_kind(grammar: str) -> ConstraintKind:
+    """The notation of a grammar that is not too large, by how its rules begin."""
+    num_rules = len(_GBNF_RULE.findall(grammar))
+    kind = ConstraintKind.GBNF if num_rules else ConstraintKind.LARK
+    num_rules = num_rules or len(_LARK_RULE.findall(grammar))
+    if num_rules > MAX_RULES:
+        raise RequestError(f"grammar has {num_rules} rules, the limit is {MAX_RULES}.", _FIELD)
+    return kind
 
 
 def _schema_text(schema: str | dict[str, Any] | bool | None) -> str:

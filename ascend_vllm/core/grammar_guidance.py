@@ -44,6 +44,9 @@ class LLGuidance(Grammar):
         words = _words_of(self._num_tokens + 1)
         mask = np.zeros((1, words), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self.matcher, mask)
+        if self.matcher.is_error():
+            # it has met one of its limits, for good
+            mask[:] = 0
         _forget_end(mask, self._num_tokens)
         row[:] = mask[0, : len(row)]
 
@@ -138,6 +141,11 @@ class LLGuidanceBackend(GrammarBackend):
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(_in_a_line(matcher.get_error()))
+        # what is too large for the library often shows no earlier than here
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise GrammarError(_in_a_line(trial.get_error()))
         return _Compiled(matcher, self._num_tokens)
 
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
@@ -145,6 +153,7 @@ class LLGuidanceBackend(GrammarBackend):
         matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, LLGuidance)]
         places = list(zip(matchers, range(len(matchers)), strict=True))
         llguidance.numpy.fill_next_token_bitmask_par(self._executor, places, masks)
+        masks[[matcher.is_error() for matcher in matchers]] = 0
         _forget_end(masks, self._num_tokens)
         bitmask[list(rows)] = masks[:, : bitmask.shape[1]]
 

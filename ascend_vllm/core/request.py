@@ -331,7 +331,8 @@ class Request:
         if end is RequestStatus.FINISHED_STOPPED or self._constraint is None:
             return end
         if not self._constraint.accept(token_id):
-            return self._stop(token_id)
+            may_end = self._constraint.may_end_with(token_id)
+            return self._stop(token_id) if may_end else RequestStatus.FINISHED_ERROR
         return RequestStatus.FINISHED_STOPPED if self._constraint.must_end else end
 
     def _stop(self, token_id: int) -> RequestStatus:

@@ -51,7 +51,7 @@ from ascend_vllm.types.messages import (
     PooledData,
     SchedulerStats,
 )
-from ascend_vllm.types.step import PooledOutput, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import NO_TOKEN, PooledOutput, SchedulerOutput, StepOutput
 
 logger = init_logger(__name__)
 
@@ -59,6 +59,7 @@ _NO_TOKEN_LEFT = (
     "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
     "all of them."
 )
+_GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for its library."
 # how often waiting requests are looked through for those that have waited too long
 _EXPIRY_INTERVAL_S = 0.05
 
@@ -484,7 +485,7 @@ class Scheduler:
                 result.finish_reason = request.finish_reason
                 result.stop_reason = request.stop_reason
                 if request.status is RequestStatus.FINISHED_ERROR:
-                    result.error = _NO_TOKEN_LEFT
+                    result.error = _NO_TOKEN_LEFT if NO_TOKEN in token_ids else _GRAMMAR_FAILED
                 self._forget(request)
                 any_finished = True
             outputs.append(result)

@@ -108,8 +108,12 @@ class OutputConstraint:
             _set_bits(bits, self._forced_ids, True)
 
     def accept(self, token_id: int) -> bool:
-        """Moves on by a sampled token; False: it is no text, and ends it."""
+        """Moves on by a sampled token; False: it is not what the text goes on with."""
         return bool(self._tokens[token_id]) and self.grammar.accept_tokens([token_id])
+
+    def may_end_with(self, token_id: int) -> bool:
+        """Whether a token may end the text here."""
+        return token_id in self._forced_ids and self.grammar.is_accepting
 
     @property
     def must_end(self) -> bool:

@@ -267,6 +267,8 @@ def test_what_cannot_be_compiled_says_why(backend: GrammarBackend, fields: dict[
         ({"regex": "\ud800"}, "regex is not valid Unicode text"),
         ({"choice": ["x"] * (MAX_CHOICES + 1)}, "choice has 8193 strings, the limit is 8192"),
         ({"grammar": "root ::= " + '"a" ' * MAX_BYTES}, "grammar is too large"),
+        ({"grammar": 'root ::= "a"\n' * 1001}, "grammar has 1001 rules, the limit is 1000"),
+        ({"grammar": 'start: "a:"\n?b.2: "c"\n' * 501}, "grammar has 1002 rules, the limit is 1000"),
         ({"structural_tag": "{"}, "structural_tag is not valid JSON"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern goes with a JSON schema, not with regex"),
         (
