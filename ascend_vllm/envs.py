@@ -135,3 +135,9 @@ def otlp_traces_protocol() -> str:
     if value not in ("grpc", "http/protobuf"):
         raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL must be grpc or http/protobuf, got {value!r}.")
     return value
+
+
+def torch_profiler_dir() -> str | None:
+    """`VLLM_TORCH_PROFILER_DIR`: directory for traces of the workers; adds routes that begin and end them."""
+    value = os.environ.get("VLLM_TORCH_PROFILER_DIR")
+    return str(pathlib.Path(value).expanduser()) if value else None

@@ -8,7 +8,9 @@ The tree::
     ├── ModelLoadError                      a model directory cannot be served; names the file and the tensor
     ├── RequestError (also ValueError)      a request is wrong; HTTP 400
     │   ├── ModelNotFoundError              HTTP 404
+    │   ├── DuplicateRequestError (also KeyError)   its id is that of a request that runs
     │   └── EngineBusyError                 the queue is full, or too slow; HTTP 503
+    ├── WorkerCallError                     a method of the workers that a client called has failed; HTTP 500
     └── EngineDeadError                     the engine core or a worker is gone; HTTP 500, /health answers 503
 """
 
@@ -68,6 +70,20 @@ class EngineBusyError(RequestError):
 
     status_code = 503
     error_type = "ServiceUnavailableError"
+
+
+class DuplicateRequestError(RequestError, KeyError):
+    """A request of the same id runs; vLLM 0.6.3 raises a KeyError here."""
+
+    # a KeyError's would quote the sentence
+    __str__ = Exception.__str__
+
+
+class WorkerCallError(AscendVllmError):
+    """A method of the workers, called by its name, has failed."""
+
+    status_code = 500
+    error_type = "InternalServerError"
 
 
 class EngineDeadError(AscendVllmError):

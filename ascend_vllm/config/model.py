@@ -80,6 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         logprobs_mode: "raw_logprobs", "processed_logprobs", or logits in their place: "raw_logits",
             "processed_logits".
         enforce_eager: no captured graphs.
+        enable_sleep_mode: the engine may give its memory back for a while.
         pooler: set: the model pools prompts, it does not generate.
     """
 
@@ -100,6 +101,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     logprobs_mode: str = "raw_logprobs"
     enforce_eager: bool = False
     pooler: PoolerConfig | None = None
+    enable_sleep_mode: bool = False
 
     @property
     def vocab_size(self) -> int:

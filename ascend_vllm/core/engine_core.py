@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.pausing import Pausing
 from ascend_vllm.core.request_queue import QUEUES
 from ascend_vllm.core.scheduler import Scheduler
 from ascend_vllm.core.structured_output import StructuredOutputManager
@@ -70,11 +71,22 @@ class EngineCore:
         self._in_flight: collections.deque[Future[StepOutput]] = collections.deque()
         # with two, one is made, and the outputs of the one before are told, while one is computed
         self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        # what steps gave that were waited for outside of `step`
+        self._untold: collections.deque[EngineCoreOutputs] = collections.deque()
+        self._pausing = Pausing(self._scheduler, executor, enable_sleep_mode=config.model.enable_sleep_mode)
         self._utilities: dict[str, Callable[..., Any]] = {
             "audit": self.audit,
             "stats": self.stats,
             "check_health": executor.check_health,
             "reset_prefix_cache": self.reset_prefix_cache,
+            "pause": self._pausing.pause,
+            "resume": self._pausing.resume,
+            "check_sleep": self._pausing.check_sleep,
+            "sleep": self.sleep,
+            "wake_up": self._pausing.wake_up,
+            "state": self.state,
+            "profile": self.profile,
+            "collective_rpc": self.collective_rpc,
         }
         logger.info(
             "KV cache: %d blocks of %d tokens. Maximum concurrency for %d tokens per request: %.2fx",
@@ -90,16 +102,24 @@ class EngineCore:
         Raises:
             RequestError: a request of that id lives.
         """
-        self._scheduler.add_request(request)
+        if self._pausing.is_paused:
+            self._pausing.hold(request)
+        else:
+            self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output, before the next step; unknown ids are ignored."""
+        request_ids = list(request_ids)
+        self._pausing.forget(request_ids)
         self._scheduler.abort_requests(request_ids)
         self._check_if_idle()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return self._scheduler.has_unfinished or bool(self._in_flight)
+        if self._in_flight or self._untold:
+            return True
+        scheduler = self._scheduler
+        return scheduler.has_unfinished if self._pausing.makes_steps else scheduler.has_early_outputs
 
     def step(self) -> EngineCoreOutputs:
         """Has steps made until the workers are busy, waits for the oldest and takes in what it gave.
@@ -107,7 +127,9 @@ class EngineCore:
         Raises:
             Exception: whatever the workers raised; no step can follow, only `fail_requests` and `shutdown`.
         """
-        while len(self._in_flight) < self._max_in_flight:
+        if self._untold:
+            return self._untold.popleft()
+        while len(self._in_flight) < self._max_in_flight and self._pausing.makes_steps:
             scheduled = self._scheduler.schedule()
             if scheduled is None:
                 break
@@ -121,6 +143,7 @@ class EngineCore:
 
     def fail_requests(self, error: str) -> EngineCoreOutputs:
         """Ends all requests with an ERROR output that carries a sentence for the client."""
+        self._pausing.release()
         return self._scheduler.fail_requests(error)
 
     def audit(self) -> dict[str, Any]:
@@ -136,8 +159,40 @@ class EngineCore:
         self._scheduler.kv_cache.reset_prefix_cache()
         return True
 
+    def sleep(self, level: int = 1) -> None:
+        """Pauses and gives memory back, see `Pausing.sleep`; requests that run are computed again afterwards."""
+        self._pausing.check_sleep(level)
+        while self._in_flight:
+            # left where it is if it fails: then the next step does, too
+            output = self._in_flight[0].result()
+            self._in_flight.popleft()
+            self._untold.append(self._scheduler.update(output))
+        self._pausing.sleep(level)
+
+    def state(self) -> dict[str, bool]:
+        """Whether it pauses, and whether it sleeps."""
+        return {"is_paused": self._pausing.is_paused, "is_sleeping": self._pausing.is_sleeping}
+
+    def profile(self, is_start: bool) -> None:
+        """Begins or ends traces of the workers.
+
+        Raises:
+            RequestError: VLLM_TORCH_PROFILER_DIR is not set.
+        """
+        self._executor.collective_rpc("profile", (is_start,))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker, see `Executor.collective_rpc`."""
+        return self._executor.collective_rpc(method, args, kwargs, timeout)
+
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Calls one of the utilities: audit, stats, check_health, reset_prefix_cache.
+        """Calls one of the utilities by its name.
 
         Raises:
             RequestError: there is none of that name.
@@ -152,7 +207,7 @@ class EngineCore:
 
     def _check_if_idle(self) -> None:
         """With no request alive every block and slot must be free; the moment to notice if not."""
-        if not self.has_unfinished() and not self._scheduler.is_clean():
+        if not (self._scheduler.has_unfinished or self._in_flight) and not self._scheduler.is_clean():
             logger.error("Blocks or slots are lost: %s", self._scheduler.audit())
 
 

@@ -66,24 +66,46 @@ class Preemption:
         group = rows[0].beam_group
         request = rows[0] if group is None else group.root
         swaps = self._prefers_swapping(request) and self._kv_cache.can_swap_out(rows)
+        self._take_off(rows, swaps=swaps)
+        self._count(request, swaps)
+
+    def give_up_all(self) -> None:
+        """Makes all requests that have blocks, also in CPU memory, wait to be computed again."""
+        while self._rows.running:
+            self._take_off(rows_of(self._rows.running[-1]), swaps=False)
+        for request in [request for request in self._waiting if request.status is RequestStatus.SWAPPED]:
+            rows = rows_of(request)
+            for row in rows:
+                row.transition(RequestStatus.PREEMPTED)
+            self._drop_blocks(rows)
+            self.num_swapped -= 1
+
+    def _take_off(self, rows: list[Request], *, swaps: bool) -> None:
+        """Takes all rows of a request out of their slots, their blocks to CPU memory or back."""
+        group = rows[0].beam_group
+        request = rows[0] if group is None else group.root
         for row in rows:
             self._rows.leave(row)
             row.transition(RequestStatus.SWAPPED if swaps else RequestStatus.PREEMPTED)
+        if group is not None:
+            request.transition(rows[0].status)
+            self._rows.reserve(group, 0)
         if swaps:
             self._kv_cache.swap_out(rows)
             self.num_swapped += 1
         else:
-            for row in rows:
-                self._kv_cache.free(row)
-                row.num_computed_tokens = 0
-        if group is not None:
-            request.transition(rows[0].status)
-            self._rows.reserve(group, 0)
-            if not swaps:
-                group.drop_rows()
+            self._drop_blocks(rows)
         request.num_preemptions += 1
         self._waiting.put_back(request)
-        self._count(request, swaps)
+
+    def _drop_blocks(self, rows: list[Request]) -> None:
+        """Takes the blocks of all rows of a request back."""
+        for row in rows:
+            self._kv_cache.free(row)
+            row.num_computed_tokens = 0
+        group = rows[0].beam_group
+        if group is not None:
+            group.drop_rows()
 
     def swap_in(self, builder: StepBuilder, request: Request) -> bool:
         """Brings the first of the waiting requests, a swapped one, back; its rows then run with the others.

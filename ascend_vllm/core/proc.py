@@ -66,6 +66,8 @@ class CoreLoop:
         self._outbound = outbound
         self._decoder = msgspec.msgpack.Decoder(CoreInbound)
         self._encoder = msgspec.msgpack.Encoder()
+        # results of workers' methods may be anything
+        self._result_encoder = msgspec.msgpack.Encoder(enc_hook=str)
         self._stopping = False
 
     def run(self) -> int:
@@ -132,7 +134,10 @@ class CoreLoop:
 
     def _call_utility(self, call: UtilityCall) -> None:
         try:
-            frame = self._encoder.encode(UtilityResult(call.call_id, self._core.call_utility(call.method, call.args)))
+            result = UtilityResult(call.call_id, self._core.call_utility(call.method, call.args))
+            frame = self._result_encoder.encode(result)
+        except RequestError as error:
+            frame = self._encoder.encode(UtilityResult(call.call_id, error=str(error), is_request_error=True))
         except Exception as error:
             if not isinstance(error, AscendVllmError):
                 logger.exception("Utility %s failed", call.method)

@@ -115,6 +115,11 @@ class Scheduler:
         """Whether a request lives, or the end of one is still to be told."""
         return bool(self.requests or self._early_outputs)
 
+    @property
+    def has_early_outputs(self) -> bool:
+        """Whether `update` has something to tell though no step was made."""
+        return bool(self._early_outputs)
+
     def add_request(self, message: EngineCoreRequest) -> None:
         """Lets a request wait. One that can never be served ends here; the next step's outputs say so.
 
@@ -166,6 +171,16 @@ class Scheduler:
         for request in list(self.requests.values()):
             self._end_early(request, RequestStatus.FINISHED_ERROR, error)
         return self.update(None)
+
+    def give_up_kv_cache(self) -> None:
+        """Takes all blocks back and forgets their contents; what runs will be computed again.
+
+        No step may be under way.
+        """
+        self._preemption.give_up_all()
+        # copies of blocks that nobody has any more
+        self.kv_cache.take_moves()
+        self.kv_cache.reset_prefix_cache()
 
     def _refuse_unservable(self, request: Request) -> None:
         """Ends a new request that could wait forever."""

@@ -179,6 +179,7 @@ class EngineArgs(
             logprobs_mode=self.logprobs_mode,
             enforce_eager=self.enforce_eager,
             pooler=arg_pooling.resolve_pooler(self, hf_config, directory),
+            enable_sleep_mode=self.enable_sleep_mode,
         )
 
     def _load_config(self) -> LoadConfig:

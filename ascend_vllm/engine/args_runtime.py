@@ -80,7 +80,7 @@ class CacheArgs:
         False,
         "Lets the server give its memory back while it is not needed.",
         kind="flag",
-        unsupported="sleep mode is not available in this version",
+        example="--enable-sleep-mode",
     )
 
 

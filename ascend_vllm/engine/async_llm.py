@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -21,7 +21,7 @@ from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.engine.pooling_state import pooling_output
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
-from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
+from ascend_vllm.errors import DuplicateRequestError, EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
@@ -39,6 +39,8 @@ _BUSY = (
 _BACKLOG = (
     "The engine has reached its prefill token backlog limit. Please try again later or on a different instance."
 )
+# of `AsyncLLM.pause_generation`
+PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class AsyncLLM:
@@ -83,6 +85,8 @@ class AsyncLLM:
         self._num_waiting = 0
         self._is_ready = False
         self._log_task: asyncio.Task[None] | None = None
+        # set when requests have ended, for those that wait for it
+        self._end_waiters: list[asyncio.Event] = []
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -225,9 +229,135 @@ class AsyncLLM:
             if not finished:
                 self._abort(request_id, queue)
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request early; its generator ends with finish_reason "abort". Unknown ids are ignored."""
-        self._abort(request_id)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests early; their generators end with finish_reason "abort". Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            self._abort(one)
+
+    def running_request_ids(self) -> list[str]:
+        """Ids of the requests that run or wait."""
+        return self._output.request_ids()
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Lets nothing be generated until `resume_generation`; requests that come now wait until then.
+
+        Args:
+            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets them run to their ends
+                and returns then, "keep" lets them stay as they are and go on later.
+            clear_cache: forget cached prefixes.
+
+        Raises:
+            RequestError: there is no such mode.
+            EngineDeadError: the engine is gone.
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode must be one of {PAUSE_MODES}, got {mode!r}", "mode")
+        await self.ready()
+        # the queue, too: another request may come to have the id
+        present = {id_: self._output.queue_of(id_) for id_ in self._output.request_ids()}
+        if mode == "wait":
+            # the core holds back what comes from now on
+            await self._client.call_utility("pause", "wait", False)
+            await self._wait_for_ends(present)
+        await self._client.call_utility("pause", "keep", clear_cache)
+        self._client.expect_steps(False)
+        if mode == "abort":
+            for request_id, queue in present.items():
+                self._abort(request_id, queue)
+
+    async def resume_generation(self) -> None:
+        """Ends `pause_generation`.
+
+        Raises:
+            RequestError: the engine sleeps.
+            EngineDeadError: it is gone.
+        """
+        await self._client.call_utility("resume")
+        self._client.expect_steps(True)
+
+    async def is_paused(self) -> bool:
+        """Whether requests have to wait for `resume_generation` or `wake_up`.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        return bool((await self._client.call_utility("state"))["is_paused"])
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pauses and gives memory back until `wake_up`; needs --enable-sleep-mode.
+
+        Args:
+            level: 0: none; 1: that of the KV cache; 2: that of the weights, too, which are read again later.
+            mode: as of `pause_generation`; requests that are kept are computed again afterwards.
+
+        Raises:
+            RequestError: there is no such level or mode, or the engine may not sleep.
+            EngineDeadError: it is gone.
+        """
+        await self.ready()
+        await self._client.call_utility("check_sleep", level)
+        await self.pause_generation(mode=mode, clear_cache=level > 0)
+        await self._client.call_utility("sleep", level)
+        self._metrics.set_sleep_level(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes memory again; once all of it is there, requests go on.
+
+        Args:
+            tags: "weights", "kv_cache"; None: both.
+
+        Raises:
+            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
+            AscendVllmError: the memory or the weights are not there.
+            EngineDeadError: the engine is gone.
+        """
+        await self._client.call_utility("wake_up", tags)
+        if not await self.is_sleeping():
+            self._metrics.set_sleep_level(0)
+            self._client.expect_steps(True)
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory of the engine is given back.
+
+        Raises:
+            EngineDeadError: it is gone.
+        """
+        return bool((await self._client.call_utility("state"))["is_sleeping"])
+
+    async def start_profile(self) -> None:
+        """Begins a trace of the workers in VLLM_TORCH_PROFILER_DIR.
+
+        Raises:
+            RequestError: it is not set.
+            EngineDeadError: the engine is gone.
+        """
+        await self._client.call_utility("profile", True)
+
+    async def stop_profile(self) -> None:
+        """Ends the trace and writes its file.
+
+        Raises:
+            RequestError: VLLM_TORCH_PROFILER_DIR is not set.
+            EngineDeadError: the engine is gone.
+        """
+        await self._client.call_utility("profile", False)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker and returns what each returned, as text what no message can hold.
+
+        Raises:
+            RequestError: workers have no such method.
+            AscendVllmError: it failed, or took longer than `timeout` seconds.
+            EngineDeadError: the engine is gone.
+        """
+        result = await self._client.call_utility("collective_rpc", method, timeout, list(args), dict(kwargs or {}))
+        return list(result)
 
     async def check_health(self) -> None:
         """Returns if the engine serves.
@@ -280,7 +410,7 @@ class AsyncLLM:
         if not self._is_ready:
             await self.ready()
         if request_id in self._output or request_id in self._admitted:
-            raise RequestError(f"Request {request_id} already exists.", "request_id")
+            raise DuplicateRequestError(f"Request {request_id} already exists.", "request_id")
         self._check_queue()
         self._admitted[request_id] = num_sequences
         try:
@@ -340,6 +470,8 @@ class AsyncLLM:
 
     def _note_idle(self) -> None:
         """With nothing left to run the core takes no more steps, and so tells nothing: its last state is stale."""
+        if self._end_waiters:
+            self._tell_of_ends()
         if self._output.num_sequences == 0:
             self._num_waiting = 0
             self._metrics.set_idle()
@@ -347,6 +479,22 @@ class AsyncLLM:
 
     def _on_death(self, error: EngineDeadError) -> None:
         self._output.fail_all(error)
+        self._tell_of_ends()
+
+    async def _wait_for_ends(self, requests: Mapping[str, OutputQueue | None]) -> None:
+        """Returns when none of some requests, given with their queues, is there any more."""
+        ended = asyncio.Event()
+        self._end_waiters.append(ended)
+        try:
+            while any(self._output.queue_of(id_) is queue for id_, queue in requests.items()):
+                await ended.wait()
+                ended.clear()
+        finally:
+            self._end_waiters.remove(ended)
+
+    def _tell_of_ends(self) -> None:
+        for waiter in self._end_waiters:
+            waiter.set()
 
     async def _log_stats(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):

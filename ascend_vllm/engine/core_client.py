@@ -16,7 +16,7 @@ from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.engine.iteration_watch import IterationWatch
-from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
+from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import FACTS
 from ascend_vllm.types.messages import (
@@ -91,6 +91,8 @@ class AsyncCoreClient:
         self._watch: IterationWatch | None = None
         # until the owner says that none is waited for any more
         self._has_requests = False
+        # unless the core pauses
+        self._expects_steps = True
         self._num_received = 0
         self._num_noticed = 0
         self._error: AscendVllmError | None = None
@@ -135,7 +137,7 @@ class AsyncCoreClient:
         """
         self._send(request)
         self._has_requests = True
-        if self._watch is not None:
+        if self._watch is not None and self._expects_steps:
             self._watch.start()
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -149,10 +151,18 @@ class AsyncCoreClient:
         self._has_requests = False
         self._stop_watch_if_idle()
 
+    def expect_steps(self, expected: bool) -> None:
+        """Says whether the core computes the requests that it has; one that pauses may be silent."""
+        self._expects_steps = expected
+        if self._watch is not None and expected and self._has_requests:
+            self._watch.start()
+        self._stop_watch_if_idle()
+
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Calls a method of the core.
 
         Raises:
+            RequestError: the core refuses the call, or has no such method.
             AscendVllmError: the method failed, with the core's words.
             EngineDeadError: the core is gone.
         """
@@ -228,12 +238,14 @@ class AsyncCoreClient:
         if future is None or future.done():
             return
         if result.error is not None:
-            future.set_exception(AscendVllmError(result.error))
+            kind = RequestError if result.is_request_error else AscendVllmError
+            future.set_exception(kind(result.error))
         else:
             future.set_result(result.result)
 
     def _stop_watch_if_idle(self) -> None:
-        if self._watch is not None and not self._has_requests and not self._calls:
+        awaits_steps = self._has_requests and self._expects_steps
+        if self._watch is not None and not awaits_steps and not self._calls:
             self._watch.stop()
 
     def _has_news(self) -> bool:

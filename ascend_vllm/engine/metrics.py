@@ -77,6 +77,10 @@ class Histogram:
         return buckets, self._sum
 
 
+# by level
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+
+
 class EngineMetrics(Collector):
     """Everything that is counted about one engine.
 
@@ -100,6 +104,7 @@ class EngineMetrics(Collector):
         self._num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
         self._successes = dict.fromkeys(_FINISH_REASONS, 0)
         self._throughput = (0.0, 0.0)
+        self._sleep_level = 0
         self._make_histograms(config.scheduler.max_model_len)
         self._log = _LogLine(config.cache.enable_prefix_caching)
         if config.observability.log_stats:
@@ -108,6 +113,10 @@ class EngineMetrics(Collector):
     def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """Says how many KV blocks the engine has, on the device and for swapping; known once it has started."""
         self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
+
+    def set_sleep_level(self, level: int) -> None:
+        """Says how deep the engine sleeps; 0: not at all."""
+        self._sleep_level = level
 
     def count_rejection(self, reason: str = QUEUE_FULL) -> None:
         """Counts a request that was refused: QUEUE_FULL or BACKLOG_FULL says why."""
@@ -217,6 +226,13 @@ class EngineMetrics(Collector):
             ),
         ):
             yield self._family(GaugeMetricFamily, name, documentation, [((), value)])
+        yield self._family(
+            GaugeMetricFamily,
+            "engine_sleep_state",
+            "Which of the states the engine is in: awake, asleep at level 1 (weights_offloaded) or 2 (discard_all).",
+            [((state,), level == self._sleep_level) for level, state in enumerate(_SLEEP_STATES)],
+            ["sleep_state"],
+        )
         yield self._cache_config_info()
         yield self._family(
             GaugeMetricFamily,

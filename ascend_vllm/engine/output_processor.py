@@ -21,7 +21,13 @@ from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
 from ascend_vllm.engine.sequence_state import SequenceState, shape_prompt_logprobs
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tracing import RequestTracer
-from ascend_vllm.errors import EngineBusyError, EngineDeadError, ModelNotFoundError, RequestError
+from ascend_vllm.errors import (
+    DuplicateRequestError,
+    EngineBusyError,
+    EngineDeadError,
+    ModelNotFoundError,
+    RequestError,
+)
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
@@ -314,7 +320,7 @@ class OutputProcessor:
             RequestError: a request with this id is running.
         """
         if request.request_id in self._requests:
-            raise RequestError(f"Request {request.request_id} already exists.", "request_id")
+            raise DuplicateRequestError(f"Request {request.request_id} already exists.", "request_id")
         state = _RequestState(request, self._tokenizer, queue, self._stream_interval)
         self._requests[request.request_id] = state
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import importlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import cast
+from typing import Any, cast
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.errors import ConfigError
@@ -40,6 +41,31 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         """Starts a step; steps are computed in the order of the calls. A failure is the future's exception."""
+
+    @abc.abstractmethod
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker behind the steps that were started, and waits for all.
+
+        Args:
+            method: its name, or a function that is called with each worker in front of the arguments.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            timeout: seconds to wait; None: without end.
+
+        Returns:
+            What each worker returned, in the order of their ranks.
+
+        Raises:
+            RequestError: workers have no such method.
+            TimeoutError: it takes longer than `timeout`.
+            Exception: whatever a worker raised.
+        """
 
     @abc.abstractmethod
     def check_health(self) -> None:

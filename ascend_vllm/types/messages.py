@@ -192,6 +192,8 @@ class UtilityResult(msgspec.Struct, array_like=True, tag=True, gc=False):
     call_id: int
     result: Any = None
     error: str | None = None
+    # the caller is at fault: the text is for him, a RequestError
+    is_request_error: bool = False
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=True, gc=False):

@@ -7,11 +7,14 @@ the runner are chosen and handed to each other.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 
+from ascend_vllm import envs
 from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.distributed.parallel_context import ParallelContext
@@ -23,19 +26,25 @@ from ascend_vllm.models.loader import load_model
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
+from ascend_vllm.platforms.host import available_memory_bytes
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.step import NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
+from ascend_vllm.worker.profiler import WorkerProfiler
 
 logger = init_logger(__name__)
 
 GIB = 1 << 30
 _WARM_UP_TOKENS = 64
+
+# what `wake_up` can bring back
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +88,8 @@ class Worker:
         self._device = self._platform.initialize(local_rank)
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
+        self._cache_size: KVCacheSize | None = None
+        self._profiler = WorkerProfiler(envs.torch_profiler_dir(), local_rank)
 
     def load_model(self) -> None:
         """Reads the weights and picks the attention backend.
@@ -150,6 +161,7 @@ class Worker:
             ConfigError: the memory is not there.
         """
         config, backend = self._config, self._model_in_use.backend
+        self._cache_size = KVCacheSize(num_blocks, num_cpu_blocks)
         kv_caches = self._allocate_caches(
             num_blocks, self._device, "KV cache", "--num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
@@ -191,6 +203,57 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("the worker has no KV cache: call initialize_cache first")
         return self._runner.execute(step)
+
+    def get_model(self) -> CausalLM:
+        """The model.
+
+        Raises:
+            RuntimeError: its weights are not there.
+        """
+        return self._model_in_use.model
+
+    def profile(self, is_start: bool = True) -> None:
+        """Begins or ends a trace of the steps, see `WorkerProfiler`.
+
+        Raises:
+            RequestError: VLLM_TORCH_PROFILER_DIR is not set.
+        """
+        if is_start:
+            self._profiler.start()
+        else:
+            self._profiler.stop()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back until `wake_up`. No row may be in a slot, and what the KV cache holds is lost.
+
+        Args:
+            level: 1: the KV cache and the swap pool; 2: the weights, too.
+        """
+        before = available_memory_bytes()
+        self._runner = None
+        if level >= 2:
+            self._loaded = None
+        gc.collect()
+        logger.info("Asleep at level %d: %.2f GiB given back", level, (available_memory_bytes() - before) / GIB)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes memory again: reads weights that are not there, allocates the KV cache.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None: both. The weights come first.
+
+        Raises:
+            RuntimeError: the KV cache is wanted and the weights are not there.
+            ConfigError: the memory is not there.
+            ModelLoadError: the weights cannot be read any more.
+        """
+        wanted = (WEIGHTS, KV_CACHE) if tags is None else tags
+        if WEIGHTS in wanted and self._loaded is None:
+            self.load_model()
+        if KV_CACHE in wanted and self._runner is None:
+            if self._cache_size is None:
+                raise RuntimeError("the worker has never been awake")
+            self.initialize_cache(self._cache_size.num_blocks, self._cache_size.num_cpu_blocks)
 
     def shutdown(self) -> None:
         """Lets go of the model and the cache."""

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -148,6 +148,8 @@ class MemoryExecutor(Executor):
         self.allowed: dict[int, list[int]] = {}
         self.fail_next: Exception | None = None
         self.is_shut_down = False
+        # of collective_rpc
+        self.calls: list[tuple[Any, ...]] = []
 
     def initialize(self) -> KVCacheSize:
         return KVCacheSize(self.num_blocks, self.num_cpu_blocks)
@@ -174,6 +176,19 @@ class MemoryExecutor(Executor):
 
     def check_health(self) -> None:
         pass
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002 - the interface's
+        timeout: float | None = None,  # noqa: ARG002
+    ) -> list[Any]:
+        assert not self.late, "a step is under way"
+        self.calls.append((method, *args))
+        if method == "sleep":
+            self.cache[:], self.cpu_cache[:] = -1, -1
+        return [None]
 
     def shutdown(self) -> None:
         self.is_shut_down = True

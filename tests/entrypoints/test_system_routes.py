@@ -7,8 +7,7 @@ import re
 import httpx
 
 import ascend_vllm
-from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, metric, running
+from tests.server import Server
 
 
 def test_health_ping_and_version(http: httpx.Client) -> None:
@@ -35,28 +34,6 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     wrong = http.get("/v1/completions")
     assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
     assert http.post("/generate", json={"prompt": "x"}).status_code == 404
-
-
-def test_development_routes_need_development_mode(http: httpx.Client, tiny_dir: str) -> None:
-    assert http.post("/reset_prefix_cache").status_code == 404
-    flags = ["--model", tiny_dir, "--enable-prefix-caching", "--enable-prompt-tokens-details", *ENGINE_FLAGS]
-    body = {"prompt": list(range(5, 105)), "max_tokens": 1, "temperature": 0}
-
-    def num_cached(developer: httpx.Client) -> int:
-        usage = developer.post("/v1/completions", json=body).raise_for_status().json()["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
-
-    with (
-        running(OPENAI_SERVER, flags, {"VLLM_SERVER_DEV_MODE": "1"}) as server,
-        httpx.Client(base_url=server.url, timeout=60) as developer,
-    ):
-        # whole blocks of 32 tokens
-        assert [num_cached(developer) for _ in range(2)] == [0, 96]
-        response = developer.post("/reset_prefix_cache")
-        assert (response.status_code, response.json()) == (200, {"success": True})
-        assert [num_cached(developer) for _ in range(2)] == [0, 96]
-        assert metric(developer, "prefix_cache_hits_total") == 192
-        assert 0 < metric(developer, "gpu_prefix_cache_hit_rate") < 1
 
 
 def test_metrics(http: httpx.Client) -> None:

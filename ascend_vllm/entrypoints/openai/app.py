@@ -17,6 +17,7 @@ import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
@@ -164,14 +165,6 @@ def _add_system_routes(
             for name in settings.model_names
         ]
         return json_response(ModelList(data=cards))
-
-
-def _add_development_routes(app: FastAPI, engine: AsyncLLM) -> None:
-    """Routes that change the engine under other users; only with VLLM_SERVER_DEV_MODE."""
-
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        return json_response({"success": await engine.reset_prefix_cache()})
 
 
 def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
@@ -349,7 +342,9 @@ def build_app(
     else:
         _add_pooling_routes(app, engine, settings, pooler)
     if envs.server_dev_mode():
-        _add_development_routes(app, engine)
+        add_development_routes(app, engine)
+    if envs.torch_profiler_dir() is not None:
+        add_profiling_routes(app, engine)
     load = ServerLoad()
     add_small_routes(app, engine, args, load)
     _install_openapi(app, _DOCUMENTED_BODIES)

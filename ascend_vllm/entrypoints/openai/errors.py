@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
-from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.errors import EngineDeadError, RequestError, WorkerCallError
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -47,7 +47,7 @@ def to_http_error(error: BaseException) -> HttpError:
         error = validation_error(error)
     if isinstance(error, RequestError):
         return HttpError(error.status_code, error_body(str(error), error.error_type, error.status_code, error.param))
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, EngineDeadError | WorkerCallError):
         return HttpError(
             error.status_code,
             error_body(str(error) or "The engine is dead.", error.error_type, error.status_code),
@@ -138,5 +138,5 @@ def install_error_handlers(app: FastAPI) -> None:
     async def answer(_request: Request, error: Exception) -> Response:
         return error_response(error)
 
-    for kind in (RequestError, ValidationError, EngineDeadError, Exception):
+    for kind in (RequestError, ValidationError, EngineDeadError, WorkerCallError, Exception):
         app.add_exception_handler(kind, answer)
