@@ -70,7 +70,7 @@ class Preemption:
         self._count(request, swaps)
 
     def give_up_all(self) -> None:
-        """Makes all requests that have blocks, also in CPU memory, wait to be computed again."""
+        """Makes all requests with blocks, also in CPU memory, wait to be computed again. Nothing stays cached."""
         while self._rows.running:
             self._take_off(rows_of(self._rows.running[-1]), swaps=False)
         for request in [request for request in self._waiting if request.status is RequestStatus.SWAPPED]:
@@ -79,6 +79,9 @@ class Preemption:
                 row.transition(RequestStatus.PREEMPTED)
             self._drop_blocks(rows)
             self.num_swapped -= 1
+        # copies of blocks that nobody has any more
+        self._kv_cache.take_moves()
+        self._kv_cache.reset_prefix_cache()
 
     def _take_off(self, rows: list[Request], *, swaps: bool) -> None:
         """Takes all rows of a request out of their slots, their blocks to CPU memory or back."""

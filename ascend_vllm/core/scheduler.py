@@ -173,14 +173,8 @@ class Scheduler:
         return self.update(None)
 
     def give_up_kv_cache(self) -> None:
-        """Takes all blocks back and forgets their contents; what runs will be computed again.
-
-        No step may be under way.
-        """
+        """Takes all blocks back and forgets their contents. No step may be under way."""
         self._preemption.give_up_all()
-        # copies of blocks that nobody has any more
-        self.kv_cache.take_moves()
-        self.kv_cache.reset_prefix_cache()
 
     def _refuse_unservable(self, request: Request) -> None:
         """Ends a new request that could wait forever."""
