@@ -420,8 +420,9 @@ def test_text_of_a_schema(client: openai.OpenAI, formed: dict[str, Any]) -> None
     assert isinstance(response.output_parsed, Fruit)
     assert response.status == "completed"
     assert response.text is not None
-    assert response.text.format is not None
-    assert response.text.format.type == "json_schema"
+    shown = response.text.to_dict()
+    assert shown["verbosity"] is None
+    assert set(shown["format"]) == {"type", "name", "schema", "description", "strict"}  # type: ignore[arg-type]
     with client.responses.stream(**formed, text_format=Fruit) as stream:
         final = stream.get_final_response()
     assert final.output_parsed == response.output_parsed

@@ -103,6 +103,12 @@ class TextConfig(BaseModel):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
+    def shown(self) -> dict[str, Any]:
+        """As the response repeats it."""
+        has_schema = self.format is not None and self.format.type == "json_schema"
+        shown = None if self.format is None else self.format.model_dump(by_alias=True, exclude_unset=not has_schema)
+        return {"format": shown, "verbosity": self.verbosity}
+
 
 class ResponsesRequest(ApiRequest):
     """Body of POST /v1/responses."""
@@ -395,7 +401,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
             reasoning=None if request.reasoning is None else request.reasoning.model_dump(),
             service_tier=request.service_tier or "auto",
             status="queued" if request.background else "in_progress",
-            text=None if request.text is None else request.text.model_dump(by_alias=True, exclude_unset=True),
+            text=None if request.text is None else request.text.shown(),
             top_logprobs=params.logprobs,
             truncation=request.truncation or "disabled",
             user=request.user,

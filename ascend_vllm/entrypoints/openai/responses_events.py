@@ -8,50 +8,47 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
 from ascend_vllm.entrypoints.openai.sse import encode_json
 
-Event: TypeAlias = dict[str, Any]
-
 _TEXT, _THOUGHTS, _CALL = "message", "reasoning", "function_call"
 
-
-def encode_event(event: Event) -> bytes:
-    """An event as it is sent."""
-    name: str = event["type"]
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(event))
+_TEXT_DELTA = "response.output_text.delta"
+# what a text's event has around its text, item and number; most events of a stream are of this kind
+_TEXT_DELTA_HEAD = b'event: %b\ndata: {"type":"%b","content_index":0,"logprobs":[],' % ((_TEXT_DELTA.encode(),) * 2)
 
 
 class OutputItems:
     """The output of one response, made of the deltas of its text.
 
     Args:
-        thoughts_status: status of thoughts that have ended; vLLM tells one in streams only.
+        streamed: the events are sent. Without it they are not made, and thoughts have no status, as in vLLM.
 
     Attributes:
         items: the output so far, as the response has it.
         thoughts: the thoughts so far.
     """
 
-    def __init__(self, thoughts_status: str | None = "completed") -> None:
+    def __init__(self, streamed: bool = True) -> None:
         self.items: list[dict[str, Any]] = []
         self.thoughts = ""
-        self._thoughts_status = thoughts_status
+        self._streamed = streamed
         self._open = ""  # the kind of the item that grows; "": none does
         self._pieces: list[str] = []
         self._logprobs: list[ChatTokenLogprob] = []
         self._has_logprobs = False
         self._sequence_number = 0
+        self._text_head = b""  # of the events of the text that grows
 
-    def whole(self, name: str, response: ResponsesResponse) -> Event:
+    def whole(self, name: str, response: ResponsesResponse) -> bytes:
         """An event that holds the response as it is now, such as ``response.completed``."""
         return self._event(name, response=response)
 
-    def add(self, delta: dict[str, Any], logprobs: Sequence[ChatTokenLogprob] | None = None) -> list[Event]:
-        """Take in what a `ChoiceParser` has found; the events of it.
+    def add(self, delta: dict[str, Any], logprobs: Sequence[ChatTokenLogprob] | None = None) -> list[bytes]:
+        """Take in what a `ChoiceParser` has found; the events of it, as they are sent.
 
         Args:
             delta: with one of `reasoning`, `content` and `tool_calls`.
@@ -63,7 +60,7 @@ class OutputItems:
             return self._add_thoughts(delta["reasoning"])
         return self._add_text(delta["content"], logprobs)
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[bytes]:
         """End the item that grows; the events of it."""
         if not self._open:
             return []
@@ -75,7 +72,7 @@ class OutputItems:
         elif kind == _THOUGHTS:
             self.thoughts += text
             part = {"text": text, "type": "reasoning_text"}
-            item |= {"content": [part], "status": self._thoughts_status}
+            item |= {"content": [part], "status": "completed" if self._streamed else None}
             done = self._event("response.reasoning_text.done", content_index=0, text=text)
             events = [done, self._event("response.content_part.done", content_index=0, part=part)]
         else:
@@ -85,8 +82,8 @@ class OutputItems:
             events = [done, self._event("response.content_part.done", content_index=0, part=part)]
         return [*events, self._event("response.output_item.done", item=dict(item))]
 
-    def _add_text(self, text: str, logprobs: Sequence[ChatTokenLogprob] | None) -> list[Event]:
-        events: list[Event] = []
+    def _add_text(self, text: str, logprobs: Sequence[ChatTokenLogprob] | None) -> list[bytes]:
+        events: list[bytes] = []
         if self._open != _TEXT:
             events = self._begin(
                 _TEXT, {"id": _item_id("msg"), "content": [], "role": "assistant"} | _begun(_TEXT) | {"phase": None}
@@ -95,14 +92,21 @@ class OutputItems:
             events.append(self._event("response.content_part.added", content_index=0, part=part))
             self._logprobs = []
             self._has_logprobs = logprobs is not None
+            place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+            self._text_head = _TEXT_DELTA_HEAD + encode_json(place)[1:-1] + b',"delta":'
         self._pieces.append(text)
-        self._logprobs.extend(logprobs or ())
-        shown = [_delta_logprob(entry) for entry in logprobs or ()]
-        events.append(self._event("response.output_text.delta", content_index=0, delta=text, logprobs=shown))
+        if not logprobs:
+            events.append(
+                b'%b%b,"sequence_number":%d}\n\n' % (self._text_head, encode_json(text), self._next_number())
+            )
+            return events
+        self._logprobs.extend(logprobs)
+        shown = [_delta_logprob(entry) for entry in logprobs]
+        events.append(self._event(_TEXT_DELTA, content_index=0, delta=text, logprobs=shown))
         return events
 
-    def _add_thoughts(self, text: str) -> list[Event]:
-        events: list[Event] = []
+    def _add_thoughts(self, text: str) -> list[bytes]:
+        events: list[bytes] = []
         if self._open != _THOUGHTS:
             nothing = {"content": None, "encrypted_content": None}
             events = self._begin(_THOUGHTS, {"id": _item_id("rs"), "summary": []} | _begun(_THOUGHTS) | nothing)
@@ -112,9 +116,9 @@ class OutputItems:
         events.append(self._event("response.reasoning_text.delta", content_index=0, delta=text))
         return events
 
-    def _add_call(self, call: dict[str, Any]) -> list[Event]:
+    def _add_call(self, call: dict[str, Any]) -> list[bytes]:
         function = call["function"]
-        events: list[Event] = []
+        events: list[bytes] = []
         if "id" in call:
             item = {"arguments": "", "call_id": call["id"], "name": function["name"], "id": _item_id("fc")}
             events = self._begin(_CALL, item | _begun(_CALL))
@@ -123,22 +127,27 @@ class OutputItems:
             events.append(self._event("response.function_call_arguments.delta", delta=function["arguments"]))
         return events
 
-    def _begin(self, kind: str, item: dict[str, Any]) -> list[Event]:
+    def _begin(self, kind: str, item: dict[str, Any]) -> list[bytes]:
         """End what grew before, and begin an item."""
         events = self.close()
         self._open, self._pieces = kind, []
         self.items.append(item)
         return [*events, self._event("response.output_item.added", item=dict(item))]
 
-    def _event(self, event_type: str, /, **fields: Any) -> Event:
+    def _event(self, event_type: str, /, **fields: Any) -> bytes:
+        if not self._streamed:
+            return b""
         if "response" not in fields:
             if "item" not in fields:
                 fields["item_id"] = self.items[-1]["id"]
             fields["output_index"] = len(self.items) - 1
-        fields["sequence_number"] = self._sequence_number
+        fields["sequence_number"] = self._next_number()
+        return b"event: %b\ndata: %b\n\n" % (event_type.encode(), encode_json({"type": event_type} | fields))
+
+    def _next_number(self) -> int:
+        number = self._sequence_number
         self._sequence_number += 1
-        fields["type"] = event_type
-        return fields
+        return number
 
 
 def _begun(kind: str) -> dict[str, Any]:

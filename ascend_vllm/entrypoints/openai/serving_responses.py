@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -26,7 +26,7 @@ from ascend_vllm.entrypoints.openai.protocol_responses import (
     ResponsesResponse,
     ResponseUsage,
 )
-from ascend_vllm.entrypoints.openai.responses_events import Event, OutputItems, encode_event
+from ascend_vllm.entrypoints.openai.responses_events import OutputItems
 from ascend_vllm.entrypoints.openai.responses_input import continues_message, input_items, to_messages
 from ascend_vllm.entrypoints.openai.responses_store import (
     EventLog,
@@ -261,8 +261,7 @@ class _Answer:
         self._chat = chat
         self._params = params
         self._parser = serving.settings.parsers.make(chat, prompt.text or "", "responses")
-        streamed = bool(request.stream or request.background)
-        self._items = OutputItems("completed" if streamed else None)
+        self._items = OutputItems(streamed=bool(request.stream or request.background))
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._num_tokens = 0
@@ -294,9 +293,9 @@ class _Answer:
                     yield [self._whole("response.in_progress")]
                 events = self._take(output.outputs[0])
                 if events:  # none while a parser holds text back
-                    yield [encode_event(event) for event in events]
+                    yield events
                 if output.finished:
-                    closing = [encode_event(event) for event in await self._finish(output)]
+                    closing = await self._finish(output)
                     yield [*closing, self._whole("response.completed")]
         except Exception as error:
             status, failure = to_http_error(error)
@@ -306,9 +305,9 @@ class _Answer:
             yield [self._whole("response.failed")]
 
     def _whole(self, name: str) -> bytes:
-        return encode_event(self._items.whole(name, self.response))
+        return self._items.whole(name, self.response)
 
-    def _take(self, generated: CompletionOutput) -> list[Event]:
+    def _take(self, generated: CompletionOutput) -> list[bytes]:
         """Take in a piece of output; the events of it."""
         self._num_tokens += len(generated.token_ids)
         if self._request.enable_response_messages:
@@ -325,14 +324,14 @@ class _Answer:
             deltas = [{"content": generated.text}] if generated.text else []
         return [event for delta in deltas for event in self._add(delta)]
 
-    def _add(self, delta: dict[str, Any]) -> Sequence[Event]:
+    def _add(self, delta: dict[str, Any]) -> list[bytes]:
         logprobs = self._logprobs
         if logprobs is not None:
             # those of tokens that became thoughts or calls are not told
             self._logprobs = []
         return self._items.add(delta, logprobs)
 
-    async def _finish(self, output: RequestOutput) -> list[Event]:
+    async def _finish(self, output: RequestOutput) -> list[bytes]:
         """The output is complete: set what follows of that; the last events."""
         events = self._items.close()
         response = self.response
