@@ -65,22 +65,23 @@ def sentence_transformer(
 
 
 @functools.cache
-def _reference(directory: str, *, classifies: bool) -> Any:
+def _reference(directory: str, dtype: str, *, classifies: bool) -> Any:
     kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
-    return kind.from_pretrained(directory, dtype=torch.float32).eval()
+    return kind.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
 
 @torch.no_grad()
-def hidden_states(directory: str, token_ids: Sequence[int]) -> torch.Tensor:
-    """[len(token_ids), H] float32: transformers' last hidden states of a prompt."""
-    states: torch.Tensor = _reference(directory, classifies=False)(torch.tensor([token_ids])).last_hidden_state[0]
+def hidden_states(directory: str, token_ids: Sequence[int], dtype: str = "float32") -> torch.Tensor:
+    """[len(token_ids), H] float32: transformers' last hidden states of a prompt, computed in a dtype."""
+    model = _reference(directory, dtype, classifies=False)
+    states: torch.Tensor = model(torch.tensor([token_ids])).last_hidden_state[0].float()
     return states
 
 
 @torch.no_grad()
 def scores(directory: str, token_ids: Sequence[int]) -> torch.Tensor:
     """[C] float32: the outputs of transformers' classification head."""
-    logits: torch.Tensor = _reference(directory, classifies=True)(torch.tensor([token_ids])).logits[0]
+    logits: torch.Tensor = _reference(directory, "float32", classifies=True)(torch.tensor([token_ids])).logits[0]
     return logits
 
 

@@ -66,6 +66,11 @@ def resolve_pooler(args: EngineArgs, hf_config: Mapping[str, Any], directory: st
         if changes:
             raise ConfigError("--pooler-config needs a pooling model; turn this one into one with --convert embed.")
         return None
+    if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
+        raise ModelLoadError(
+            f"{directory}/config.json: the model's tokens see those behind them (is_causal, "
+            "use_bidirectional_attention), which is not supported"
+        )
     tasks = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify")}[convert]
     pooling_type = changes.get("seq_pooling_type") or (files.seq_pooling_type if files is not None else "LAST")
     task: PoolingTask = changes.get("task") or tasks[0]  # type: ignore[assignment]  # one of the tasks

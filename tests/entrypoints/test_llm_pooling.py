@@ -263,3 +263,5 @@ def test_kinds_of_pooling_that_do_not_exist_are_refused(tmp_path: pathlib.Path) 
     modules.write_text(modules.read_text().replace("Normalize", "Dense"))
     with pytest.raises(ModelLoadError, match="module Dense is not supported"):
         config_of(directory)
+    with pytest.raises(ModelLoadError, match="tokens see those behind them"):
+        config_of(bare_model("qwen2"), hf_overrides={"is_causal": False})

@@ -224,3 +224,18 @@ def test_a_prompt_may_be_as_long_as_the_model_allows() -> None:
     prompt = make_prompt(400, seed=1)
     with engine(directory, embedder()) as core:
         assert_equal(pool(core, [prompt])[0], unit(hidden_states(directory, prompt)[-1]))
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_in_bfloat16_the_error_is_at_most_twice_that_of_transformers(kind: str) -> None:
+    directory = tiny_model("llama", dtype="bfloat16")
+    pooler, expected = EXPECTED[kind]
+    prompts = [make_prompt(length, seed=length) for length in PROMPT_LENGTHS]
+    with engine(directory, pooler, **CHUNKED, dtype="bfloat16") as core:
+        results = pool(core, prompts)
+    error, allowed = 0.0, 0.0
+    for prompt, result in zip(prompts, results, strict=True):
+        exact = expected(hidden_states(directory, prompt))
+        error += (result - exact).square().sum().item()
+        allowed += (expected(hidden_states(directory, prompt, "bfloat16")) - exact).square().sum().item()
+    assert 0.0 < error**0.5 <= 2.0 * allowed**0.5
