@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import http.server
 import json
@@ -20,6 +21,7 @@ import pytest
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.bench import arrivals, datasets, metrics, serve
 from ascend_vllm.entrypoints.bench.backends import BACKENDS
+from ascend_vllm.entrypoints.bench.http_client import HttpClient
 from ascend_vllm.entrypoints.bench.verses import LINES
 from ascend_vllm.entrypoints.cli import main, make_parser
 from ascend_vllm.errors import ConfigError
@@ -267,6 +269,29 @@ def test_errors_inside_streams() -> None:
 def test_both_forms_of_generate() -> None:
     assert read("generate", b'{"text": ["Hia"]}\0{"text": ["Hiab"]}\0').text == "ab"
     assert read("generate", b'{"text": ["a"]}\0{"text": ["b"]}\0').text == "ab"
+
+
+async def test_connections_are_kept_unless_the_server_closes_them() -> None:
+    sockets: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sockets.append(writer)
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for _ in range(3):
+            assert await client.get_json("/") == {}
+        assert len(sockets) == 1
+        (idle,) = client._idle
+        sockets[0].close()
+        await idle.reader.read()
+        assert await client.get_json("/") == {}
+        assert len(sockets) == 2
+        client.close()
+        for writer in sockets:
+            writer.close()
 
 
 def test_adapters_in_turn(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,10 +100,19 @@ class HttpClient:
         while self._idle:
             self._idle.pop().close()
 
+    def _take_idle(self) -> Connection | None:
+        """A connection that the server has not closed meanwhile, as servers do after some seconds."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.reader.at_eof():
+                return connection
+            connection.close()
+        return None
+
     async def _request(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[tuple[float, bytes]]:
-        connection = self._idle.pop() if self._idle else await Connection.open(self._url, self._verify)
+        connection = self._take_idle() or await Connection.open(self._url, self._verify)
         finished = False
         try:
             lines = f"{self._head}{_header_lines(headers or {})}Content-Length: {len(body)}\r\n\r\n"
