@@ -92,12 +92,15 @@ ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/messages/count_tokens": ({"messages": MESSAGES, "model": "tiny"}, {"system": "be", "tools": []}),
     "/tokenize": ({"prompt": "one two"}, {"add_special_tokens": True, "return_token_strs": True, "model": "tiny"}),
     "/detokenize": ({"tokens": [5, 6]}, {"model": "tiny"}),
+    "/invocations": ({"prompt": "one", "max_tokens": 1}, {"messages": MESSAGES}),
+}
+POOLING_ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/embeddings": ({"input": "one"}, {"encoding_format": "float", "dimensions": 3, "model": "tiny"}),
     "/score": ({"text_1": "a", "text_2": ["b"]}, {"model": "tiny"}),
     "/rerank": ({"query": "a", "documents": ["b"]}, {"top_n": 1}),
     "/classify": ({"input": "a"}, {}),
     "/pooling": ({"input": "a"}, {}),
-    "/invocations": ({"prompt": "one", "max_tokens": 1}, {"messages": MESSAGES}),
+    "/tokenize": ENDPOINTS["/tokenize"],
 }
 GENERATE_ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/generate": (

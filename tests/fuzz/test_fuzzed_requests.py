@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fuzz.hostile_requests import ENDPOINTS, GENERATE_ENDPOINTS, hostile_request
+from tests.fuzz.hostile_requests import ENDPOINTS, GENERATE_ENDPOINTS, POOLING_ENDPOINTS, hostile_request
 from tests.fuzz.http_wire import Connection
 from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, is_idle, running, wait_until
 from tests.tiny_models import tiny_model
 
 FLAGS = ["--dtype", "float32", "--kv-cache-memory-bytes", "16M", "--max-num-seqs", "64", "--max-model-len", "64"]
 OPENAI_FLAGS = ["--served-model-name", "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+POOLING_FLAGS = ["--served-model-name", "tiny", "--runner", "pooling"]
 QUIET = ["--disable-log-requests", "--disable-uvicorn-access-log"]
 NUM_CONNECTIONS = 32
 
@@ -52,7 +53,8 @@ async def fuzz(server: Server, count: int, endpoints: dict[str, Any]) -> collect
 @pytest.mark.parametrize(
     ("module", "flags", "endpoints", "share"),
     [
-        pytest.param(OPENAI_SERVER, OPENAI_FLAGS, ENDPOINTS, 0.9, id="openai"),
+        pytest.param(OPENAI_SERVER, OPENAI_FLAGS, ENDPOINTS, 0.8, id="openai"),
+        pytest.param(OPENAI_SERVER, POOLING_FLAGS, POOLING_ENDPOINTS, 0.1, id="pooling"),
         pytest.param(GENERATE_SERVER, [], GENERATE_ENDPOINTS, 0.1, id="generate"),
     ],
 )
@@ -67,9 +69,9 @@ def test_hostile_requests(
             assert http.get("/health").status_code == 200
             if module == OPENAI_SERVER:
                 assert wait_until(lambda: is_idle(http)), http.get("/metrics").text
-            body = {"prompt": "one two", "max_tokens": 3, "temperature": 0}
-            path = "/v1/completions" if module == OPENAI_SERVER else "/generate"
-            assert http.post(path, json=body).status_code == 200
+            # what the first of its paths is for
+            path = next(iter(endpoints))
+            assert http.post(path, json=endpoints[path][0]).status_code == 200
     print(f"{count} requests: {dict(sorted(statuses.items()))}")
     # the requests must come far enough to mean something
     assert statuses[200] > count / 20 and statuses[400] > count / 10, statuses
