@@ -30,9 +30,11 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         whitespace_pattern: a regular expression of the whitespace between JSON's elements; None: the backend's.
         structural_tag: JSON of structural tags: schemas that hold between a beginning and an end.
         backend: library that compiles the constraint, one of BACKENDS; None: the server's.
+        begin_after: the constraint holds behind the first occurrence of this text in the output, such as the end of
+            thoughts; before it anything goes. None: from the beginning.
 
     Raises:
-        ValueError: several constraints at once, an empty choice, or a backend that there is not.
+        ValueError: several constraints at once, an empty choice or begin_after, or a backend that there is not.
 
     Example::
 
@@ -49,6 +51,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
     backend: str | None = None
+    begin_after: str | None = None
 
     def __post_init__(self) -> None:
         given = self.constraints()
@@ -59,6 +62,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             )
         if self.choice is not None and not self.choice:
             raise ValueError("choice must hold at least one string, got [].")
+        if self.begin_after == "":
+            raise ValueError("begin_after cannot be an empty string.")
         if self.backend is not None and self.backend not in BACKENDS:
             names = ", ".join(f"'{name}'" for name in BACKENDS)
             raise ValueError(f"Unknown guided decoding backend '{self.backend}'. Must be one of {names}")

@@ -93,6 +93,11 @@ class GrammarBackend(abc.ABC):
         """
 
 
+def last_word(num_tokens: int) -> np.int32:
+    """The bits that the last word of a bitmask has."""
+    return np.int32(-1 if num_tokens % 32 == 0 else (1 << num_tokens % 32) - 1)
+
+
 def choice_regex(choices: Sequence[str]) -> str:
     """A regular expression that exactly these strings match, in what all dialects have in common."""
     escaped = ("".join(_escape(character) for character in choice) for choice in choices)

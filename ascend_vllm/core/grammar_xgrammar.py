@@ -11,7 +11,15 @@ import numpy as np
 import xgrammar
 
 from ascend_vllm.core.constraint import Constraint, ConstraintKind
-from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarBackend, GrammarError, choice_regex
+from ascend_vllm.core.grammar import (
+    Bitmask,
+    CompiledGrammar,
+    Grammar,
+    GrammarBackend,
+    GrammarError,
+    choice_regex,
+    last_word,
+)
 from ascend_vllm.core.json_schema import schemas_in
 from ascend_vllm.core.regex_size import end_of_class
 from ascend_vllm.core.vocabulary import Vocabulary
@@ -62,7 +70,8 @@ class XGrammar(Grammar):
 
     def fill_bitmask(self, row: Bitmask) -> None:
         self.matcher.fill_next_token_bitmask(row[None])
-        row[-1:] &= _last_word(self._num_tokens)
+        # the library sets bits behind the vocabulary too
+        row[-1:] &= last_word(self._num_tokens)
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens > self._num_accepted:
@@ -125,7 +134,7 @@ class XGrammarBackend(GrammarBackend):
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
         matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, XGrammar)]
         self._batch.batch_fill_next_token_bitmask(matchers, bitmask, list(rows))
-        bitmask[list(rows), -1] &= _last_word(self._num_tokens)
+        bitmask[list(rows), -1] &= last_word(self._num_tokens)
 
     def _compile(self, constraint: Constraint) -> Any:
         compiler, text = self._compiler, constraint.text
@@ -164,11 +173,6 @@ class XGrammarBackend(GrammarBackend):
             ]
             tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
         return self._compiler.compile_structural_tag(tag)
-
-
-def _last_word(num_tokens: int) -> np.int32:
-    """The bits that a bitmask's last word can have: the library sets others too."""
-    return np.int32(-1 if num_tokens % 32 == 0 else (1 << num_tokens % 32) - 1)
 
 
 def ignored_keywords(schema: Any) -> set[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.constraint import Constraint, ConstraintKind, make_constraint
-from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarBackend, GrammarError
+from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarBackend, GrammarError, last_word
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.vocabulary import Vocabulary
 from ascend_vllm.errors import AscendVllmError, EngineBusyError, RequestError
@@ -69,19 +69,40 @@ class OutputConstraint:
         backend: of the grammar.
         request: whose text it is.
         vocabulary: of the model.
+
+    Attributes:
+        grammar: as given.
+        backend: as given.
+        is_waiting: whether the text after which the constraint begins has not come yet.
     """
 
-    __slots__ = ("_end_ids", "_forced_ids", "_min_num_tokens", "_num_words", "_tokens", "backend", "grammar")
+    __slots__ = (
+        "_begin_after",
+        "_end_ids",
+        "_forced_ids",
+        "_min_num_tokens",
+        "_num_words",
+        "_tail",
+        "_vocabulary",
+        "backend",
+        "grammar",
+        "is_waiting",
+    )
 
     def __init__(self, grammar: Grammar, backend: GrammarBackend, request: Request, vocabulary: Vocabulary) -> None:
         self.grammar = grammar
         self.backend = backend
         self._num_words = vocabulary.num_words
-        self._tokens = vocabulary.tokens
+        self._vocabulary = vocabulary
         self._end_ids = [id_ for id_ in request.end_token_ids if 0 <= id_ < vocabulary.size]
         # what a text ends with that can do nothing else, although its request does not want that to be its end
         self._forced_ids = self._end_ids or vocabulary.eos_token_ids[:1]
         self._min_num_tokens = request.min_num_tokens
+        params = request.sampling_params.structured_outputs
+        self._begin_after = (params.begin_after if params is not None else None) or ""
+        self.is_waiting = bool(self._begin_after)
+        # the end of the text while it waits
+        self._tail = b""
 
     @property
     def num_words(self) -> int:
@@ -96,7 +117,10 @@ class OutputConstraint:
             num_tokens: of the sequence so far.
         """
         bits = row.view(np.uint32)
-        accepting = self.grammar.is_accepting
+        if self.is_waiting:
+            row[:] = -1
+            row[-1] = last_word(len(self._vocabulary.tokens))
+        accepting = not self.is_waiting and self.grammar.is_accepting
         if num_tokens + 1 < self._min_num_tokens:
             before = bits.copy()
             _set_bits(bits, self._end_ids, False)
@@ -109,7 +133,10 @@ class OutputConstraint:
 
     def accept(self, token_id: int) -> bool:
         """Moves on by a sampled token; False: it is not what the text goes on with."""
-        return bool(self._tokens[token_id]) and self.grammar.accept_tokens([token_id])
+        if self.is_waiting:
+            self._look_for_beginning(token_id)
+            return True
+        return bool(self._vocabulary.tokens[token_id]) and self.grammar.accept_tokens([token_id])
 
     def may_end_with(self, token_id: int) -> bool:
         """Whether a token may end the text here."""
@@ -118,7 +145,16 @@ class OutputConstraint:
     @property
     def must_end(self) -> bool:
         """Whether the text is complete, and there is no token to end it with."""
-        return not self._forced_ids and self.grammar.is_terminated
+        return not (self._forced_ids or self.is_waiting) and self.grammar.is_terminated
+
+    def _look_for_beginning(self, token_id: int) -> None:
+        """The constraint begins with the next token: what this one holds behind the awaited text is let pass."""
+        marker = self._begin_after.encode()
+        self._tail += self._vocabulary.bytes_of(token_id)
+        if marker in self._tail:
+            self.is_waiting, self._tail = False, b""
+        else:
+            self._tail = self._tail[-len(marker) :]
 
 
 def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
@@ -137,7 +173,8 @@ def fill_bitmasks(requests: Sequence[Request]) -> Bitmask:
     bitmask = np.zeros((len(constraints), constraints[0].num_words), np.int32)
     by_backend: dict[GrammarBackend, list[int]] = {}
     for index, constraint in enumerate(constraints):
-        by_backend.setdefault(constraint.backend, []).append(index)
+        if not constraint.is_waiting:
+            by_backend.setdefault(constraint.backend, []).append(index)
     for backend, rows in by_backend.items():
         if len(rows) == 1:
             constraints[rows[0]].grammar.fill_bitmask(bitmask[rows[0]])

@@ -45,6 +45,10 @@ class Vocabulary:
         """32-bit words of a bitmask."""
         return -(-self.size // 32)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token looks like, special ones too."""
+        return self.tokens[token_id] or self.special_texts.get(token_id, "").encode()
+
     @classmethod
     def load(cls, model: ModelConfig) -> Vocabulary:
         """Reads a model's tokenizer.

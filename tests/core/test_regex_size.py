@@ -26,7 +26,7 @@ from ascend_vllm.core.regex_size import end_of_class, written_out_size
         (r"\{3}", 3),
         (r"\({2}", 2),
         # what is wrong is passed over
-        ("a)b(c{2}", 4),
+        ("a)b(c{2}", 5),
         ("(((a", 1),
         ("a\\", 2),
         ("[a", 1),

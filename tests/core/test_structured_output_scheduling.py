@@ -157,6 +157,10 @@ def assert_alone(results: dict[str, Collected], requests: list[EngineCoreRequest
 @pytest.mark.parametrize("mode", MODES)
 def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
     core, executor = make_core(**MODES[mode])
+    # all grammars are there when the traffic begins, so that it is the same each time
+    for backend, (index, constraint) in itertools.product(("auto", "guidance"), enumerate(CONSTRAINTS)):
+        core.add_request(constrained(f"{backend}{index}", {**constraint, "backend": backend}, max_tokens=1))
+    run(core)
     guided, free = [], []
     serial = itertools.count()
     for backend in ("auto", "guidance"):
@@ -180,9 +184,6 @@ def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
     requests = [*guided, *free]
     if "recomputed" not in mode and "swapped" not in mode:
         rng.shuffle(requests)
-    # the last one runs alone for a while
-    free.append(make_request("last", 5, seed=99, max_tokens=40))
-    requests.append(free[-1])
     results: dict[str, Collected] = {}
     while requests or core.has_unfinished():
         for request in requests[:5]:
@@ -259,6 +260,39 @@ def test_ends(fields: dict[str, Any], params: dict[str, Any], text: str, stop_re
         assert found.finish_reason is (FinishReason.LENGTH if is_full else FinishReason.STOP)
         assert_alone(results, [request])
         assert_all_free(core)
+
+
+@pytest.mark.parametrize("mode", ["plain", "overlapped, several steps, chunked", "recomputed"])
+def test_a_constraint_begins_where_thoughts_end(mode: str) -> None:
+    """Before that the text is free, also to end; the mark may come in pieces, or be a special token."""
+    core, _ = make_core(**MODES[mode])
+    marks = ["ab", "<x>", "b", "7", "no"]
+    requests = [
+        constrained(
+            f"r{index}",
+            {"regex": "q[0-9]{2}w", "begin_after": marks[index % 5]},
+            seed=index,
+            max_tokens=50,
+            prompt=5 + index % 3,
+        )
+        for index in range(20)
+    ]
+    for request in requests:
+        core.add_request(request)
+    results = run(core)
+    assert_all_free(core)
+    num_begun = 0
+    for request in requests:
+        params, found = request.sampling_params, results[request.request_id]
+        assert params.structured_outputs is not None
+        texts = [VOCABULARY.bytes_of(token_id).decode() for token_id in found.token_ids]
+        mark = params.structured_outputs.begin_after or ""
+        _, begins, rest = "".join(texts).partition(mark)
+        if begins:
+            num_begun += 1
+            assert (rest, found.finish_reason) == (rest[:4] + "<eos>", FinishReason.STOP)
+            assert rest[0] == "q" and rest[1:3].isdigit() and rest[3] == "w"
+    assert num_begun >= 5
 
 
 def test_a_model_without_an_end_of_text_ends_where_nothing_can_follow() -> None:
