@@ -459,7 +459,7 @@ def test_calls_that_must_be_made(tool_client: openai.OpenAI, formed: dict[str, A
 
 REFUSED: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"model": "nope"}, 404, "The model `nope` does not exist. Valid aliases: tiny, alias.", "model"),
-    ({"input": None}, 400, "Input should be a valid string", "body.input.str"),
+    ({"input": None}, 400, "Input should be a valid string", "body.input"),
     ({"input": []}, 400, "Cannot apply chat template to an empty conversation.", None),
     ({"input": ["x"]}, 400, "The input item at index 0 must be an object, but is of type str.", "input"),
     (
