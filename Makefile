@@ -6,6 +6,8 @@ VENV ?= .venv
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?= demo
+# tests run side by side, those of a file one after another
+TEST_WORKERS ?= 2
 # more flags of the server, or of pytest:  make serve ARGS="--max-num-seqs 64"   make test ARGS="-k scheduler"
 ARGS ?=
 
@@ -39,7 +41,7 @@ serve: build
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: build $(STAMPS)/test clients
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 # every linter runs, so that one round shows all there is to mend
 lint: build $(STAMPS)/dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 
@@ -10,6 +11,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # `from tests.tiny_models import …` works from any room, whatever directory pytest was started in
 sys.path.insert(0, str(ROOT))
+# tests that run side by side share the cores; threads that wait for one another's would only be in the way
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
