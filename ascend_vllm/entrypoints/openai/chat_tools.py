@@ -114,6 +114,8 @@ class ChatParsers:
             tools,
             include_reasoning=request.include_reasoning is not False,
             parallel_calls=request.parallel_tool_calls is not False,
+            demanded=request.demanded_tools is not None,
+            called_reason="stop" if isinstance(request.effective_tool_choice, dict) else "tool_calls",
         )
 
     def _make_tool_parser(self, request: ChatCompletionRequest, request_type: str) -> ToolParser | None:
@@ -140,6 +142,8 @@ class ChoiceParser:
         tools: finds the calls; None: none is wanted.
         include_reasoning: tell the thoughts.
         parallel_calls: tell more calls than the first.
+        demanded: the model cannot but call a tool.
+        called_reason: finish reason of a message whose calls were written to their end.
 
     Attributes:
         content: the content so far.
@@ -153,10 +157,14 @@ class ChoiceParser:
         tools: ToolParser | None,
         include_reasoning: bool,
         parallel_calls: bool,
+        demanded: bool = False,
+        called_reason: str = "tool_calls",
     ) -> None:
         self._reasoning_parser = reasoning
         self._tool_parser = tools
         self._parallel_calls = parallel_calls
+        self._demanded = demanded
+        self._called_reason = called_reason
         self.content = ""
         self.reasoning = "" if reasoning is not None and include_reasoning else None
         self.tool_calls: list[dict[str, Any]] = []
@@ -186,9 +194,12 @@ class ChoiceParser:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The message's finish reason: calls that were written to their end are one of their own."""
-        if self._tool_parser is not None and self.tool_calls and reason == "stop":
-            return self._tool_parser.FINISH_REASON
-        return reason
+        return self._called_reason if self.tool_calls and reason == "stop" else reason
+
+    @property
+    def message_content(self) -> str | None:
+        """`content` as a whole message has it: none beside what the model chose to say instead."""
+        return self.content or (None if not self._demanded and (self.tool_calls or self.reasoning) else "")
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
         """Thoughts and what follows them."""

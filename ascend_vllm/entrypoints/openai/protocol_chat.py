@@ -97,17 +97,15 @@ class ChatCompletionRequest(GenerationRequest):
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
         """A call that is demanded decides over the output's form; else what the other fields say."""
-        choice = self.effective_tool_choice
-        if isinstance(choice, dict):
-            name = choice["function"]["name"]
-            schema = next(arguments_schema(tool) for tool in self.tools or () if _function_name(tool) == name)
-        elif choice == "required":
-            try:
-                schema = calls_schema(self.tools or (), parallel=self.parallel_tool_calls is not False)
-            except ValueError as error:
-                raise RequestError(str(error), "tools") from error
-        else:
+        tools = self.demanded_tools
+        if tools is None:
             return super().structured_outputs_params()
+        if isinstance(self.effective_tool_choice, dict):
+            return checked_params("tools", json=arguments_schema(tools[0]))
+        try:
+            schema = calls_schema(tools, parallel=self.parallel_tool_calls is not False)
+        except ValueError as error:
+            raise RequestError(str(error), "tools") from error
         return checked_params("tools", json=schema)
 
     @property
@@ -116,6 +114,15 @@ class ChatCompletionRequest(GenerationRequest):
         if not self.tools:
             return "none"
         return "auto" if self.tool_choice is None else self.tool_choice
+
+    @property
+    def demanded_tools(self) -> list[dict[str, Any]] | None:
+        """The tools one of which must be called; None: none need be."""
+        choice = self.effective_tool_choice
+        if isinstance(choice, dict):
+            name = _function_name(choice)
+            return [tool for tool in self.tools or () if _function_name(tool) == name][:1]
+        return self.tools if choice == "required" else None
 
     @property
     def effective_max_tokens(self) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -42,9 +43,10 @@ class ServingChat(ServingBase):
         max_tokens = self.max_tokens(request, len(prompt.token_ids))
         generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
         answer = ChatAnswer(self, request, response_id, prompt)
-        if request.stream:
-            return await self.open_stream(http, generators, answer.stream)
-        outputs = await run_unless_disconnected(http.receive, self.collect(generators))
+        with _naming_tools(request):
+            if request.stream:
+                return await self.open_stream(http, generators, answer.stream)
+            outputs = await run_unless_disconnected(http.receive, self.collect(generators))
         return json_response(answer.complete(outputs[0]))
 
     async def prepare(self, request: ChatCompletionRequest) -> Prompt:
@@ -85,6 +87,18 @@ class ServingChat(ServingBase):
             # the model's own default (max_new_tokens of generation_config.json), as far as it fits
             return self.limit_tokens(num_prompt_tokens, self.sampling_defaults.get("max_tokens"), clamp=True)
         return self.limit_tokens(num_prompt_tokens, requested, clamp=request.truncate_prompt_tokens == -1)
+
+
+@contextlib.contextmanager
+def _naming_tools(request: ChatCompletionRequest) -> Iterator[None]:
+    """Errors of the schema that was made of tools name them."""
+    try:
+        yield
+    except RequestError as error:
+        if request.demanded_tools is None or error.status_code != RequestError.status_code:
+            raise
+        names = ", ".join(tool["function"]["name"] for tool in request.demanded_tools)
+        raise RequestError(f"The `parameters` of the tools ({names}) cannot be used: {error}", "tools") from error
 
 
 class ChatAnswer:
@@ -143,9 +157,7 @@ class ChatAnswer:
         if parser is not None:
             parser.feed(generated.text, final=True)
             finish_reason = parser.finish_reason(finish_reason)
-            message.content = self._echo + parser.content
-            if not message.content and (parser.tool_calls or parser.reasoning):
-                message.content = None
+            message.content = self._echo + parser.content if self._echo else parser.message_content
             message.tool_calls = parser.tool_calls
             if parser.reasoning is not None:
                 message.reasoning = parser.reasoning or None

@@ -71,11 +71,9 @@ class ToolParser(abc.ABC):
 
     Attributes:
         KEEPS_SPECIAL_TOKENS: the format is written with special tokens, which must then stay in the text.
-        FINISH_REASON: of a message with calls that ended by itself.
     """
 
     KEEPS_SPECIAL_TOKENS: ClassVar[bool] = False
-    FINISH_REASON: ClassVar[str] = "tool_calls"
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools

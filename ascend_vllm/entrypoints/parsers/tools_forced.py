@@ -24,6 +24,9 @@ class RequiredToolParser(JsonToolParser):
     SEPARATORS = (",", "]")
     BARE_AFTER_CALL = True
 
+    def say(self, content: str) -> None:
+        """Nothing is content: what is no call is one cut short before its name."""
+
 
 class NamedToolParser(ToolParser):
     """The arguments of one function.
@@ -32,8 +35,6 @@ class NamedToolParser(ToolParser):
         tools: the request's tools.
         name: the function's name.
     """
-
-    FINISH_REASON = "stop"
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], name: str) -> None:
         super().__init__(tools)
