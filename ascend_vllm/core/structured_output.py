@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,9 @@ _NUM_COMPILE_THREADS = 2
 _MAX_COMPILING = 256
 # seconds after which a request does not wait for its grammar any more
 _COMPILE_TIMEOUT_S = 60.0
+
+# xgrammar lets such strings hold control characters, which JSON does not, and no escapes
+_STRING_LIMITS = re.compile(r'"(?:minLength|maxLength|pattern)":')
 
 
 def _make_xgrammar(vocabulary: Vocabulary, num_threads: int) -> GrammarBackend:
@@ -270,10 +274,13 @@ class _Compiler:
         if constraint.backend in BACKENDS:
             return [constraint.backend]
         names = ["xgrammar", "guidance"]
-        if constraint.kind is ConstraintKind.LARK:
-            # its own notation
+        if self._config.disable_fallback:
+            return names[1:] if constraint.kind is ConstraintKind.LARK else names[:1]
+        limits_strings = constraint.kind is ConstraintKind.JSON and _STRING_LIMITS.search(constraint.text)
+        if constraint.kind is ConstraintKind.LARK or limits_strings:
+            # llguidance's own notation, or what it does better
             names.reverse()
-        return names[:1] if self._config.disable_fallback else names
+        return names
 
     def _backend(self, name: str) -> GrammarBackend:
         vocabulary = self.vocabulary
