@@ -32,6 +32,7 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.admission import Admission
 from ascend_vllm.core.beam_group import BeamGroup
 from ascend_vllm.core.kv_cache_manager import KVCacheManager, NoFreeBlocksError
+from ascend_vllm.core.pooled import pooled_output
 from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
@@ -48,7 +49,6 @@ from ascend_vllm.types.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    PooledData,
     SchedulerStats,
 )
 from ascend_vllm.types.step import NO_TOKEN, PooledOutput, SchedulerOutput, StepOutput
@@ -517,16 +517,7 @@ class Scheduler:
                 continue
             request.transition(RequestStatus.FINISHED_STOPPED)
             self._forget(request)
-            outputs.append(
-                EngineCoreOutput(
-                    request.request_id,
-                    [],
-                    finish_reason=request.finish_reason,
-                    first_scheduled_time=request.first_scheduled_time,
-                    num_cached_tokens=request.num_cached_tokens,
-                    pooled=PooledData(one.data.shape, one.data.tobytes()),
-                )
-            )
+            outputs.append(pooled_output(request, one))
 
     def _advance(self, group: BeamGroup, outputs: list[EngineCoreOutput]) -> int:
         """Makes the step of a beam search all of whose rows have sampled; returns the tokens it grew by."""
