@@ -100,8 +100,10 @@ async def read_body(http: Request, model: type[B]) -> B:
     """
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
-        raise BodyError("Unsupported Media Type: Only 'application/json' is allowed")
-    value = decode_json(await http.body())
+        raise BodyError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
+    body = await http.body()
+    # null is no body
+    value = decode_json(b"" if body.strip() == b"null" else body)
     if not isinstance(value, dict):
         raise BodyError(
             "1 validation error:\n  {'type': 'model_attributes_type', 'loc': 'body', 'msg': 'Input should be a "

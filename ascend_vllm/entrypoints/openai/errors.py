@@ -25,7 +25,8 @@ logger = init_logger(__name__)
 _MAX_SHOWN_ERRORS = 10
 _MAX_INPUT_CHARACTERS = 200
 # what pydantic calls the members of a union in the place of a finding
-_UNION_MEMBER = re.compile(r"str|list\[.*\]|dict\[.*\]|constrained-\w+")
+_UNION_MEMBER = re.compile(r"str|(list|dict|literal)\[.*\]|constrained-\w+|[A-Z]\w+")
+_FIELD_IN_TEXT = re.compile(r"`(\w+)`")
 
 
 class BodyError(RequestError):
@@ -60,9 +61,10 @@ def validation_error(error: ValidationError, root: str = "body") -> RequestError
     """pydantic's findings as one sentence per finding, in today's vLLM's layout."""
     findings = error.errors(include_url=False)
     cause = findings[0].get("ctx", {}).get("error")
-    if len(findings) == 1 and isinstance(cause, RequestError):
-        # a model's own check that knows its field
-        return cause
+    if len(findings) == 1 and not findings[0]["loc"] and isinstance(cause, ValueError):
+        # a model's own check, whose text names the field
+        named = _FIELD_IN_TEXT.search(str(cause))
+        return cause if isinstance(cause, RequestError) else RequestError(str(cause), named[1] if named else None)
     lines = [
         {
             "type": finding["type"],

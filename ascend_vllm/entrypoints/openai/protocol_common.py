@@ -170,7 +170,7 @@ class GenerationRequest(ApiRequest):
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("Stream options can only be defined when `stream=True`.")
+            raise RequestError("Stream options can only be defined when `stream=True`.", "stream_options")
         return self
 
     @model_validator(mode="after")

@@ -78,10 +78,10 @@ class ServingChat(ServingBase):
         requested = request.effective_max_tokens
         limit = self.settings.max_model_len
         if requested is not None and requested > limit:
+            name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
             raise RequestError(
-                f"max_tokens={requested} cannot be greater than max_model_len={limit}. Please request fewer output "
-                "tokens.",
-                param="max_tokens",
+                f"{name}={requested} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
+                param=name,
             )
         if requested is None:
             # the model's own default (max_new_tokens of generation_config.json), as far as it fits
