@@ -80,7 +80,8 @@ class ServingChat(ServingBase):
         if requested is not None and requested > limit:
             name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
             raise RequestError(
-                f"{name}={requested} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
+                f"{name}={requested} cannot be greater than max_model_len={limit}. Please request fewer output "
+                "tokens.",
                 param=name,
             )
         if requested is None:
