@@ -199,8 +199,10 @@ def test_log_probabilities(client: openai.OpenAI, http: httpx.Client) -> None:
 
 
 def test_the_events_of_a_stream(client: openai.OpenAI, http: httpx.Client) -> None:
-    whole = client.responses.create(**BASE, input="Hello!")
-    answer = http.post("/v1/responses", json=BASE | {"input": "Hello!", "stream": True})
+    # a client that is slower than the model gets several tokens at once
+    long = BASE | {"max_output_tokens": 400, "input": "Hello!"}
+    whole = client.responses.create(**long)
+    answer = http.post("/v1/responses", json=long | {"stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = events_of(answer.text)
     names = [name for name, _ in events]
