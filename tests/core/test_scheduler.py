@@ -195,12 +195,17 @@ def test_prompt_tokens_count_once_however_often_computed() -> None:
     for index in range(12):
         core.add_request(make_request(f"r{index}", 6, max_tokens=20))
     prompt_tokens = generated = 0
+    preemptions: dict[str, int] = {}
     while core.has_unfinished():
-        stats = core.step().stats
+        outputs = core.step()
+        stats = outputs.stats
         assert stats is not None
         prompt_tokens += stats.num_prompt_tokens
         generated += stats.num_generation_tokens
+        preemptions |= {output.request_id: output.num_preemptions for output in outputs.outputs}
     assert core.stats()["num_preemptions"] > 0
+    # each output tells its own sequence's
+    assert sum(preemptions.values()) == core.stats()["num_preemptions"]
     assert (prompt_tokens, generated) == (12 * 6, 12 * 20)
 
 

@@ -266,6 +266,47 @@ def test_tools_that_are_not_called(client: anthropic.Anthropic, http: httpx.Clie
         assert message.content[0].text == chat_text(http, MESSAGES)
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"q": {"type": "boolean"}},
+    "required": ["q"],
+    "additionalProperties": False,
+}
+
+
+def test_tools_that_must_be_called(client: anthropic.Anthropic, http: httpx.Client) -> None:
+    """A model with random weights may go on with white space; what it has to begin with is a call all the same."""
+    function = {"type": "function", "function": {"name": "find"}}
+    choices: list[tuple[dict[str, Any], Any]] = [
+        ({"type": "any"}, "required"),
+        ({"type": "tool", "name": "find"}, function),
+    ]
+    for choice, chat_choice in choices:
+        tool = {"name": "find", "input_schema": SCHEMA}
+        with client.messages.stream(**ASKED, tools=[tool], tool_choice=choice) as stream:  # type: ignore[list-item, arg-type]
+            pieces = "".join(event.partial_json for event in stream if event.type == "input_json")
+        whole = client.messages.create(**ASKED, tools=[tool], tool_choice=choice)  # type: ignore[call-overload]
+        chat_tool = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+        body = BASE | {"tools": [chat_tool], "tool_choice": chat_choice}
+        answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        (block,) = whole.content
+        assert (block.type, block.name) == ("tool_use", "find")
+        assert block.input == {"INVALID_JSON": call["function"]["arguments"]}
+        assert pieces == call["function"]["arguments"]
+        assert whole.stop_reason == "max_tokens"
+
+
+def test_an_answer_of_a_form(client: anthropic.Anthropic, http: httpx.Client) -> None:
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = client.messages.create(**ASKED, output_config=form)
+    text = message.content[0].text  # type: ignore[union-attr]
+    assert text == chat_text(
+        http, MESSAGES, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    )
+    assert text.lstrip().startswith("{")
+
+
 # ---- what a tiny model would not write -----------------------------------------------------------------------
 
 
