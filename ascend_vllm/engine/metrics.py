@@ -241,13 +241,6 @@ class EngineMetrics(Collector):
             [(("capacity",), _num_pending(stats)), (("deferred",), 0)],
             ["reason"],
         )
-        yield self._family(
-            GaugeMetricFamily,
-            "engine_sleep_state",
-            "1 for the state that the engine is in; it is always awake.",
-            [(("awake",), 1), (("weights_offloaded",), 0), (("discard_all",), 0)],
-            ["sleep_state"],
-        )
 
     def _cache_config_info(self) -> Metric:
         cache = self._config.cache
