@@ -43,6 +43,7 @@ class CompletionOutput:
         logprobs: one entry per token of token_ids; None unless asked for.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
+        lora_request: None, there are no adapters.
     """
 
     index: int
@@ -52,6 +53,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: Any = None
 
     def finished(self) -> bool:
         """Whether the sequence has ended."""
@@ -60,18 +62,22 @@ class CompletionOutput:
 
 @dataclasses.dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds of time.monotonic()."""
+    """Times of a request, in seconds of time.monotonic(); None: not yet, or not measured.
+
+    Attributes:
+        time_in_queue: seconds from arrival to first being scheduled.
+        scheduler_time, model_forward_time, model_execute_time: 0.6.3's, which nobody measures: None.
+    """
 
     arrival_time: float
+    last_token_time: float | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    last_token_time: float | None = None
+    time_in_queue: float | None = None
     finished_time: float | None = None
-
-    @property
-    def time_in_queue(self) -> float | None:
-        """Seconds from arrival to first being scheduled."""
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+    scheduler_time: float | None = None
+    model_forward_time: float | None = None
+    model_execute_time: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,7 +92,8 @@ class RequestOutput:
             RequestOutputKind.DELTA only the first output has them.
         outputs: the sequences; with RequestOutputKind.DELTA only those that got something new.
         finished: whether all sequences have ended.
-        metrics: times, when statistics are on.
+        metrics: times.
+        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None, their features are missing.
         num_cached_tokens: prompt tokens found in the prefix cache.
         pooled: of a pooling request, what `PoolingRequestOutput` carries; float32.
     """
@@ -98,7 +105,11 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    lora_request: Any = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
     pooled: npt.NDArray[np.float32] | None = None
 
 

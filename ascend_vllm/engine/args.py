@@ -242,6 +242,10 @@ class EngineArgs(
         )
 
 
+# vLLM's name for what asynchronous engines are made of
+AsyncEngineArgs = EngineArgs
+
+
 def _as_length(value: int | str | None) -> int | None:
     """Python callers may write "4k" where the command line's parser has made a number of it."""
     if not isinstance(value, str):

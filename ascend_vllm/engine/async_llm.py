@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.engine import EngineConfig, ParallelConfig
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.core_client import AsyncCoreClient
-from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType
+from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.engine.pooling_state import pooling_output
@@ -145,9 +147,12 @@ class AsyncLLM:
         prompt: PromptType,
         sampling_params: SamplingParams,
         request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: Any = None,
+        priority: int = 0,
+        *,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generates; yields outputs as `sampling_params.output_kind` says, the last one with `finished` set.
 
@@ -157,15 +162,18 @@ class AsyncLLM:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: how to sample.
             request_id: must not be in use.
+            lora_request, prompt_adapter_request: not supported in this version.
+            trace_headers: W3C headers of the caller's trace, which the request's own becomes a part of.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
-            trace_headers: W3C headers of the caller's trace, which the request's own becomes a part of.
 
         Raises:
             RequestError: the request is wrong; nothing was queued.
             EngineBusyError: too many requests wait.
             EngineDeadError: the engine is gone.
         """
+
+        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
 
         async def process() -> ProcessedRequest:
             request = await self._input.process_async(
@@ -368,6 +376,38 @@ class AsyncLLM:
         if self._client.error is not None:
             raise EngineDeadError(str(self._client.error))
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no request can be served any more."""
+        return self.errored
+
+    async def get_model_config(self) -> ModelConfig:
+        """The model's section of the configuration."""
+        return self.config.model
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's section of the configuration."""
+        return self.config.scheduler
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        """What of the configuration is about several devices."""
+        return self.config.parallel
+
+    async def get_tokenizer(self, lora_request: Any = None) -> Any:
+        """The model's transformers tokenizer.
+
+        Raises:
+            RequestError: there is none (--skip-tokenizer-init), or an adapter's is asked for.
+        """
+        refuse_adapters(lora_request=lora_request)
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine runs with --skip-tokenizer-init")
+        return self.tokenizer.hf
+
+    async def do_log_stats(self) -> None:
+        """Logs the line of statistics, if it is due."""
+        self._metrics.log_if_due()
+
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
         return self._input.default_sampling_params()
@@ -501,3 +541,7 @@ class AsyncLLM:
             while not self.errored:
                 self._metrics.log_if_due()
                 await asyncio.sleep(LOG_INTERVAL_S)
+
+
+# its name of old
+AsyncLLMEngine = AsyncLLM

@@ -430,6 +430,17 @@ class InputProcessor:
             )
 
 
+def refuse_adapters(**fields: Any) -> None:
+    """Refuses arguments whose feature is missing, given by their names.
+
+    Raises:
+        RequestError: one of them is set.
+    """
+    for name, value in fields.items():
+        if value is not None:
+            raise RequestError(f"{name} is not supported in this version.", name)
+
+
 def derive_seed(seed: int | None, index: int) -> int | None:
     """Seed of a request's sequence: its own for the first, unrelated ones for the others.
 

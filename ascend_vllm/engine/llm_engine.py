@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.engine import EngineConfig, ParallelConfig
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.inproc_client import InprocCoreClient
-from ascend_vllm.engine.input_processor import InputProcessor, PromptType
+from ascend_vllm.engine.input_processor import InputProcessor, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import EngineMetrics
+from ascend_vllm.engine.metrics_reader import Metric, read_metrics
 from ascend_vllm.engine.output_processor import OutputProcessor
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
+from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
@@ -85,7 +90,11 @@ class LLMEngine:
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: Any = None,
         priority: int = 0,
+        *,
         cache_salt: str | None = None,
     ) -> None:
         """Queues a request.
@@ -95,17 +104,21 @@ class LLMEngine:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             params: how to sample; on a pooling model, what to make of the prompt.
             arrival_time: seconds of time.monotonic(); None: now.
+            lora_request, prompt_adapter_request: not supported in this version.
+            trace_headers: W3C headers of the caller's trace, which the request's own becomes a part of.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
             RequestError: the request is wrong; nothing was queued.
         """
+        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         salt = cache_salt
         if isinstance(params, PoolingParams):
             request = self._input.process_pooling(request_id, prompt, params, priority, arrival_time, cache_salt=salt)
         else:
             request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=salt)
+        request.trace_headers = trace_headers
         self._output.add(request)
         for core_request in request.core_requests:
             self._client.add_request(core_request)
@@ -141,6 +154,131 @@ class LLMEngine:
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
         return self._input.default_sampling_params()
+
+    def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer.
+
+        Raises:
+            RequestError: there is none (skip_tokenizer_init).
+        """
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        return self.tokenizer.hf
+
+    def get_model_config(self) -> ModelConfig:
+        """The model's section of the configuration."""
+        return self.config.model
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's section of the configuration."""
+        return self.config.scheduler
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """What of the configuration is about several devices."""
+        return self.config.parallel
+
+    def check_health(self) -> None:
+        """Returns if the engine can take a step.
+
+        Raises:
+            EngineDeadError: the worker is gone.
+        """
+        self._client.call_utility("check_health")
+
+    def do_log_stats(self) -> None:
+        """Logs the line of statistics, if it is due."""
+        self.metrics.log_if_due()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics as they are now.
+
+        Raises:
+            RuntimeError: statistics are off.
+        """
+        if not self.config.observability.log_stats:
+            raise RuntimeError("Stat logging disabled: there are metrics only with disable_log_stats=False.")
+        return read_metrics(self.metrics.registry)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; requests that run keep their blocks. Whether it has been done."""
+        return bool(self._client.call_utility("reset_prefix_cache"))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives memory back until `wake_up`; needs enable_sleep_mode=True.
+
+        Args:
+            level: 0: none, no step is made any more; 1: that of the KV cache; 2: that of the weights, too, which are
+                read again later.
+            mode: what becomes of requests: "abort" ends them, "keep" has them computed again afterwards. Nobody else
+                makes steps, so there is nothing to "wait" for.
+
+        Raises:
+            RequestError: there is no such level or mode, or the engine may not sleep.
+        """
+        if mode not in ("abort", "keep"):
+            raise RequestError(f"mode must be 'abort' or 'keep', got {mode!r}", "mode")
+        self._client.call_utility("check_sleep", level)
+        if mode == "abort":
+            self.abort_request(self._output.request_ids())
+        self._client.call_utility("sleep", level)
+        self.metrics.set_sleep_level(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes memory again; once all of it is there, requests can be served.
+
+        Args:
+            tags: "weights", "kv_cache"; None: both.
+
+        Raises:
+            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
+            ConfigError: the memory is not there.
+            ModelLoadError: the weights are not there any more.
+        """
+        self._client.call_utility("wake_up", tags)
+        if not self.is_sleeping():
+            self.metrics.set_sleep_level(0)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory of the engine is given back."""
+        return bool(self._client.call_utility("state")["is_sleeping"])
+
+    def is_paused(self) -> bool:
+        """Whether no step is made until `wake_up`."""
+        return bool(self._client.call_utility("state")["is_paused"])
+
+    def start_profile(self) -> None:
+        """Begins a trace of the worker in VLLM_TORCH_PROFILER_DIR.
+
+        Raises:
+            RequestError: it is not set.
+        """
+        self._client.call_utility("profile", True)
+
+    def stop_profile(self) -> None:
+        """Ends the trace and writes its file.
+
+        Raises:
+            RequestError: VLLM_TORCH_PROFILER_DIR is not set.
+        """
+        self._client.call_utility("profile", False)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker, or a function with each worker in front of the arguments.
+
+        Returns:
+            What each worker returned.
+
+        Raises:
+            RequestError: workers have no such method.
+            TimeoutError: it takes longer than `timeout` seconds.
+        """
+        return list(self._client.call_utility("collective_rpc", method, timeout, args, kwargs))
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Calls a method of the engine core, for example "audit".

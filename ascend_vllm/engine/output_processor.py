@@ -215,8 +215,8 @@ class _RequestState:
             outputs,
             finished,
             self.metrics,
-            self.num_cached_tokens,
-            self._pooled(),
+            num_cached_tokens=self.num_cached_tokens,
+            pooled=self._pooled(),
         )
 
     def _is_due(self, sequence: AnySequence) -> bool:
@@ -511,6 +511,7 @@ def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCo
     if output.first_scheduled_time is not None:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = output.first_scheduled_time
+            metrics.time_in_queue = output.first_scheduled_time - metrics.arrival_time
         # the other sequences of a request share the first one's prompt, which counts once
         if sequence is state.sequences[0]:
             state.num_cached_tokens = output.num_cached_tokens

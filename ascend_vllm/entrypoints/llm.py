@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
+from ascend_vllm.engine.input_processor import PromptType, TokensPrompt, refuse_adapters
 from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.engine.metrics_reader import Metric
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template, render_chat
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.llm_inputs import Prompts, collect_prompts
 from ascend_vllm.entrypoints.llm_pooling import PoolingCalls, PoolingParamsOfCall
 from ascend_vllm.entrypoints.llm_progress import Progress, UseTqdm
 from ascend_vllm.errors import RequestError
@@ -40,7 +42,6 @@ from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, Sam
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
-PoolingPrompts = PromptType | list[int] | Sequence[PromptType | list[int]]
 
 
 class LLM:
@@ -132,6 +133,8 @@ class LLM:
             args = args.with_model_directory(ensure_demo_model())
         self._chat_template = load_chat_template(chat_template)
         self._request_ids = itertools.count()
+        # outputs of `enqueue`d requests that another call's steps brought to their ends
+        self._done: dict[str, RequestOutput] = {}
         self.llm_engine = LLMEngine.from_engine_args(args)
         # The engine goes with this object: the next one needs the memory.
         self._finalizer = weakref.finalize(self, self.llm_engine.shutdown)
@@ -164,17 +167,14 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
         """
-        _refuse(
+        refuse_adapters(
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             guided_options_request=guided_options_request,
         )
-        parsed = _collect_prompts(prompts, prompt_token_ids)
+        parsed = collect_prompts(prompts, prompt_token_ids)
         params = self._collect_params(sampling_params, len(parsed))
-        priorities = [0] * len(parsed) if priority is None else list(priority)
-        if len(priorities) != len(parsed):
-            raise RequestError("The lengths of prompts and priority must be the same.", "priority")
-        return self._run(parsed, params, priorities, use_tqdm)
+        return self._add_and_run(parsed, params, use_tqdm, priority)
 
     def chat(
         self,
@@ -259,7 +259,7 @@ class LLM:
 
     def encode(
         self,
-        prompts: PoolingPrompts | None = None,
+        prompts: Prompts | None = None,
         pooling_params: PoolingParamsOfCall = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: UseTqdm = True,
@@ -291,33 +291,33 @@ class LLM:
             (output,) = llm.encode("Hello")
             print(output.outputs.data.shape)
         """
-        _refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
-        parsed = _collect_pooling_prompts(prompts, prompt_token_ids)
+        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        parsed = collect_prompts(prompts, prompt_token_ids)
         return self._pooling.encode(parsed, pooling_params, use_tqdm, pooling_task)
 
     def embed(
         self,
-        prompts: PoolingPrompts,
+        prompts: Prompts,
         *,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParamsOfCall = None,
         lora_request: Any = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, a list of floats; arguments and errors are those of `encode`."""
-        _refuse(lora_request=lora_request)
-        return self._pooling.embed(_collect_pooling_prompts(prompts), pooling_params, use_tqdm)
+        refuse_adapters(lora_request=lora_request)
+        return self._pooling.embed(collect_prompts(prompts), pooling_params, use_tqdm)
 
     def classify(
         self,
-        prompts: PoolingPrompts,
+        prompts: Prompts,
         *,
         pooling_params: PoolingParamsOfCall = None,
         use_tqdm: UseTqdm = True,
         lora_request: Any = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of each prompt's labels; arguments and errors are those of `encode`."""
-        _refuse(lora_request=lora_request)
-        return self._pooling.classify(_collect_pooling_prompts(prompts), pooling_params, use_tqdm)
+        refuse_adapters(lora_request=lora_request)
+        return self._pooling.classify(collect_prompts(prompts), pooling_params, use_tqdm)
 
     def score(
         self,
@@ -345,7 +345,7 @@ class LLM:
             ValueError: this is a generation model, or one of several labels.
             RequestError: the texts do not pair up, or one of them is wrong (also a ValueError).
         """
-        _refuse(lora_request=lora_request)
+        refuse_adapters(lora_request=lora_request)
         return self._pooling.score(data_1, data_2, pooling_params, use_tqdm)
 
     def beam_search(
@@ -376,32 +376,99 @@ class LLM:
         parsed = [TokensPrompt(prompt_token_ids=prompt) if isinstance(prompt, list) else prompt for prompt in given]
         # texts of whole sequences are made here, once they are known
         one = params.to_sampling_params().clone(detokenize=False)
-        outputs = self._run(parsed, [one] * len(parsed), [0] * len(parsed), use_tqdm)
+        outputs = self._add_and_run(parsed, [one] * len(parsed), use_tqdm)
         return [self._make_beam_search_output(output) for output in outputs]
 
+    def enqueue(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[str]:
+        """Queues prompts for `wait_for_completion`, which runs them; the arguments are those of `generate`.
+
+        Returns:
+            Ids of the requests, in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong; none of them has been queued.
+        """
+        del use_tqdm  # nothing takes time here
+        refuse_adapters(lora_request=lora_request)
+        parsed = collect_prompts(prompts)
+        return self._add(parsed, self._collect_params(sampling_params, len(parsed)), priority)
+
+    def wait_for_completion(
+        self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: UseTqdm = True
+    ) -> list[Any]:
+        """Runs what `enqueue` queued, and returns the outputs in the order of their requests.
+
+        Args:
+            output_type: class, or classes, that all outputs must have; None: any.
+            use_tqdm: show a progress bar, or a callable that makes one.
+
+        Raises:
+            TypeError: an output is of another class.
+        """
+        outputs = self._run_engine(self.llm_engine.get_num_unfinished_requests(), use_tqdm)
+        self._done.clear()
+        wrong = [output for output in outputs.values() if output_type and not isinstance(output, output_type)]
+        if wrong:
+            raise TypeError(f"an output is of type {type(wrong[0]).__name__}, not {output_type}")
+        return [outputs[request_id] for request_id in sorted(outputs, key=int)]
+
     def reset_prefix_cache(self) -> bool:
-        """Forgets the prefixes that --enable-prefix-caching keeps, for example after the weights have changed.
+        """Forgets the prefixes that enable_prefix_caching keeps, for example after the weights have changed.
 
         Returns:
             Whether it has been done.
         """
-        return bool(self.llm_engine.call_utility("reset_prefix_cache"))
+        return self.llm_engine.reset_prefix_cache()
 
-    def start_profile(self) -> NoReturn:
-        """Not supported in this version.
+    def start_profile(self) -> None:
+        """Begins a trace of what is computed; see `LLMEngine.start_profile`."""
+        self.llm_engine.start_profile()
 
-        Raises:
-            NotImplementedError: always.
+    def stop_profile(self) -> None:
+        """Ends the trace and writes its file into VLLM_TORCH_PROFILER_DIR."""
+        self.llm_engine.stop_profile()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives memory back until `wake_up`; see `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Ends `sleep`; see `LLMEngine.wake_up`."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory of the engine is given back."""
+        return self.llm_engine.is_sleeping()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker; see `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Calls a function with each worker's model, a tree of `ascend_vllm.layers.base.Layer`.
+
+        Example::
+
+            llm.apply_model(lambda model: type(model).__name__)  # ["Qwen2ForCausalLM"]
         """
-        raise NotImplementedError("LLM.start_profile() is not supported in this version.")
+        return self.llm_engine.collective_rpc(lambda worker: func(worker.get_model()))
 
-    def stop_profile(self) -> NoReturn:
-        """Not supported in this version.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("LLM.stop_profile() is not supported in this version.")
+    def get_metrics(self) -> list[Metric]:
+        """All metrics as they are now; see `LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
 
     def shutdown(self) -> None:
         """Frees the model and the KV cache now; deleting the object does the same."""
@@ -413,10 +480,11 @@ class LLM:
             raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
         return tokenizer
 
-    def _check_beams(self, params: Sequence[SamplingParams]) -> None:
+    def _check_beams(self, params: Sequence[SamplingParams | PoolingParams]) -> None:
         """Refuses searches that could never run, before anything does."""
         limit = self.llm_engine.config.scheduler.max_num_seqs
-        widest = max((one.num_sequences for one in params if one.use_beam_search), default=0)
+        searches = (one for one in params if isinstance(one, SamplingParams) and one.use_beam_search)
+        widest = max((one.num_sequences for one in searches), default=0)
         if widest > limit:
             raise RequestError(f"beams of a search must be at most {limit} (--max-num-seqs), got {widest}", "best_of")
 
@@ -444,16 +512,6 @@ class LLM:
         """What pools prompts; made when asked for: a lasting one would keep this object, and the engine, alive."""
         return PoolingCalls(self.llm_engine, self._add_and_run)
 
-    def _run(
-        self,
-        prompts: Sequence[PromptType],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-        use_tqdm: UseTqdm,
-    ) -> list[RequestOutput]:
-        self._check_beams(params)
-        return self._add_and_run(prompts, params, use_tqdm, priorities)
-
     def _add_and_run(
         self,
         prompts: Sequence[PromptType],
@@ -461,21 +519,41 @@ class LLM:
         use_tqdm: UseTqdm,
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        request_ids = self._add(prompts, params, priorities)
+        try:
+            self._done |= self._run_engine(len(prompts), use_tqdm)
+        except BaseException:  # Ctrl-C: leave nothing behind for the next call
+            self.llm_engine.abort_request(request_ids)
+            raise
+        return [self._done.pop(request_id) for request_id in request_ids]
+
+    def _add(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams],
+        priorities: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queues requests, all or none; their ids."""
+        if self.llm_engine.is_paused():
+            raise RequestError("The engine sleeps: call wake_up() first.")
+        priorities = [0] * len(prompts) if priorities is None else priorities
+        if len(priorities) != len(prompts):
+            raise RequestError("The lengths of prompts and priority must be the same.", "priority")
+        self._check_beams(params)
         request_ids: list[str] = []
         try:
-            for prompt, one, priority in zip(prompts, params, priorities or [0] * len(prompts), strict=True):
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
                 request_id = str(next(self._request_ids))
                 self.llm_engine.add_request(request_id, prompt, one, priority=priority)
                 request_ids.append(request_id)
-            outputs = self._run_engine(len(prompts), use_tqdm)
-        except BaseException:  # a wrong prompt, or Ctrl-C: leave nothing behind for the next call
+        except BaseException:
             self.llm_engine.abort_request(request_ids)
             raise
-        return [outputs[request_id] for request_id in request_ids]
+        return request_ids
 
     def _run_engine(self, count: int, use_tqdm: UseTqdm) -> dict[str, RequestOutput]:
-        """Steps until all requests are done; returns outputs by request id."""
-        outputs: dict[str, RequestOutput] = {}
+        """Steps until all requests are done; returns outputs by request id, with those that nobody has fetched."""
+        outputs = self._done.copy()
         progress = Progress(count, use_tqdm)
         try:
             while self.llm_engine.has_unfinished_requests():
@@ -487,47 +565,6 @@ class LLM:
         return outputs
 
 
-def _refuse(**fields: Any) -> None:
-    """Refuses arguments whose feature is missing."""
-    for name, value in fields.items():
-        if value is not None:
-            raise RequestError(f"{name} is not supported in this version.", name)
-
-
 def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
     """Whether this is one conversation and not a list of them."""
     return not messages or isinstance(messages[0], Mapping)
-
-
-def _collect_pooling_prompts(
-    prompts: PoolingPrompts | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
-) -> list[PromptType]:
-    """`_collect_prompts` with ids as prompts: of one prompt, or of some of a list."""
-    given: Any = prompts
-    if isinstance(given, list) and given and isinstance(given[0], int):
-        given = [given]
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        given = [TokensPrompt(prompt_token_ids=one) if isinstance(one, list) else one for one in given]
-    return _collect_prompts(given, prompt_token_ids)
-
-
-def _collect_prompts(
-    prompts: PromptType | Sequence[PromptType] | None,
-    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> list[PromptType]:
-    """The prompts of a call, of whatever form."""
-    texts: list[Any] | None = None
-    if prompts is not None:
-        texts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-    if prompt_token_ids is None:
-        if texts is None:
-            raise RequestError("Either prompts or prompt_token_ids must be provided.", "prompts")
-        return texts
-    ids: list[Any] = list(prompt_token_ids)
-    if ids and isinstance(ids[0], int):
-        ids = [ids]
-    if texts is None:
-        return [TokensPrompt(prompt_token_ids=one) for one in ids]
-    if len(texts) != len(ids):
-        raise RequestError("The lengths of prompts and prompt_token_ids must be the same.", "prompt_token_ids")
-    return [TokensPrompt(prompt=text, prompt_token_ids=one) for text, one in zip(texts, ids, strict=True)]

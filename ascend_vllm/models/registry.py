@@ -19,13 +19,48 @@ from ascend_vllm.models.blocks import CausalLM
 ENTRY_POINT_GROUP = "ascend_vllm.models"
 
 # architecture as config.json names it → "module:Class"; imported when asked for
-MODELS: dict[str, str] = {
+MODELS: dict[str, str | type[CausalLM]] = {
     "LlamaForCausalLM": "ascend_vllm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "ascend_vllm.models.mistral:MistralForCausalLM",
     "OPTForCausalLM": "ascend_vllm.models.opt:OPTForCausalLM",
     "Qwen2ForCausalLM": "ascend_vllm.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ascend_vllm.models.qwen3:Qwen3ForCausalLM",
 }
+
+
+class ModelRegistry:
+    """vLLM's way to add architectures from a program, for an engine in the same process (`LLM`).
+
+    Servers run the model in another process: packages add architectures to those by entry points.
+
+    Example::
+
+        ModelRegistry.register_model("MyForCausalLM", "my_package.model:MyForCausalLM")
+    """
+
+    @staticmethod
+    def get_supported_archs() -> list[str]:
+        """Names of all architectures, sorted."""
+        return supported_architectures()
+
+    @staticmethod
+    def register_model(model_arch: str, model_cls: type[CausalLM] | str) -> None:
+        """Adds an architecture, or takes the place of one.
+
+        Args:
+            model_arch: as config.json names it.
+            model_cls: its class, or "module:Class", which is imported when it is asked for.
+
+        Raises:
+            ValueError: the text is no "module:Class".
+            TypeError: it is neither such a text nor a class of models.
+        """
+        if isinstance(model_cls, str):
+            if len(model_cls.split(":")) != 2:
+                raise ValueError("Expected a string in the format `<module>:<class>`")
+        elif not (isinstance(model_cls, type) and issubclass(model_cls, CausalLM)):
+            raise TypeError(f"{model_cls!r} is no {CausalLM.__name__}")
+        MODELS[model_arch] = model_cls
 
 
 def _plugins() -> dict[str, str]:
@@ -58,6 +93,8 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
             f"architecture {architecture!r} of config.json is not supported; "
             f"supported are {', '.join(supported_architectures())}"
         )
+    if not isinstance(target, str):
+        return target
     module_name, _, class_name = target.partition(":")
     try:
         model_class = getattr(importlib.import_module(module_name), class_name)

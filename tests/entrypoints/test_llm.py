@@ -244,12 +244,6 @@ def test_priorities() -> None:
     llm.shutdown()
 
 
-@pytest.mark.parametrize("method", ["start_profile", "stop_profile"])
-def test_methods_of_later_versions(llm: LLM, method: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"LLM\.{method}\(\) is not supported"):
-        getattr(llm, method)()
-
-
 def test_encode_is_for_embedding_models(llm: LLM) -> None:
     with pytest.raises(ValueError, match=re.escape("LLM.encode() is only supported for embedding models (XModel).")):
         llm.encode("a")
