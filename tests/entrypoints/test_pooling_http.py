@@ -376,3 +376,21 @@ def test_a_file_of_requests(tmp_path: pathlib.Path) -> None:
     assert close([bodies["s"]["data"][0]["score"]], torch.ones(1))
     assert bodies["r"]["results"][0]["index"] == 1
     assert (lines[3]["response"]["status_code"], lines[3]["error"]) == (404, {"detail": "Not Found"})
+
+
+def test_invocations_lead_to_what_the_body_is_for(embedder: httpx.Client, scorer: httpx.Client) -> None:
+    for client, path, body in (
+        (embedder, "/v1/embeddings", {"input": "Hello"}),
+        (embedder, "/v1/embeddings", {"messages": [{"role": "user", "content": "Hello"}]}),
+        (embedder, "/rerank", {"query": "Hello", "documents": ["a", "b"]}),
+        (scorer, "/score", {"text_1": "Hello", "text_2": "Good bye"}),
+        (scorer, "/classify", {"input": "Hello"}),
+    ):
+        direct, through = client.post(path, json=body), client.post("/invocations", json=body)
+        assert (direct.status_code, through.status_code) == (200, 200), through.text
+        changing = ("id", "created")
+        assert {k: v for k, v in through.json().items() if k not in changing} == {
+            k: v for k, v in direct.json().items() if k not in changing
+        }
+    for body in ({}, []):
+        assert embedder.post("/invocations", json=body).status_code == 400
