@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
@@ -259,23 +260,52 @@ async def test_the_official_client_streams() -> None:
 # ---- a real server -------------------------------------------------------------------------------------------
 
 
+def add_end_of_thoughts(model: pathlib.Path) -> int:
+    """Make the last token of a model's vocabulary the one that ends thoughts; its id."""
+    path = model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    id_: int = vocabulary.pop(last)
+    tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if "".join(pair) != last]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"].append({"id": id_, "content": "</think>", **plain})
+    path.write_text(json.dumps(tokenizer))
+    return id_
+
+
 @pytest.fixture(scope="module")
-def tool_server(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def thinking_model(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The tiny model with a token that ends thoughts."""
+    directory = tmp_path_factory.mktemp("thinking") / "model"
+    shutil.copytree(tiny_dir, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def end_id(thinking_model: pathlib.Path) -> int:
+    """The id of that token."""
+    return add_end_of_thoughts(thinking_model)
+
+
+@pytest.fixture(scope="module")
+def tool_server(
+    thinking_model: pathlib.Path, end_id: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server with parsers and a template that knows tools."""
+    assert end_id
     template: pathlib.Path = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    flags += ["--chat-template", str(template), "--structured-outputs-config", '{"disable_any_whitespace": true}']
     with running(
-        OPENAI_SERVER,
-        ["--model", tiny_dir, "--served-model-name", "tiny", "--chat-template", str(template), *flags, *ENGINE_FLAGS],
+        OPENAI_SERVER, ["--model", str(thinking_model), "--served-model-name", "tiny", *flags, *ENGINE_FLAGS]
     ) as server:
         yield server
 
 
 NAMED = {"type": "function", "function": {"name": "find"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, 'tool_choice="required" is not available together with --reasoning-parser'),
-    ({"tool_choice": NAMED}, 'tool_choice=function "find" is not available together with --reasoning-parser'),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "does not match any of the specified"),
     ({"tool_choice": {"type": "function"}}, "Incorrectly formatted `tool_choice`."),
     ({"tool_choice": "sometimes"}, '`tool_choice` must be "none", "auto", "required" or a named tool.'),
@@ -290,7 +320,6 @@ def test_requests_on_a_server_with_parsers(tool_server: Server) -> None:
             response = http.post("/v1/chat/completions", json=BASE | fields)
             assert response.status_code == 400, response.text
             assert text in response.json()["error"]["message"]
-        assert http.post("/v1/chat/completions", json=BASE | REFUSED[0][0]).json()["error"]["param"] == "tool_choice"
         size = http.post("/tokenize", json={"prompt": "[find]Hello!"}).json()["count"]
     with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
         for choice in ("auto", "none"):
@@ -302,6 +331,44 @@ def test_requests_on_a_server_with_parsers(tool_server: Server) -> None:
             text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
             assert text == answer.choices[0].message.content
             assert pieces[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_constraints_hold_behind_the_thoughts(tool_server: Server, end_id: int) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["cat", "dog"]}, "count": {"enum": [1, 2]}},
+        "required": ["kind", "count"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": parameters}}}
+    thoughtless = {"logit_bias": {str(end_id): 100}}
+    base = BASE | {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "tools": [tool]}
+    with httpx.Client(base_url=tool_server.url, timeout=60) as http:
+        for fields in ({"tool_choice": NAMED}, {"tool_choice": "required"}, schema | {"tools": None}):
+            # thoughts without an end: nothing holds, and nothing else comes
+            (choice,) = http.post("/v1/chat/completions", json=base | fields).json()["choices"]
+            assert choice["finish_reason"] == "length"
+            assert choice["message"]["reasoning"]
+            assert (choice["message"]["content"] or "", choice["message"]["tool_calls"]) == ("", [])
+            # they end: what follows is kept to the schema
+            (choice,) = http.post("/v1/chat/completions", json=base | fields | thoughtless).json()["choices"]
+            message = choice["message"]
+            if fields.get("tools", True) is None:
+                text = message["content"]
+            else:
+                assert message["content"] == ""
+                text = message["tool_calls"][0]["function"]["arguments"]
+            value = json.loads(text)
+            assert value["kind"] in ("cat", "dog")
+            assert value["count"] in (1, 2)
+            # the same in pieces
+            asked = base | fields | thoughtless | {"stream": True}
+            response = http.post("/v1/chat/completions", json=asked)
+            events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line][:-1]
+            _, content, calls, reason = joined([json.loads(event)["choices"][0] for event in events])
+            assert reason == choice["finish_reason"]
+            assert (calls[0][1] if calls else content) == text
 
 
 def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.entrypoints.openai.tool_metrics import CountedToolParser, ToolCallCounts
 from ascend_vllm.entrypoints.parsers.reasoning import (
+    THOUGHTS_END,
     ReasoningParser,
+    begins_with_thoughts,
     check_reasoning_parser,
     make_reasoning_parser,
 )
@@ -83,11 +85,18 @@ class ChatParsers:
         named = f'tool_choice="{choice}"' if isinstance(choice, str) else f'tool_choice=function "{_name(choice)}"'
         if self.tool_parser is None:
             raise RequestError(f"{named} requires --tool-call-parser to be set", "tool_choice")
-        if self.reasoning is not None:
-            # the constraint would hold from the first token on, and leave no room for thoughts
-            raise RequestError(
-                f'{named} is not available together with --reasoning-parser; "auto" and "none" are.', "tool_choice"
-            )
+
+    def end_of_thoughts(self, prompt: str) -> str | None:
+        """What ends the thoughts that come before the text, and that a constraint on it leaves free; None: none do.
+
+        What a model writes that may think, and never ends to, is thoughts, as in vLLM.
+
+        Args:
+            prompt: what the output follows.
+        """
+        if self.reasoning is None or begins_with_thoughts(self.reasoning, prompt) is False:
+            return None
+        return THOUGHTS_END
 
     def tools_in_prompt(self, request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
         """The tools that the chat template is told of."""
@@ -106,7 +115,7 @@ class ChatParsers:
             request_type: label of the metric, see `ToolCallCounts`.
         """
         tools = self._make_tool_parser(request, request_type)
-        reasoning = make_reasoning_parser(self.reasoning, prompt) if self.reasoning else None
+        reasoning = self._make_reasoning_parser(request, prompt)
         if tools is None and reasoning is None:
             return None
         return ChoiceParser(
@@ -117,6 +126,14 @@ class ChatParsers:
             demanded=request.demanded_tools is not None,
             called_reason="stop" if isinstance(request.effective_tool_choice, dict) else "tool_calls",
         )
+
+    def _make_reasoning_parser(self, request: ChatCompletionRequest, prompt: str) -> ReasoningParser | None:
+        if self.reasoning is None:
+            return None
+        if request.has_free_thoughts:
+            # all that no constraint holds for is thoughts, whether they are opened or not
+            return ReasoningParser(thinking=True)
+        return make_reasoning_parser(self.reasoning, prompt)
 
     def _make_tool_parser(self, request: ChatCompletionRequest, request_type: str) -> ToolParser | None:
         choice, tools = request.effective_tool_choice, request.tools or ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, Usage
 from ascend_vllm.entrypoints.openai.structured_fields import checked_params
@@ -43,6 +43,7 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    _end_of_thoughts: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
@@ -97,6 +98,21 @@ class ChatCompletionRequest(GenerationRequest):
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
         """A call that is demanded decides over the output's form; else what the other fields say."""
+        params = self._constraint()
+        if params is not None:
+            params.begin_after = self._end_of_thoughts
+        return params
+
+    def allow_thoughts(self, end: str | None) -> None:
+        """Leave the text free up to the end of its thoughts; None: there are none."""
+        self._end_of_thoughts = end
+
+    @property
+    def has_free_thoughts(self) -> bool:
+        """Whether a constraint holds behind thoughts only."""
+        return self._end_of_thoughts is not None and self._constraint() is not None
+
+    def _constraint(self) -> StructuredOutputsParams | None:
         tools = self.demanded_tools
         if tools is None:
             return super().structured_outputs_params()

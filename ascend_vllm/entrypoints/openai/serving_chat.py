@@ -66,6 +66,7 @@ class ServingChat(ServingBase):
             template_kwargs=request.template_kwargs(),
             tools=self.settings.parsers.tools_in_prompt(request),
         )
+        request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
         token_ids = await self.encode_prompt(text, request.add_special_tokens, request.truncate_prompt_tokens)
         return Prompt(token_ids, text)
 

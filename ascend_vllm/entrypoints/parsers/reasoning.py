@@ -5,8 +5,8 @@ from __future__ import annotations
 from ascend_vllm.entrypoints.parsers.tools import held_back
 from ascend_vllm.errors import ConfigError
 
-_START = "<think>"
-_END = "</think>"
+THOUGHTS_START = "<think>"
+THOUGHTS_END = "</think>"
 
 
 class ReasoningParser:
@@ -35,21 +35,21 @@ class ReasoningParser:
             return "", ""
         if not self._thinking:
             return "", self._take(len(self._rest))
-        end = self._rest.find(_END)
+        end = self._rest.find(THOUGHTS_END)
         if end < 0:
-            return self._take(len(self._rest) - (0 if final else held_back(self._rest, (_END,)))), ""
+            return self._take(len(self._rest) - (0 if final else held_back(self._rest, (THOUGHTS_END,)))), ""
         thoughts = self._take(end)
-        self._take(len(_END))
+        self._take(len(THOUGHTS_END))
         self._thinking = False
         return thoughts, self._take(len(self._rest))
 
     def _skip_start(self, final: bool) -> bool:
         """Drop the opening tag at the beginning; False: more text is needed to know."""
         text = self._rest.lstrip()
-        if text.startswith(_START):
-            self._rest = text[len(_START) :]
+        if text.startswith(THOUGHTS_START):
+            self._rest = text[len(THOUGHTS_START) :]
             self._thinking = True
-        elif not final and _START.startswith(text):
+        elif not final and THOUGHTS_START.startswith(text):
             return False
         elif self._thinking is None:
             self._thinking = False
@@ -79,9 +79,17 @@ def make_reasoning_parser(name: str, prompt: str) -> ReasoningParser:
         name: of `REASONING_PARSERS`.
         prompt: the rendered prompt; a template may end it with the opening tag, or with empty thoughts.
     """
-    start, end = prompt.rfind(_START), prompt.rfind(_END)
-    if prompt.rstrip().endswith(_END):
-        thinking = False  # the template has written the thoughts: there are none
-    else:
-        thinking = REASONING_PARSERS[name] or (start > end and prompt.rstrip().endswith(_START))
-    return ReasoningParser(thinking)
+    return ReasoningParser(begins_with_thoughts(name, prompt) is True)
+
+
+def begins_with_thoughts(name: str, prompt: str) -> bool | None:
+    """Whether a text begins inside of thoughts; None: it may open them itself; False: it has none.
+
+    Args:
+        name: of `REASONING_PARSERS`.
+        prompt: which it follows.
+    """
+    start, end = prompt.rfind(THOUGHTS_START), prompt.rfind(THOUGHTS_END)
+    if prompt.rstrip().endswith(THOUGHTS_END):
+        return False  # the template has written the thoughts
+    return REASONING_PARSERS[name] or (start > end and prompt.rstrip().endswith(THOUGHTS_START)) or None

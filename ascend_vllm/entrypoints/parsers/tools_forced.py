@@ -40,9 +40,9 @@ class NamedToolParser(ToolParser):
         super().__init__(tools)
         self._name = name
 
-    def advance(self, text: str, final: bool) -> None:
+    def advance(self, text: str, final: bool) -> None:  # noqa: ARG002 - the end tells nothing new
         """See `ToolParser.advance`."""
-        if self.num_calls == 0 and (text or final):
+        if self.num_calls == 0 and text:
             self.open_call(self._name)
         self.add_arguments(text)
 
