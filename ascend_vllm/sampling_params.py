@@ -38,6 +38,7 @@ _NEUTRAL_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
+    "logits_processors": (None, []),
     "structured_outputs": (None,),
 }
 
@@ -84,6 +85,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         prompt_logprobs: the same for each prompt token.
         detokenize: return text as well as ids.
         skip_special_tokens: leave special tokens out of the text.
+        logits_processors: functions that change a row's logits, [V] float32, before anything else does: of
+            (output_ids, logits) or (prompt_ids, output_ids, logits), they return the logits. For `LLM` and
+            `LLMEngine`, whose model runs in the same process.
         include_stop_str_in_output: keep the stop string in the text.
         logit_bias: added to the logits of these ids, each within −100 … 100.
         allowed_token_ids: only these ids can be sampled.
@@ -129,6 +133,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    logits_processors: list[Any] | None = None
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -279,6 +284,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         for name in ("stop_token_ids", "allowed_token_ids"):
             if not all(type(token_id) is int for token_id in getattr(self, name) or ()):
                 raise TypeError(f"{name} must be a list of integers")
+        if not all(callable(function) for function in self.logits_processors or ()):
+            raise TypeError("logits_processors must be a list of functions")
         if not all(isinstance(word, str) for word in self.bad_words or ()):
             raise TypeError("bad_words must be a list of strings")
         if any(not word for word in self.bad_words or ()):

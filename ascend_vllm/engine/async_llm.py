@@ -174,6 +174,12 @@ class AsyncLLM:
         """
 
         refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        if sampling_params.logits_processors:
+            raise RequestError(
+                "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in "
+                "another process.",
+                "logits_processors",
+            )
 
         async def process() -> ProcessedRequest:
             request = await self._input.process_async(

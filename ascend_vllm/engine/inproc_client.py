@@ -52,7 +52,7 @@ class InprocCoreClient:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Ends requests early."""
-        if request_ids:
+        if request_ids and self._core is not None:
             self.core.abort_requests(request_ids)
 
     def has_unfinished(self) -> bool:
@@ -60,8 +60,17 @@ class InprocCoreClient:
         return self._core is not None and self._core.has_unfinished()
 
     def step(self) -> EngineCoreOutputs:
-        """Runs one step."""
-        return self.core.step()
+        """Runs one step. One that fails is the last: no step can follow it.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+            Exception: whatever the model, or a function of the user's, raised.
+        """
+        try:
+            return self.core.step()
+        except Exception:
+            self.shutdown()
+            raise
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Calls a method of the core by name."""

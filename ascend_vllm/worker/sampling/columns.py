@@ -6,11 +6,13 @@ Letters: M slots.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ascend_vllm.sampling_params import SAMPLING_EPS
 from ascend_vllm.types.step import NewRow
@@ -27,6 +29,7 @@ LOGPROBS = 32
 BAD_WORDS = 64
 # not of a row but of a step: it brings a mask for the row's next token
 CONSTRAINED = 128
+PROCESSORS = 256
 # what may leave a row no token at all
 MASKS = ALLOWED_IDS | MIN_TOKENS | BAD_WORDS | CONSTRAINED
 
@@ -62,6 +65,26 @@ class BadWordTable:
         """[E, width] prefixes."""
         missing = width - self.prefixes.shape[1]
         return np.pad(self.prefixes, ((0, 0), (missing, 0)), constant_values=ANY_TOKEN)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogitsProcessor:
+    """A function of the user's that changes a row's logits."""
+
+    function: Callable[..., torch.Tensor]
+    # it is given the prompt's ids, too
+    takes_prompt: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., torch.Tensor]) -> LogitsProcessor:
+        """From what a request has."""
+        return cls(function, len(inspect.signature(function).parameters) == 3)
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """The logits, [V], that the function makes of a row's."""
+        if self.takes_prompt:
+            return self.function(prompt_ids, output_ids, logits)
+        return self.function(output_ids, logits)
 
 
 class SamplingColumns:
@@ -102,6 +125,8 @@ class SamplingColumns:
         self.allowed_ids = RaggedTable(num_slots)
         # slot → sequences of ids that the output must not contain, of the rows that have some
         self.bad_words: dict[int, BadWordTable] = {}
+        # slot → the user's own functions, of the rows that have some
+        self.processors: dict[int, list[LogitsProcessor]] = {}
         self._tables = (self.stop_ids, self.logit_bias, self.allowed_ids)
         # all of the above but the tables
         self._columns: tuple[npt.NDArray[Any], ...] = (
@@ -136,6 +161,9 @@ class SamplingColumns:
         self.stop_ids.set(slot, stop_ids)
         self.logit_bias.set(slot, list(bias), list(bias.values()))
         self.allowed_ids.set(slot, self._known(params.allowed_token_ids or ()))
+        self.processors.pop(slot, None)
+        if params.logits_processors:
+            self.processors[slot] = [LogitsProcessor.of(function) for function in params.logits_processors]
         self.bad_words.pop(slot, None)
         if row.bad_words:
             self.bad_words[slot] = BadWordTable.of(row.bad_words)
@@ -145,6 +173,7 @@ class SamplingColumns:
         """Forgets a row that has left its slot."""
         self.features[slot] = 0
         self.bad_words.pop(slot, None)
+        self.processors.pop(slot, None)
         for table in self._tables:
             table.set(slot, ())
 
@@ -177,4 +206,5 @@ class SamplingColumns:
             | (MIN_TOKENS if has_stop_ids and params.min_tokens > 0 else 0)
             | (LOGPROBS if params.logprobs is not None else 0)
             | (BAD_WORDS if row.bad_words else 0)
+            | (PROCESSORS if params.logits_processors else 0)
         )

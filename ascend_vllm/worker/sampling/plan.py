@@ -19,7 +19,7 @@ Filters = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Index = tuple[torch.Tensor, torch.Tensor]
 Features = npt.NDArray[np.int32]
 
-_NEED_HISTORY = columns.PENALTIES | columns.BAD_WORDS
+_NEED_HISTORY = columns.PENALTIES | columns.BAD_WORDS | columns.PROCESSORS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ class SamplingPlan:
     bias: LogitBias | None = None
     penalties: Penalties | None = None
     bad_words: BadWords | None = None
-    # set if there are penalties or bad words
+    # rows that have functions of the user's, and those
+    processors: list[tuple[int, list[columns.LogitsProcessor]]] | None = None
+    # set if there are penalties, bad words or processors
     history: History | None = None
     # of one token only
     constraints: Constraints | None = None
@@ -167,6 +169,7 @@ class Planner:
             bias=self._bias(slots) if needed & columns.LOGIT_BIAS else None,
             penalties=self._penalties(slots) if needed & columns.PENALTIES else None,
             bad_words=self._bad_words(slots, features) if needed & columns.BAD_WORDS else None,
+            processors=self._processors(slots, features) if needed & columns.PROCESSORS else None,
             history=self._history(slots, num_steps) if needed & _NEED_HISTORY else None,
         )
 
@@ -231,6 +234,11 @@ class Planner:
             upload(np.concatenate([table.widened(width) for table in tables]), self._device),
             torch.arange(width, 0, -1, device=self._device),
         )
+
+    def _processors(self, slots: Int64Array, features: Features) -> list[tuple[int, list[columns.LogitsProcessor]]]:
+        # a turn for each row that has some: they are Python functions
+        rows = np.flatnonzero(features & columns.PROCESSORS).tolist()
+        return [(row, self._params.processors[int(slots[row])]) for row in rows]
 
     def _history(self, slots: Int64Array, num_steps: int) -> History:
         batch, device = self._batch, self._device

@@ -18,7 +18,7 @@ from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, sampl
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.columns import ANY_TOKEN, MASKS
+from ascend_vllm.worker.sampling.columns import ANY_TOKEN, MASKS, LogitsProcessor
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, filtered_logprobs, report
 from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 
@@ -116,8 +116,10 @@ class Sampler:
 
     def _edit(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
         """Masks, biases and penalties, on the rows that have them. Masks are exact in any dtype."""
-        if plan.bias is not None or plan.penalties is not None:
+        if plan.bias is not None or plan.penalties is not None or plan.processors is not None:
             logits = self._as_float(logits)
+        if plan.processors is not None and plan.history is not None:
+            _call_processors(logits, plan.processors, plan.history, num_tokens)
         if plan.constraints is not None:
             apply_token_bitmask(logits, plan.constraints.bitmask, plan.constraints.rows)
         if plan.allowed is not None:
@@ -161,6 +163,22 @@ class Sampler:
             filters = self._greedy_filters[num_rows] = (zeros, zeros.int(), zeros + 1, zeros, none, none)
         ids: torch.Tensor = sample_tokens(logits, *filters)
         return ids
+
+
+def _call_processors(
+    logits: torch.Tensor,
+    processors: list[tuple[int, list[LogitsProcessor]]],
+    history: History,
+    num_tokens: torch.Tensor,
+) -> None:
+    """Calls the users' own functions. They take lists of ids, so that the host waits for these, row by row."""
+    for row, functions in processors:
+        token_ids = history.token_ids[history.table_rows[row], : num_tokens[row]].tolist()
+        prompt_len = int(history.prompt_lens[row])
+        processed = logits[row]
+        for function in functions:
+            processed = function(token_ids[:prompt_len], token_ids[prompt_len:], processed)
+        logits[row] = processed
 
 
 def _ban_words(logits: torch.Tensor, words: BadWords, history: History, num_tokens: torch.Tensor) -> None:
