@@ -15,7 +15,7 @@ from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
-from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, RAW_LOGITS, Sampler
+from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
 
 
 class ModelRunner:
@@ -53,7 +53,11 @@ class ModelRunner:
         host_memory = device.type == "cpu" if host_memory is None else host_memory
         self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
         self._scorer = PromptScorer(
-            batch, model.compute_logits, device, tells_logits=logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
+            batch,
+            model.compute_logits,
+            device,
+            tells_logits=logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS),
+            processed=logprobs_mode in (PROCESSED_LOGPROBS, PROCESSED_LOGITS),
         )
         self._device = device
         self._multi_step = MultiStepDecoder(batch, self._sampler, self._logits, device, host_memory=host_memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,16 +86,31 @@ def test_they_are_those_of_transformers(name: str, mode: str) -> None:
         assert tokens[0] == tokens[1]
 
 
-def test_they_are_the_models_own_whatever_the_sampling_parameters() -> None:
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_what_sampling_parameters_do_to_them(mode: str) -> None:
+    """Nothing to the model's own ones; processed ones follow temperature and filters, but no penalty or bias."""
     directory = tiny_model("qwen3")
     prompt = make_prompt(30, seed=3)
-    sampling = {"temperature": 2.0, "top_k": 2, "repetition_penalty": 1.8, "logit_bias": {5: 50.0}, "seed": 1}
-    core = build(make_config(directory, logprobs_mode="processed_logprobs"))
+    sampling = {"temperature": 2.0, "top_k": 60, "repetition_penalty": 1.8, "logit_bias": {5: 50.0}, "seed": 1}
+    core = build(make_config(directory, logprobs_mode=mode))
     try:
-        found = run(core, [make_request("a", prompt, 3, **sampling)])
+        found = run(core, [make_request("a", prompt, 3, **sampling), make_request("greedy", prompt, 3)])
     finally:
         core.shutdown()
-    assert_those_of_transformers(directory, prompt, found["a"][0].prompt_logprobs, 3)
+    assert_those_of_transformers(directory, prompt, found["greedy"][0].prompt_logprobs, 3)
+    told = found["a"][0].prompt_logprobs
+    if mode == "raw_logprobs":
+        assert_those_of_transformers(directory, prompt, told, 3)
+        return
+    assert told is not None
+    logits = transformers_logits(directory, prompt)[:-1] / 2.0
+    logits[logits < logits.topk(60).values[:, -1:]] = -torch.inf
+    expected = logits.log_softmax(-1)
+    for entry, row, token in zip(told, expected, prompt[1:], strict=True):
+        assert entry.token_ids[0] == token
+        assert entry.token_ids[1:] == row.topk(3).indices.tolist()
+        np.testing.assert_allclose(entry.logprobs, row[entry.token_ids], atol=1e-4)
+        assert entry.rank == 1 + int((row > row[token]).sum())
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])

@@ -14,7 +14,7 @@ import torch
 
 from ascend_vllm.types.step import NewRow, PromptLogprobs, SchedulerOutput
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, upload
-from ascend_vllm.worker.sampling.logprobs import LogprobTensors, report
+from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
 
 # logits of so many tokens are held at a time: those of a whole prompt would need gigabytes
 _TOKENS_AT_ONCE = 256
@@ -63,14 +63,17 @@ class PromptReport:
 class PromptScorer:
     """Tells how likely the tokens of prompts are, each given those before it.
 
-    They are the model's own probabilities, whatever a row's sampling parameters are. A row's prompt may come in
-    pieces; nothing is left of a row's wish when its prompt has been computed, so that decoding costs nothing.
+    They are the model's own probabilities, whatever a row's sampling parameters are, unless `processed`. A row's
+    prompt may come in pieces; nothing is left of a row's wish when its prompt has been computed, so that decoding
+    costs nothing.
 
     Args:
         batch: the slots.
         compute_logits: [T, H] → [T, V].
         device: where it computes.
         tells_logits: the logits themselves are told in place of log-probabilities.
+        processed: they are told after the row's temperature, min_p, top-k and top-p, as vLLM 0.6.3 does it; no
+            penalty, bias or mask concerns a prompt.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class PromptScorer:
         device: torch.device,
         *,
         tells_logits: bool = False,
+        processed: bool = False,
     ) -> None:
         self._tells_logits = tells_logits
+        self._processed = processed
         self._batch = batch
         self._compute_logits = compute_logits
         self._device = device
@@ -131,10 +136,18 @@ class PromptScorer:
         for offset in range(0, len(hidden), _TOKENS_AT_ONCE):
             some = slice(offset, offset + _TOKENS_AT_ONCE)
             logprobs = self._compute_logits(hidden[some]).float()
+            if self._processed:
+                logprobs = filtered_logits(logprobs, *self._filters(slot))
             if not self._tells_logits:
                 logprobs = torch.log_softmax(logprobs, dim=-1)
             parts.append(report(logprobs, token_ids[some], min(num_logprobs, logprobs.shape[-1])))
         return parts
+
+    def _filters(self, slot: int) -> tuple[torch.Tensor, ...]:
+        """[1] each: temperature, top_k, top_p, min_p of a row."""
+        params = self._batch.sampling
+        columns = (params.temperature, params.top_k, params.top_p, params.min_p)
+        return tuple(upload(column[slot : slot + 1], self._device) for column in columns)
 
     def _enter(self, row: NewRow) -> None:
         num_logprobs = row.sampling_params.prompt_logprobs
