@@ -31,6 +31,7 @@ from ascend_vllm.entrypoints.openai.streaming import (
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from ascend_vllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
@@ -65,6 +66,8 @@ def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
             raise RequestError(
                 f"Unknown field `{name}`: /generate takes `prompt`, `stream` and sampling parameters.", name
             )
+    for name in ("structured_outputs", "guided_decoding"):
+        _check_constraint(name, fields.get(name))
     try:
         # checks the types; the constructor then checks the ranges
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
@@ -73,6 +76,20 @@ def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
     check_num_sequences(params.num_sequences)
     params.output_kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
     return params
+
+
+def _check_constraint(name: str, value: Any) -> None:
+    """Refuse a misspelled constraint, which would hold for nothing."""
+    if not isinstance(value, dict):
+        return
+    known = {field.name for field in msgspec.structs.fields(StructuredOutputsParams)}
+    unknown = sorted(value.keys() - known)
+    if unknown:
+        raise RequestError(f"`{name}` has unknown fields {unknown}; it may hold {sorted(known)}.", name)
+    if not any(value.get(constraint) for constraint in CONSTRAINTS):
+        raise RequestError(
+            f"You must use one kind of structured outputs constraint but none are specified: {value}", name
+        )
 
 
 def _texts(prompt: str, output: RequestOutput) -> dict[str, list[str]]:

@@ -23,6 +23,7 @@ from ascend_vllm.engine.metrics_reader import Metric
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template, render_chat
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.guided_options import with_guided_options
 from ascend_vllm.entrypoints.llm_inputs import Prompts, collect_prompts
 from ascend_vllm.entrypoints.llm_pooling import PoolingCalls, PoolingParamsOfCall
 from ascend_vllm.entrypoints.llm_progress import Progress, UseTqdm
@@ -157,7 +158,9 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: the model's defaults.
             prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
             use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, prompt_adapter_request, guided_options_request: not supported in this version.
+            lora_request, prompt_adapter_request: not supported in this version.
+            guided_options_request: what all outputs must look like, see `with_guided_options`; sampling_params with
+                `structured_outputs` of their own are the other way to say it.
             priority: one for each prompt, lower is served first; other than 0 only under
                 scheduling_policy="priority".
 
@@ -167,13 +170,9 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
         """
-        refuse_adapters(
-            lora_request=lora_request,
-            prompt_adapter_request=prompt_adapter_request,
-            guided_options_request=guided_options_request,
-        )
+        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         parsed = collect_prompts(prompts, prompt_token_ids)
-        params = self._collect_params(sampling_params, len(parsed))
+        params = with_guided_options(self._collect_params(sampling_params, len(parsed)), guided_options_request)
         return self._add_and_run(parsed, params, use_tqdm, priority)
 
     def chat(

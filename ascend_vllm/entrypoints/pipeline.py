@@ -31,6 +31,7 @@ from ascend_vllm.engine.input_processor import TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.guided_options import from_response_format
 from ascend_vllm.entrypoints.pipeline_config import (
     EngineSettings,
     GenerationConfig,
@@ -341,11 +342,14 @@ class Pipeline:
                 # nothing added to minus infinity makes a token possible again
                 logit_bias=dict.fromkeys(bad_ids, -math.inf) or None,
                 logprobs=config.logprobs,
+                structured_outputs=from_response_format(config.response_format),
                 skip_special_tokens=config.skip_special_tokens,
                 spaces_between_special_tokens=config.spaces_between_special_tokens,
                 include_stop_str_in_output=config.include_stop_str_in_output,
                 output_kind=kind,
             )
+        except RequestError:
+            raise
         except (TypeError, ValueError) as error:
             raise RequestError(f"gen_config: {error}", "gen_config") from error
 

@@ -53,6 +53,14 @@ def test_several_sequences(plain: httpx.Client) -> None:
     assert frames(plain, **fields)[-1]["text"] == texts
 
 
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_structured_outputs(plain: httpx.Client, name: str) -> None:
+    fields = {name: {"choice": ["left", "right"]}}
+    (text,) = plain.post("/generate", json=BASE | fields).json()["text"]
+    assert text.removeprefix(BASE["prompt"]) in ("left", "right")
+    assert frames(plain, **fields)[-1]["text"] == [text]
+
+
 def test_the_documented_beam_search(plain: httpx.Client) -> None:
     body = (
         b'{"prompt":"hello","max_tokens":100,"top_p":1,"temperature":0,"ignore_eos":false,"top_k":-1,'
@@ -127,6 +135,11 @@ def test_bad_requests(plain: httpx.Client, stream: bool) -> None:
         (BASE | {"cache_salt": "x"}, "`cache_salt`"),
         (BASE | {"output_kind": 1}, "`output_kind`"),
         (BASE | {"stream": 3}, "`stream`"),
+        (BASE | {"structured_outputs": {"regexp": "a"}}, "`structured_outputs` has unknown fields ['regexp']"),
+        (BASE | {"guided_decoding": {}}, "You must use one kind of structured outputs constraint"),
+        (BASE | {"guided_decoding": {"regex": "a", "choice": ["a"]}}, "multiple are specified"),
+        (BASE | {"structured_outputs": {"regex": "("}}, "regex cannot be compiled"),
+        (BASE | {"prompt": "a" * 20_000}, "your prompt contains 20000 characters (more than 6656 characters"),
     ]
     for body, text in rows:
         response = plain.post("/generate", json={"stream": stream} | body)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
+import types
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 import torch
 import transformers
 
 from ascend_vllm import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from ascend_vllm.errors import ConfigError, RequestError
+from ascend_vllm.structured_outputs import GuidedDecodingParams
 from tests.tiny_models import tiny_model
 
 NUM_BLOCKS = 256
@@ -148,7 +152,22 @@ def test_more_requests_than_slots_and_blocks() -> None:
         ({"prompts": ["a"], "priority": [0, 0]}, "The lengths of prompts and priority must be the same."),
         ({"prompts": "a", "priority": [1]}, "Got priority 1 but Priority scheduling is not enabled."),
         ({"prompts": "a", "lora_request": object()}, "lora_request is not supported"),
-        ({"prompts": "a", "guided_options_request": {}}, "guided_options_request is not supported"),
+        (
+            {"prompts": "a", "guided_options_request": {"guided": "x"}},
+            "guided_options_request has unknown field(s): guided",
+        ),
+        (
+            {"prompts": "a", "guided_options_request": {"guided_regex": "a", "guided_choice": ["a"]}},
+            "You can only use one guided decoding but multiple is specified: {'guided_regex': 'a'",
+        ),
+        (
+            {
+                "prompts": "a",
+                "guided_options_request": {"guided_regex": "a"},
+                "sampling_params": SamplingParams(guided_decoding=GuidedDecodingParams(regex="b")),
+            },
+            "Cannot set both guided_options_request and params.guided_decoding.",
+        ),
         ({"prompts": ["a", ""]}, "Prompt cannot be empty"),
         ({"prompts": ["a", {"prompt_token_ids": [384]}]}, "Token id 384 is out of vocabulary"),
         ({"prompts": ["a", {"prompt_token_ids": [1] * 384}]}, "maximum context length is 384 tokens"),
@@ -160,6 +179,32 @@ def test_wrong_calls_leave_nothing_behind(llm: LLM, arguments: dict[str, Any], w
         llm.generate(**arguments, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
+
+
+class Kind(pydantic.BaseModel):
+    """A schema."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: Literal["cat", "dog"]
+
+
+def test_guided_options(llm: LLM) -> None:
+    def texts(options: Any, **params: Any) -> list[str]:
+        given = SamplingParams(temperature=0, max_tokens=60, **params)
+        outputs = llm.generate(["Hello", "The"], given, guided_options_request=options, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    request = types.SimpleNamespace(guided_regex="[0-9]{3}", guided_json=None)
+    for options in ({"guided_regex": "[0-9]{3}"}, request):
+        assert all(re.fullmatch("[0-9]{3}", text) for text in texts(options))
+    assert set(texts({"guided_choice": ["left", "right"]})) <= {"left", "right"}
+    for schema in (Kind, Kind.model_json_schema(), json.dumps(Kind.model_json_schema())):
+        for text in texts({"guided_json": schema, "guided_whitespace_pattern": " ?"}):
+            assert json.loads(text)["kind"] in ("cat", "dog")
+    free = texts(None)
+    assert texts({}) == free
+    assert texts(None, guided_decoding=GuidedDecodingParams(choice=["left"])) == ["left", "left"]
 
 
 def test_beam_search(llm: LLM) -> None:

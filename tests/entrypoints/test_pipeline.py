@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -422,6 +423,22 @@ def test_calls_from_several_threads(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"type": "regex_schema", "regex_schema": "call me [A-Za-z]{1,10}"}, "call me [A-Za-z]{1,10}"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "dog"]}}},
+            '"(cat|dog)"',
+        ),
+    ],
+)
+def test_response_format(pipe: Pipeline, form: dict[str, Any], pattern: str) -> None:
+    config = GenerationConfig(response_format=form, max_new_tokens=30)
+    assert re.fullmatch(pattern, pipe("Hello", gen_config=config).text)
+    assert re.fullmatch(pattern, "".join(piece.text for piece in pipe.stream_infer(["Hello"], gen_config=config)))
+
+
+@pytest.mark.parametrize(
     ("prompts", "options", "words"),
     [
         (5, {}, "prompts must be a string, messages or a list of these, but is of type int"),
@@ -434,7 +451,7 @@ def test_calls_from_several_threads(pipe: Pipeline) -> None:
         ("", {"do_preprocess": False}, "Prompt cannot be empty"),
         ("x", {"gen_config": {"top_k": 1}}, "gen_config must be a GenerationConfig, but is of type dict"),
         ("x", {"gen_config": GenerationConfig(n=2)}, "n must be 1"),
-        ("x", {"gen_config": GenerationConfig(response_format={"type": "json"})}, "response_format is not supported"),
+        ("x", {"gen_config": GenerationConfig(response_format={"type": "json"})}, "response_format must be a dict"),
         ("x", {"gen_config": GenerationConfig(logits_processors=[print])}, "logits_processors is not supported"),
         ("x", {"gen_config": GenerationConfig(stop_token_ids=[VOCAB_SIZE])}, "stop_token_ids must be a list"),
         ("x", {"gen_config": GenerationConfig(repetition_penalty=0)}, "repetition_penalty must be greater than zero"),
