@@ -192,6 +192,10 @@ def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
         for _ in range(3):
             step(core, results)
             assert core.audit()["violations"] == []
+    # and one without constrained ones beside it
+    free.append(make_request("last", 5, seed=99, max_tokens=12))
+    core.add_request(free[-1])
+    results |= run(core)
     assert_alone(results, guided)
     assert_tokens(results, free)
     assert_all_free(core)
