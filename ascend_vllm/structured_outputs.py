@@ -34,7 +34,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             thoughts; before it anything goes. None: from the beginning.
 
     Raises:
-        ValueError: several constraints at once, an empty choice or begin_after, or a backend that there is not.
+        ValueError: several constraints at once, an empty choice or begin_after, a backend that there is not, or
+            what is no JSON or no Unicode text.
 
     Example::
 
@@ -62,6 +63,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             )
         if self.choice is not None and not self.choice:
             raise ValueError("choice must hold at least one string, got [].")
+        _check_plain({name: getattr(self, name) for name in (*CONSTRAINTS, "whitespace_pattern", "begin_after")})
         if self.begin_after == "":
             raise ValueError("begin_after cannot be an empty string.")
         if self.backend is not None and self.backend not in BACKENDS:
@@ -71,6 +73,23 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     def constraints(self) -> list[str]:
         """Names of the constraints that are given."""
         return [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+
+
+def _check_plain(fields: dict[str, Any]) -> None:
+    """Refuses what cannot be sent to the engine core.
+
+    Raises:
+        ValueError: names the field.
+    """
+    for name, value in fields.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} is not valid Unicode text: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{name} is nested too deeply.") from None
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"{name} cannot be written as JSON: {error}") from None
 
 
 def GuidedDecodingParams(  # noqa: N802 - a class to its users, with the name and order of vLLM 0.6.3

@@ -34,6 +34,8 @@ _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 512 << 20
 # compilations at a time: a hostile one must not keep others from being compiled
 _NUM_COMPILE_THREADS = 2
+# threads that may be stuck in compilations beside them; they cannot be ended
+_MAX_STUCK_THREADS = 8
 # distinct constraints that may wait to be compiled
 _MAX_COMPILING = 256
 # seconds after which a request does not wait for its grammar any more
@@ -199,6 +201,10 @@ class _Entry:
     backend: GrammarBackend | None = None
     error: str | None = None
     is_done: bool = False
+    # a thread is at it
+    is_begun: bool = False
+    # nobody waits for it any more, but a thread still is at it
+    is_stuck: bool = False
 
 
 class _Compiler:
@@ -220,15 +226,18 @@ class _Compiler:
         self._wake = wake
         self._vocabulary: Vocabulary | None = None
         self._backends: dict[str, GrammarBackend] = {}
+        # held while libraries and vocabularies are loaded, which takes seconds: by the compiling threads only
+        self._load_lock = threading.Lock()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._num_threads = 0
+        self._num_stuck = 0
 
     @property
     def vocabulary(self) -> Vocabulary:
         """The model's; read at the first use."""
         if self._vocabulary is None:
-            with self._lock:
+            with self._load_lock:
                 if self._vocabulary is None:
                     self._vocabulary = self._load_vocabulary()
         return self._vocabulary
@@ -236,23 +245,48 @@ class _Compiler:
     def submit(self, entry: _Entry) -> None:
         """Has an entry done by one of the threads."""
         self._queue.put(entry)
-        if len(self._threads) < _NUM_COMPILE_THREADS:
-            thread = threading.Thread(target=self._work, name=f"grammar-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._start_threads()
+
+    def give_up(self, entry: _Entry) -> None:
+        """Nobody waits for an entry any more; if a thread is at it, another one takes its place."""
+        with self._lock:
+            if entry.is_begun and not entry.is_stuck and self._num_stuck < _MAX_STUCK_THREADS:
+                entry.is_stuck = True
+                self._num_stuck += 1
+        logger.warning("%s was not compiled in time: %.200r", entry.constraint.field, entry.constraint.text)
+        self._start_threads()
+
+    def _start_threads(self) -> None:
+        with self._lock:
+            if self._num_threads - self._num_stuck < _NUM_COMPILE_THREADS:
+                threading.Thread(target=self._work, name=f"grammar-{self._num_threads}", daemon=True).start()
+                self._num_threads += 1
 
     def _work(self) -> None:
-        while True:
+        is_surplus = False
+        while not is_surplus:
             entry = self._queue.get()
-            try:
-                self._compile(entry)
-            except AscendVllmError as error:
-                entry.error = f"structured outputs are not available: {error}"
-            except Exception as error:
-                logger.exception("A constraint could not be compiled")
-                entry.error = f"{entry.constraint.field} could not be compiled: {type(error).__name__}"
-            entry.is_done = True
-            self._wake.set()
+            # nobody waits for what is done before it was begun
+            if not entry.is_done:
+                entry.is_begun = True
+                self._try_to_compile(entry)
+                entry.is_done = True
+                self._wake.set()
+            with self._lock:
+                is_surplus = entry.is_stuck
+                if is_surplus:
+                    # it is back, and another has taken its place
+                    self._num_stuck -= 1
+                    self._num_threads -= 1
+
+    def _try_to_compile(self, entry: _Entry) -> None:
+        try:
+            self._compile(entry)
+        except AscendVllmError as error:
+            entry.error = f"structured outputs are not available: {error}"
+        except Exception as error:
+            logger.exception("A constraint could not be compiled")
+            entry.error = f"{entry.constraint.field} could not be compiled: {type(error).__name__}"
 
     def _compile(self, entry: _Entry) -> None:
         constraint = entry.constraint
@@ -284,7 +318,7 @@ class _Compiler:
 
     def _backend(self, name: str) -> GrammarBackend:
         vocabulary = self.vocabulary
-        with self._lock:
+        with self._load_lock:
             backend = self._backends.get(name)
             if backend is None:
                 started = time.monotonic()
@@ -370,6 +404,7 @@ class StructuredOutputManager:
                 # whatever becomes of it, nobody waits for it any more
                 entry.error = f"{entry.constraint.field} was not compiled within {self._timeout_s:g} s."
                 entry.is_done = True
+                self._compiler.give_up(entry)
             if entry.is_done:
                 try:
                     self._give(request, entry)

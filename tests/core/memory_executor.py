@@ -25,6 +25,7 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
@@ -366,11 +367,16 @@ def make_config(
     )
 
 
-def make_core(num_blocks: int = 64, num_cpu_blocks: int = 0, **settings: Any) -> tuple[EngineCore, MemoryExecutor]:
-    """An engine core on the hash model; settings are those of `make_config`."""
+def make_core(
+    num_blocks: int = 64,
+    num_cpu_blocks: int = 0,
+    structured: StructuredOutputManager | None = None,
+    **settings: Any,
+) -> tuple[EngineCore, MemoryExecutor]:
+    """An engine core on the hash model; further settings are those of `make_config`."""
     config = make_config(**settings)
     executor = MemoryExecutor(config, num_blocks, num_cpu_blocks)
-    return EngineCore(config, executor), executor
+    return EngineCore(config, executor, structured), executor
 
 
 def make_request(

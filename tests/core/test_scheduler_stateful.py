@@ -1,14 +1,15 @@
 """Random traffic over tiny caches: accounts balance after each step, and every request gets its own tokens.
 
 Arrivals of all lengths and priorities, prompts that begin alike, sequences that share a prompt, beam searches,
-aborts, and caches so small that requests are preempted all the time, under every combination of the scheduler's
-settings.
+constraints, aborts, and caches so small that requests are preempted all the time, under every combination of the
+scheduler's settings.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import random
 from typing import Any, ClassVar
 
@@ -23,9 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.beam_search import BeamSearch
 from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, EngineCoreRequest, FinishReason
+from tests.core.constrained_requests import CONSTRAINTS, VOCABULARY, constrain_alone, constrained
 from tests.core.memory_executor import (
     EOS,
     VOCAB_SIZE,
@@ -36,6 +40,7 @@ from tests.core.memory_executor import (
     make_core,
     make_request,
     most_likely,
+    run,
     step,
 )
 
@@ -67,6 +72,18 @@ def search_alone(request: EngineCoreRequest, seed: int, max_num_computed: int) -
         live = [search.output_token_ids(index) for index in range(search.num_live)]
         search.advance([most_likely(seed, prompt + tokens, search.num_candidates) for tokens in live])
     return search.best()
+
+
+@functools.cache
+def warm_manager() -> StructuredOutputManager:
+    """Gives every constraint's grammar at once, so that an example goes the same way each time."""
+    core, _ = make_core()
+    manager = StructuredOutputManager(StructuredOutputsConfig(), core.config.model, lambda: VOCABULARY)
+    core, _ = make_core(structured=manager)
+    for index, constraint in enumerate(CONSTRAINTS):
+        core.add_request(constrained(str(index), constraint))
+    run(core)
+    return manager
 
 
 @dataclasses.dataclass
@@ -131,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             seed=seed,
+            structured=warm_manager(),
             # a cached prefix may have lost what a window left behind; start-up refuses the two together
             sliding_window=None if flags["prefix_caching"] else window,
             **flags,
@@ -204,6 +222,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 **given,
             )
         )
+
+    @rule(
+        constraint=st.sampled_from(CONSTRAINTS),
+        stem=st.sampled_from(STEMS),
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12),
+        n=st.integers(1, 3),
+        min_tokens=st.integers(0, 3),
+        max_tokens=st.integers(3, 16),
+        stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        ignore_eos=st.booleans(),
+        seed=st.integers(0, 1000),
+    )
+    def constrain(
+        self, constraint: dict[str, Any], stem: list[int], prompt: list[int], n: int, seed: int, **given: Any
+    ) -> None:
+        first = f"c{len(self.sent)}"
+        for index in range(n):
+            message = {"parent_id": first} if index else None
+            request_id = f"c{len(self.sent)}"
+            self.send(constrained(request_id, constraint, stem + prompt, seed=seed + index, message=message, **given))
 
     def send(self, request: EngineCoreRequest) -> None:
         drawn = self.seeds.getrandbits(63)
@@ -289,6 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunks=sum(self.chunked and max(made.num_scheduled_tokens, default=0) > 1 for made in steps),
             beam_searches=sum(result.beams is not None for result in self.collected.values()),
             aborts=len(self.aborted),
+            masks=sum(len(made.constrained_slots) for made in steps),
         )
 
     def fits(self, message: EngineCoreRequest) -> bool:
@@ -304,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif self.capacity < self.max_model_len:
             limits.update(range(self.capacity, self.max_model_len))
         if self.fits(sent.message):
-            allowed = [generate_alone(sent.message, sent.seed, limit) for limit in sorted(limits)]
+            allowed = [_alone(sent, limit) for limit in sorted(limits)]
         else:
             allowed = [(expected, reason, stop_reason)]
         if request_id in self.aborted:
@@ -333,6 +372,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert most > self.capacity - (width + 1) * self.core.config.cache.block_size
 
 
+def _alone(sent: Sent, limit: int) -> tuple[list[int], FinishReason, int | None]:
+    """Output, finish reason and stop reason of a request that has the engine for itself."""
+    if sent.message.sampling_params.structured_outputs is None:
+        return generate_alone(sent.message, sent.seed, limit)
+    alone = constrain_alone(sent.message, limit)
+    return alone.token_ids, alone.finish_reason, alone.stop_reason
+
+
 def test_random_traffic() -> None:
     SchedulerMachine.seen.clear()
     run_state_machine_as_test(
@@ -358,5 +405,6 @@ def test_random_traffic() -> None:
         "chunks",
         "beam_searches",
         "aborts",
+        "masks",
     ):
         assert seen[what] >= 100, (what, seen)

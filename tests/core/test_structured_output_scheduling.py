@@ -18,17 +18,22 @@ from ascend_vllm.core import structured_output
 from ascend_vllm.core.constraint import Constraint, make_constraint
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.grammar import CompiledGrammar, GrammarBackend
-from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
-from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.structured_output import OutputConstraint, StructuredOutputManager
 from ascend_vllm.core.vocabulary import Vocabulary
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+from tests.core.constrained_requests import (
+    BACKENDS,
+    CONSTRAINTS,
+    TEXTS,
+    VOCABULARY,
+    constrain_alone,
+    constrained,
+)
 from tests.core.memory_executor import (
     EOS,
-    VOCAB_SIZE,
     Collected,
     MemoryExecutor,
     assert_all_free,
@@ -36,26 +41,9 @@ from tests.core.memory_executor import (
     generate_alone,
     make_config,
     make_request,
-    next_allowed_token,
     run,
     step,
 )
-
-# ids 1 … 39; 37 and 38 are longer, 39 is special as EOS is
-_TEXTS = ["", *"abcdefghijklmnopqrstuvwxyz", *"0123456789", "ab", "no", ""]
-VOCABULARY = Vocabulary([text.encode() for text in _TEXTS], {EOS: "<eos>", 39: "<x>"}, [EOS])
-assert VOCABULARY.size == VOCAB_SIZE
-BACKENDS: dict[str, GrammarBackend] = {
-    "xgrammar": XGrammarBackend(VOCABULARY, 1),
-    "guidance": LLGuidanceBackend(VOCABULARY, 1),
-}
-CONSTRAINTS = [
-    {"regex": "(ab|c)+[0-9]{2,9}"},
-    {"regex": "[a-z]*"},
-    {"choice": ["yes", "no", "noab7", "z0z1z2z3z4z5"]},
-    {"grammar": 'root ::= "a" root "b" | "c" [0-9]+ "d"'},
-    {"json": {"type": "integer", "minimum": 3}},
-]
 
 # settings of the core, and of its cache: what goes on around the requests
 MODES: dict[str, dict[str, Any]] = {
@@ -95,56 +83,6 @@ def make_core(
     config = make_config(**settings)
     executor = MemoryExecutor(config, num_blocks, num_cpu_blocks)
     return EngineCore(config, executor, manager or make_manager(config)), executor
-
-
-def constrained(request_id: str, constraint: dict[str, Any], prompt: list[int] | int = 5, **params: Any) -> Any:
-    params = {"ignore_eos": False, "max_tokens": 20, **params}
-    return make_request(request_id, prompt, structured_outputs=StructuredOutputsParams(**constraint), **params)
-
-
-@dataclasses.dataclass
-class Alone:
-    """What a constrained request gets, worked out without an engine."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: int | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(_TEXTS[token_id] for token_id in self.token_ids)
-
-
-def constrain_alone(request: EngineCoreRequest, max_num_computed: int = 64) -> Alone:
-    """Follows the rules of OutputConstraint, written the plain way: on sets of ids."""
-    params = request.sampling_params
-    assert params.structured_outputs is not None
-    constraint = make_constraint(params.structured_outputs, StructuredOutputsConfig())
-    backend = BACKENDS[constraint.backend if constraint.backend in BACKENDS else "xgrammar"]
-    grammar = backend.compile(constraint).start()
-    ends = {*(params.stop_token_ids or []), *([] if params.ignore_eos else [EOS])}
-    tokens, output = list(request.prompt_token_ids), []
-    while True:
-        row = np.zeros(VOCABULARY.num_words, np.int32)
-        grammar.fill_bitmask(row)
-        text_ids = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
-        if len(output) + 1 < params.min_tokens:
-            allowed = text_ids - ends or text_ids
-        else:
-            allowed = text_ids | (ends if grammar.is_accepting else set())
-        if not allowed and grammar.is_accepting:
-            allowed = ends or {EOS}
-        token = next_allowed_token(params.seed or 0, tokens, sorted(allowed))
-        if token < 0:
-            return Alone(output, FinishReason.ERROR)
-        tokens.append(token)
-        output.append(token)
-        if (token in ends and (len(output) >= params.min_tokens or token not in text_ids)) or token not in text_ids:
-            stop_reason = token if token in (params.stop_token_ids or []) else None
-            return Alone(output, FinishReason.STOP, stop_reason)
-        grammar.accept_tokens([token])
-        if len(output) == params.max_tokens or len(tokens) > max_num_computed:
-            return Alone(output, FinishReason.LENGTH)
 
 
 def assert_alone(results: dict[str, Collected], requests: list[EngineCoreRequest]) -> None:
@@ -258,7 +196,7 @@ def test_ends(fields: dict[str, Any], params: dict[str, Any], text: str, stop_re
         core.add_request(request)
         results = run(core)
         found = results["a"]
-        assert "".join(_TEXTS[token_id] for token_id in found.token_ids) == text
+        assert "".join(TEXTS[token_id] for token_id in found.token_ids) == text
         assert found.stop_reason == stop_reason
         is_full = len(text) == 20
         assert found.finish_reason is (FinishReason.LENGTH if is_full else FinishReason.STOP)
@@ -310,7 +248,7 @@ def test_a_model_without_an_end_of_text_ends_where_nothing_can_follow() -> None:
         core.add_request(request)
         found = run(core)["a"]
         assert found.finish_reason is FinishReason.STOP
-        text = "".join(_TEXTS[token_id] for token_id in found.token_ids)
+        text = "".join(TEXTS[token_id] for token_id in found.token_ids)
         assert text.lstrip("a")[0] == "b" and text[-1].isdigit() and EOS not in found.token_ids
 
 
@@ -426,10 +364,25 @@ def test_a_compile_has_its_time(slow: _SlowBackend) -> None:
     results: dict[str, Collected] = {}
     step(core, results)
     assert results["b"].error == found.error
+    # the threads that hang keep nobody else from being served
+    for name in ("c", "d"):
+        core.add_request(constrained(name, {"regex": name}))
+        assert "not compiled within" in (run(core)[name].error or "")
+    guidance = constrained("e", {"regex": "e", "backend": "guidance"})
+    manager = core._structured
+    manager._timeout_s = 20.0
+    core.add_request(guidance)
+    assert_alone(run(core), [guidance])
     slow.go.set()
+    # what came too late for some is there for others
+    late = constrained("late", {"regex": "a"})
     deadline = time.monotonic() + 20
-    while not slow.compiled and time.monotonic() < deadline:
-        time.sleep(0.001)
+    while len(slow.compiled) < 3 and time.monotonic() < deadline:
+        step(core, results)
+    while manager._entries[slow.compiled[0]].error is not None and time.monotonic() < deadline:
+        step(core, results)
+    core.add_request(late)
+    assert_alone(run(core), [late])
     assert_all_free(core)
 
 

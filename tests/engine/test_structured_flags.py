@@ -74,3 +74,25 @@ def test_requests_name_a_library_that_there_is() -> None:
         StructuredOutputsParams(regex="a", backend="zzz")
     with pytest.raises(ValueError, match="begin_after cannot be an empty string"):
         StructuredOutputsParams(regex="a", begin_after="")
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    try:
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"regex": "\ud800"}, "regex is not valid Unicode text"),
+            ({"json": {"enum": ["\udfff"]}}, "json is not valid Unicode text"),
+            ({"choice": ["a", "\ud800"]}, "choice is not valid Unicode text"),
+            ({"json": {"maximum": 10**40}}, "json cannot be written as JSON"),
+            ({"json": {"enum": [object()]}}, "json cannot be written as JSON"),
+            ({"json": deep}, "json is nested too deeply"),
+        ]
+        for fields, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                StructuredOutputsParams(**fields)
+    finally:
+        # level by level: freeing it at once would be as deep
+        while deep:
+            deep = deep.pop("items")

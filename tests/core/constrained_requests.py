@@ -1,0 +1,87 @@
+"""Constrained requests for the hash model: its vocabulary, and what such requests get alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.core.constraint import make_constraint
+from ascend_vllm.core.grammar import GrammarBackend
+from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
+from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
+from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.structured_outputs import StructuredOutputsParams
+from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
+from tests.core.memory_executor import EOS, VOCAB_SIZE, make_request, next_allowed_token
+
+# ids 1 … 39; 37 and 38 are longer, 39 is special as EOS is
+TEXTS = ["", *"abcdefghijklmnopqrstuvwxyz", *"0123456789", "ab", "no", ""]
+VOCABULARY = Vocabulary([text.encode() for text in TEXTS], {EOS: "<eos>", 39: "<x>"}, [EOS])
+assert VOCABULARY.size == VOCAB_SIZE
+BACKENDS: dict[str, GrammarBackend] = {
+    "xgrammar": XGrammarBackend(VOCABULARY, 1),
+    "guidance": LLGuidanceBackend(VOCABULARY, 1),
+}
+CONSTRAINTS = [
+    {"regex": "(ab|c)+[0-9]{2,9}"},
+    {"regex": "[a-z]*"},
+    {"choice": ["yes", "no", "noab7", "z0z1z2z3z4z5"]},
+    {"grammar": 'root ::= "a" root "b" | "c" [0-9]+ "d"'},
+    {"json": {"type": "integer", "minimum": 3}},
+]
+
+
+def constrained(
+    request_id: str, constraint: dict[str, Any], prompt: list[int] | int = 5, **params: Any
+) -> EngineCoreRequest:
+    """A request with a constraint, given by its fields."""
+    params = {"ignore_eos": False, "max_tokens": 20, **params}
+    return make_request(request_id, prompt, structured_outputs=StructuredOutputsParams(**constraint), **params)
+
+
+@dataclasses.dataclass
+class Alone:
+    """What a constrained request gets, worked out without an engine."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(TEXTS[token_id] for token_id in self.token_ids)
+
+
+def constrain_alone(request: EngineCoreRequest, max_num_computed: int = 64) -> Alone:
+    """Follows the rules of OutputConstraint, written the plain way: on sets of ids."""
+    params = request.sampling_params
+    assert params.structured_outputs is not None
+    constraint = make_constraint(params.structured_outputs, StructuredOutputsConfig())
+    backend = BACKENDS[constraint.backend if constraint.backend in BACKENDS else "xgrammar"]
+    grammar = backend.compile(constraint).start()
+    ends = {*(params.stop_token_ids or []), *([] if params.ignore_eos else [EOS])}
+    tokens, output = list(request.prompt_token_ids), []
+    while True:
+        row = np.zeros(VOCABULARY.num_words, np.int32)
+        grammar.fill_bitmask(row)
+        text_ids = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+        if len(output) + 1 < params.min_tokens:
+            allowed = text_ids - ends or text_ids
+        else:
+            allowed = text_ids | (ends if grammar.is_accepting else set())
+        if not allowed and grammar.is_accepting:
+            allowed = ends or {EOS}
+        token = next_allowed_token(params.seed or 0, tokens, sorted(allowed))
+        if token < 0:
+            return Alone(output, FinishReason.ERROR)
+        tokens.append(token)
+        output.append(token)
+        if (token in ends and (len(output) >= params.min_tokens or token not in text_ids)) or token not in text_ids:
+            stop_reason = token if token in (params.stop_token_ids or []) else None
+            return Alone(output, FinishReason.STOP, stop_reason)
+        grammar.accept_tokens([token])
+        if len(output) == params.max_tokens or len(tokens) > max_num_computed:
+            return Alone(output, FinishReason.LENGTH)
