@@ -27,6 +27,8 @@ from ascend_vllm.core.vocabulary import Vocabulary
 # Where and when the library noticed an error; not for the eyes of clients.
 _SOURCE_PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
 
+_CONTROLS = bytes({*range(0x20)} - {*b"\r\n"})
+
 # Keywords of JSON schema that the library passes over in silence, so that texts could break them.
 _IGNORED_KEYWORDS = frozenset(
     {
@@ -116,11 +118,11 @@ class XGrammarBackend(GrammarBackend):
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._num_tokens = vocabulary.size
         # ends are not the library's matter, so it knows of no stop tokens; nor of special ones, whose text is empty
-        info = xgrammar.TokenizerInfo(
-            vocabulary.tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=[]
-        )
-        # grammars are kept by core/structured_output.py
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
+        self._compiler = _compiler_of(vocabulary.tokens, num_threads)
+        # JSON has no control characters but in its whitespace, which can do without tabs; the library would let them
+        # into strings of limited length
+        plain = [token if token == token.translate(None, _CONTROLS) else b"" for token in vocabulary.tokens]
+        self._json_compiler = _compiler_of(plain, num_threads)
         self._batch = xgrammar.BatchGrammarMatcher(num_threads)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -159,7 +161,7 @@ class XGrammarBackend(GrammarBackend):
         if ignored:
             raise GrammarError(f"the schema uses keywords that are not supported: {', '.join(ignored)}")
         # properties that a schema with properties does not name are never written, whatever the settings
-        return self._compiler.compile_json_schema(
+        return self._json_compiler.compile_json_schema(
             constraint.text,
             any_whitespace=constraint.any_whitespace,
             separators=None if constraint.any_whitespace else (",", ":"),
@@ -173,6 +175,12 @@ class XGrammarBackend(GrammarBackend):
             ]
             tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
         return self._compiler.compile_structural_tag(tag)
+
+
+def _compiler_of(tokens: list[bytes], num_threads: int) -> Any:
+    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[])
+    # grammars are kept by core/structured_output.py
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
 
 
 def ignored_keywords(schema: Any) -> set[str]:

@@ -152,6 +152,14 @@ def test_what_is_written_at_random_is_of_the_schema(backend: GrammarBackend) -> 
         assert all(type(flag) is bool for flag in value.get("flags", [])) and len(value.get("flags", [])) <= 3
 
 
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "string", "maxLength": 4, "minLength": 1}], ids=str)
+def test_strings_in_json_have_no_control_characters(backend: GrammarBackend, schema: dict[str, Any]) -> None:
+    grammar = compiled(backend, json=schema)
+    assert matches(grammar.start(), '"é"', VOCABULARY)
+    for control in map(chr, range(0x20)):
+        assert not matches(grammar.start(), f'"a{control}"', VOCABULARY), repr(control)
+
+
 def test_tokens_that_are_no_text_are_never_allowed(backend: GrammarBackend) -> None:
     grammar = compiled(backend, regex="(.|\n)*").start()
     for _ in range(2):
