@@ -507,6 +507,48 @@ def test_row(asked: httpx.Client, row: Row, stream: bool) -> None:
         assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+TURN = [{"role": "user", "content": "Hello!"}]
+TOKENS: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
+    "neither prompt nor messages": (
+        "/tokenize",
+        {},
+        400,
+        "2 validation errors:\n  {'type': 'missing', 'loc': 'body.prompt', 'msg': 'Field required', 'input': {}}\n"
+        "  {'type': 'missing', 'loc': 'body.messages'",
+    ),
+    "both prompt and messages": ("/tokenize", {"prompt": "x", "messages": TURN}, 400, "Exactly one of `prompt`"),
+    "prompt of ids": ("/tokenize", {"prompt": [1, 2]}, 400, "Input should be a valid string"),
+    "no messages": ("/tokenize", {"messages": []}, 400, "Cannot apply chat template to an empty conversation."),
+    "two endings": (
+        "/tokenize",
+        {"messages": TURN, "continue_final_message": True, "add_generation_prompt": True},
+        400,
+        "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+    ),
+    "chat_template": ("/tokenize", {"messages": TURN, "chat_template": "x"}, 400, "--trust-request-chat-template"),
+    "unknown model": ("/tokenize", {"model": "nope", "prompt": "x"}, 404, "The model `nope` does not exist."),
+    "longer than the model": ("/tokenize", {"prompt": "a" * 20_000}, 200, None),
+    "empty prompt": ("/tokenize", {"prompt": ""}, 200, None),
+    "id below 0": ("/detokenize", {"tokens": [-1]}, 400, "Input should be greater than or equal to 0"),
+    "no tokens": ("/detokenize", {}, 400, "'type': 'missing'"),
+    "id beyond the vocabulary": ("/detokenize", {"tokens": [99999]}, 200, None),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens(asked: httpx.Client, name: str) -> None:
+    path, fields, status, text = TOKENS[name]
+    response = asked.post(path, json=fields)
+    if text is None:
+        assert response.status_code == status, response.text
+        answer = response.json()
+        assert answer.get("prompt", "") == ""
+        assert answer.get("count", 0) == len(answer.get("tokens", ""))
+    else:
+        kind = "NotFoundError" if status == 404 else response.json()["type"]
+        check_error(response, status, kind, text)
+
+
 BODIES = {
     "invalid JSON": (b"{x", "application/json", SHAPE, "'JSON decode error'"),
     "empty body": (b"", "application/json", SHAPE, "'msg': 'Field required'"),

@@ -321,6 +321,8 @@ def test_requests_on_a_server_with_parsers(tool_server: Server) -> None:
             assert response.status_code == 400, response.text
             assert text in response.json()["error"]["message"]
         size = http.post("/tokenize", json={"prompt": "[find]Hello!"}).json()["count"]
+        fields = {"messages": MESSAGES, "tools": [TOOL]}
+        assert http.post("/tokenize", json=fields).json()["count"] == size
     with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0) as client:
         for choice in ("auto", "none"):
             asked: dict[str, Any] = BASE | {"tool_choice": choice, "max_tokens": 8, "temperature": 0}
@@ -390,7 +392,7 @@ def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--tool-call-parser", "nope"], "invalid tool call parser: nope (chose from { hermes, internlm"),
+        (["--tool-call-parser", "nope"], "invalid tool call parser: nope (chose from { "),
         (["--reasoning-parser", "nope"], "invalid reasoning parser: nope"),
         (["--tool-parser-plugin", "/absent.py"], "--tool-parser-plugin: cannot load /absent.py"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),

@@ -12,7 +12,19 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from ascend_vllm.entrypoints.parsers.tools import TOOL_PARSERS, find_tool_parser, held_back, load_tool_parser_plugin
+from ascend_vllm.entrypoints.parsers.tools import (
+    TOOL_PARSERS,
+    ToolParser,
+    find_tool_parser,
+    held_back,
+    load_tool_parser_plugin,
+)
+from ascend_vllm.entrypoints.parsers.tools_forced import (
+    NamedToolParser,
+    RequiredToolParser,
+    arguments_schema,
+    calls_schema,
+)
 from ascend_vllm.entrypoints.parsers.tools_json import BracketScanner
 from ascend_vllm.errors import ConfigError
 
@@ -36,9 +48,16 @@ TOOLS: list[dict[str, Any]] = [
 Calls = list[tuple[str, str]]
 
 
+def make_parser(name: str) -> ToolParser:
+    """A parser of a format; those of demanded calls are no formats of a model."""
+    if name == "required":
+        return RequiredToolParser(TOOLS)
+    return NamedToolParser(TOOLS, "find") if name == "named" else find_tool_parser(name)(TOOLS)
+
+
 def read(name: str, pieces: Sequence[str]) -> tuple[str, Calls]:
     """Content and calls; deltas must be as a stream wants them: in order, name and id once and first."""
-    parser = find_tool_parser(name)(TOOLS)
+    parser = make_parser(name)
     content, ids = "", set()
     calls: list[list[str]] = []
     for delta in [*map(parser.feed, pieces), parser.finish()]:
@@ -70,6 +89,15 @@ XML_ARGUMENTS = '{"text": "a <b> \\nc", "count": 12, "exact": true, "where": {"x
 
 # format, text, content, calls
 CASES: list[tuple[str, str, str, Calls]] = [
+    # calls that had to be made; what is cut short before a name is no content
+    ("named", ARGUMENTS, "", TWO[:1]),
+    ("named", "", "", []),
+    ("required", f"[{CALL}]", "", TWO[:1]),
+    ("required", f" [ {CALL} ,\n {SECOND} ] ", "", TWO),
+    ("required", f"[{SECOND}, {CALL.replace('arguments', 'parameters')}]", "", TWO[::-1]),
+    ("required", f"[{CALL[:-9]}", "", [("find", ARGUMENTS[:-8])]),
+    ("required", '[{"name": "fi', "", []),
+    ("required", "[\n\n", "", []),
     ("hermes", "Hello {x} <tool> you", "Hello {x} <tool> you", []),
     ("hermes", " \n", " \n", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", TWO[:1]),
@@ -216,3 +244,22 @@ def test_plugin_file(tmp_path: pathlib.Path) -> None:
         load_tool_parser_plugin(str(path))
     with pytest.raises(ConfigError, match="FileNotFoundError"):
         load_tool_parser_plugin(str(tmp_path / "absent.py"))
+
+
+def test_schemas_of_demanded_calls() -> None:
+    kinds = {"Kind": {"enum": ["cat"]}}
+    find = {"type": "object", "properties": {"kind": {"$ref": "#/$defs/Kind"}}, "$defs": kinds}
+    tools = [{"function": {"name": "find", "parameters": find}}, {"function": {"name": "go"}}]
+    assert [arguments_schema(tool) for tool in tools] == [find, {"type": "object"}]
+    schema = calls_schema(tools, parallel=True)
+    # where the references look for them
+    assert schema["$defs"] == kinds
+    assert (schema["minItems"], "maxItems" in schema) == (1, False)
+    assert calls_schema(tools, parallel=False)["maxItems"] == 1
+    first, second = schema["items"]["anyOf"]
+    assert first["properties"]["parameters"] == {"type": "object", "properties": find["properties"]}
+    assert [variant["properties"]["name"]["enum"] for variant in (first, second)] == [["find"], ["go"]]
+    assert find["$defs"] is kinds, "the request's own schema is as it was"
+    other = {"function": {"name": "other", "parameters": {"$defs": {"Kind": {"enum": ["dog"]}}}}}
+    with pytest.raises(ValueError, match="Two of `tools` define 'Kind' in their `\\$defs` differently"):
+        calls_schema([*tools, other], parallel=True)
