@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     (
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
         400,
-        "Bad Request",
+        "BadRequestError",
         "does not match any of the specified `tools`",
     ),
     ({"tools": [{"name": "find"}]}, 400, "Bad Request", "input_schema"),
@@ -228,7 +228,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         400,
-        "Bad Request",
+        "BadRequestError",
         "thinking.budget_tokens must be less than max_tokens",
     ),
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest
@@ -197,10 +197,15 @@ class MessagesRequest(CountTokensRequest):
     cache_salt: str | None = None
     priority: int | None = None
 
-    @model_validator(mode="after")
-    def _check_max_tokens(self) -> MessagesRequest:
-        if self.max_tokens <= 0:
+    @field_validator("max_tokens")
+    @classmethod
+    def _check_max_tokens(cls, max_tokens: int) -> int:
+        if max_tokens <= 0:
             raise ValueError("max_tokens must be positive")
+        return max_tokens
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> MessagesRequest:
         budget = self.thinking.budget_tokens if self.thinking is not None else None
         if budget is not None and budget >= self.max_tokens:
             raise ValueError("thinking.budget_tokens must be less than max_tokens")
