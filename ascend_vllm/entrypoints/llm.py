@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.input_processor import PromptType, TokensPrompt, refuse_adapters
+from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
-from ascend_vllm.engine.metrics_reader import Metric
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template, render_chat
+from ascend_vllm.entrypoints.chat_template import ContentFormat, load_chat_template
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.entrypoints.guided_options import with_guided_options
-from ascend_vllm.entrypoints.llm_inputs import Prompts, collect_prompts
+from ascend_vllm.entrypoints.llm_arguments import refuse, refuse_lora, without_defaults
+from ascend_vllm.entrypoints.llm_controls import EngineControls
+from ascend_vllm.entrypoints.llm_inputs import Messages, Prompts, collect_prompts, render_conversations
 from ascend_vllm.entrypoints.llm_pooling import PoolingCalls, PoolingParamsOfCall
 from ascend_vllm.entrypoints.llm_progress import Progress, UseTqdm
 from ascend_vllm.errors import RequestError
@@ -42,10 +43,9 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(EngineControls):
     """A model in this process, for batches of prompts.
 
     All prompts of a call are served together by the engine's continuous batching; there is no batch size to choose.
@@ -128,7 +128,7 @@ class LLM:
             disable_custom_all_reduce=disable_custom_all_reduce,
             disable_async_output_proc=disable_async_output_proc,
             mm_processor_kwargs=mm_processor_kwargs,
-            **kwargs,
+            **without_defaults(kwargs),
         )
         if model == DEMO_MODEL_NAME:
             args = args.with_model_directory(ensure_demo_model())
@@ -150,6 +150,9 @@ class LLM:
         prompt_adapter_request: Any = None,
         guided_options_request: Any = None,
         priority: Sequence[int] | None = None,
+        *,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates for all prompts and returns when all are done.
 
@@ -158,7 +161,8 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: the model's defaults.
             prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
             use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, prompt_adapter_request: not supported in this version.
+            lora_request, prompt_adapter_request, tokenization_kwargs, mm_processor_kwargs: not supported in this
+                version.
             guided_options_request: what all outputs must look like, see `with_guided_options`; sampling_params with
                 `structured_outputs` of their own are the other way to say it.
             priority: one for each prompt, lower is served first; other than 0 only under
@@ -170,8 +174,13 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
         """
-        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        refuse(
+            prompt_adapter_request=prompt_adapter_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         parsed = collect_prompts(prompts, prompt_token_ids)
+        refuse_lora(lora_request, len(parsed))
         params = with_guided_options(self._collect_params(sampling_params, len(parsed)), guided_options_request)
         return self._add_and_run(parsed, params, use_tqdm, priority)
 
@@ -190,6 +199,7 @@ class LLM:
         chat_template_content_format: ContentFormat = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each of a list of conversations.
 
@@ -197,7 +207,7 @@ class LLM:
             messages: a conversation (a list of {"role", "content"}) or a list of conversations.
             sampling_params: for all conversations, or one for each; None: the model's defaults.
             use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, mm_processor_kwargs: not supported in this version.
+            lora_request, mm_processor_kwargs, tokenization_kwargs: not supported in this version.
             chat_template: a template's text for this call.
             add_generation_prompt: begin a new message.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
@@ -217,27 +227,23 @@ class LLM:
 
             llm.chat([{"role": "user", "content": "What does --block-size do?"}])
         """
-        if mm_processor_kwargs:
-            raise RequestError("mm_processor_kwargs is not supported in this version.", "mm_processor_kwargs")
-        tokenizer = self._need_tokenizer()
-        conversations = [messages] if _is_conversation(messages) else messages
-        prompts = []
-        for conversation in conversations:
-            text = render_chat(
-                tokenizer,
-                conversation,  # type: ignore[arg-type]  # told apart at run time
-                model_name=self.llm_engine.config.model.served_model_names[0],
-                chat_template=chat_template or self._chat_template,
-                content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
-            )
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append(TokensPrompt(prompt=text, prompt_token_ids=token_ids))
+        prompts = self._render(
+            messages,
+            chat_template=chat_template or self._chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
         return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def get_tokenizer(self) -> Any:
@@ -266,6 +272,7 @@ class LLM:
         prompt_adapter_request: Any = None,
         *,
         pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pools prompts: what the model's pooler makes of each, as a tensor. For pooling models.
 
@@ -274,7 +281,7 @@ class LLM:
             pooling_params: for all prompts, or one for each; None: the model's defaults.
             prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
             use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, prompt_adapter_request: not supported in this version.
+            lora_request, prompt_adapter_request, tokenization_kwargs: not supported in this version.
             pooling_task: what is asked for; None: what the engine serves.
 
         Returns:
@@ -290,8 +297,9 @@ class LLM:
             (output,) = llm.encode("Hello")
             print(output.outputs.data.shape)
         """
-        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        refuse(prompt_adapter_request=prompt_adapter_request, tokenization_kwargs=tokenization_kwargs)
         parsed = collect_prompts(prompts, prompt_token_ids)
+        refuse_lora(lora_request, len(parsed))
         return self._pooling.encode(parsed, pooling_params, use_tqdm, pooling_task)
 
     def embed(
@@ -301,10 +309,13 @@ class LLM:
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParamsOfCall = None,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, a list of floats; arguments and errors are those of `encode`."""
-        refuse_adapters(lora_request=lora_request)
-        return self._pooling.embed(collect_prompts(prompts), pooling_params, use_tqdm)
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        parsed = collect_prompts(prompts)
+        refuse_lora(lora_request, len(parsed))
+        return self._pooling.embed(parsed, pooling_params, use_tqdm)
 
     def classify(
         self,
@@ -313,10 +324,13 @@ class LLM:
         pooling_params: PoolingParamsOfCall = None,
         use_tqdm: UseTqdm = True,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of each prompt's labels; arguments and errors are those of `encode`."""
-        refuse_adapters(lora_request=lora_request)
-        return self._pooling.classify(collect_prompts(prompts), pooling_params, use_tqdm)
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        parsed = collect_prompts(prompts)
+        refuse_lora(lora_request, len(parsed))
+        return self._pooling.classify(parsed, pooling_params, use_tqdm)
 
     def score(
         self,
@@ -327,6 +341,8 @@ class LLM:
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | None = None,
         lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit each other: the cosine of embeddings, or the output of a cross-encoder.
 
@@ -335,7 +351,7 @@ class LLM:
             data_2: one text or several.
             use_tqdm: show a progress bar, or a callable that makes one.
             pooling_params: for all texts.
-            lora_request: not supported in this version.
+            lora_request, tokenization_kwargs, chat_template: not supported in this version.
 
         Returns:
             One output per pair.
@@ -344,21 +360,25 @@ class LLM:
             ValueError: this is a generation model, or one of several labels.
             RequestError: the texts do not pair up, or one of them is wrong (also a ValueError).
         """
-        refuse_adapters(lora_request=lora_request)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
         return self._pooling.score(data_1, data_2, pooling_params, use_tqdm)
 
     def beam_search(
         self,
         prompts: Sequence[PromptType | list[int]],
         params: BeamSearchParams,
+        lora_request: Any = None,
         use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Finds the most likely sequences that begin with each prompt. All prompts are searched at once.
+        """Finds the most likely sequences that begin with each prompt.
 
         Args:
             prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             params: width and length of the search.
+            lora_request: not supported in this version.
             use_tqdm: show a progress bar, or a callable that makes one.
+            concurrency_limit: most prompts that are searched at once; None: as many as fit.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -373,9 +393,16 @@ class LLM:
         """
         given: list[Any] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         parsed = [TokensPrompt(prompt_token_ids=prompt) if isinstance(prompt, list) else prompt for prompt in given]
+        refuse_lora(lora_request, len(parsed))
         # texts of whole sequences are made here, once they are known
         one = params.to_sampling_params().clone(detokenize=False)
-        outputs = self._add_and_run(parsed, [one] * len(parsed), use_tqdm)
+        size = len(parsed) if concurrency_limit is None else concurrency_limit
+        if size < 1 and parsed:
+            raise RequestError(f"concurrency_limit must be at least 1, got {size}", "concurrency_limit")
+        outputs = []
+        for start in range(0, len(parsed), max(size, 1)):
+            part = parsed[start : start + size]
+            outputs += self._add_and_run(part, [one] * len(part), use_tqdm)
         return [self._make_beam_search_output(output) for output in outputs]
 
     def enqueue(
@@ -385,6 +412,8 @@ class LLM:
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
         use_tqdm: UseTqdm = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queues prompts for `wait_for_completion`, which runs them; the arguments are those of `generate`.
 
@@ -395,9 +424,40 @@ class LLM:
             RequestError: a prompt or a parameter is wrong; none of them has been queued.
         """
         del use_tqdm  # nothing takes time here
-        refuse_adapters(lora_request=lora_request)
+        refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         parsed = collect_prompts(prompts)
+        refuse_lora(lora_request, len(parsed))
         return self._add(parsed, self._collect_params(sampling_params, len(parsed)), priority)
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Queues conversations as `enqueue` queues prompts; the arguments are those of `chat`."""
+        prompts = self._render(
+            messages,
+            chat_template=chat_template or self._chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        return self.enqueue(
+            prompts, sampling_params, lora_request, priority, use_tqdm, tokenization_kwargs, mm_processor_kwargs
+        )
 
     def wait_for_completion(
         self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: UseTqdm = True
@@ -418,60 +478,14 @@ class LLM:
             raise TypeError(f"an output is of type {type(wrong[0]).__name__}, not {output_type}")
         return [outputs[request_id] for request_id in sorted(outputs, key=int)]
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets the prefixes that enable_prefix_caching keeps, for example after the weights have changed.
-
-        Returns:
-            Whether it has been done.
-        """
-        return self.llm_engine.reset_prefix_cache()
-
-    def start_profile(self) -> None:
-        """Begins a trace of what is computed; see `LLMEngine.start_profile`."""
-        self.llm_engine.start_profile()
-
-    def stop_profile(self) -> None:
-        """Ends the trace and writes its file into VLLM_TORCH_PROFILER_DIR."""
-        self.llm_engine.stop_profile()
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Gives memory back until `wake_up`; see `LLMEngine.sleep`."""
-        self.llm_engine.sleep(level, mode)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Ends `sleep`; see `LLMEngine.wake_up`."""
-        self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether memory of the engine is given back."""
-        return self.llm_engine.is_sleeping()
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of every worker; see `LLMEngine.collective_rpc`."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
-    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Calls a function with each worker's model, a tree of `ascend_vllm.layers.base.Layer`.
-
-        Example::
-
-            llm.apply_model(lambda model: type(model).__name__)  # ["Qwen2ForCausalLM"]
-        """
-        return self.llm_engine.collective_rpc(lambda worker: func(worker.get_model()))
-
-    def get_metrics(self) -> list[Metric]:
-        """All metrics as they are now; see `LLMEngine.get_metrics`."""
-        return self.llm_engine.get_metrics()
-
     def shutdown(self) -> None:
         """Frees the model and the KV cache now; deleting the object does the same."""
         self._finalizer()
+
+    def _render(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
+        """The prompts of conversations."""
+        name = self.llm_engine.config.model.served_model_names[0]
+        return render_conversations(self._need_tokenizer(), messages, model_name=name, **options)
 
     def _need_tokenizer(self) -> Tokenizer:
         tokenizer = self.llm_engine.tokenizer
@@ -562,8 +576,3 @@ class LLM:
         finally:
             progress.close()
         return outputs
-
-
-def _is_conversation(messages: Messages | Sequence[Messages]) -> bool:
-    """Whether this is one conversation and not a list of them."""
-    return not messages or isinstance(messages[0], Mapping)
