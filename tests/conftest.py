@@ -21,7 +21,10 @@ def demo_model_dir() -> str:
     """Directory of the demo model, trained once per machine and version (a minute or two on two cores)."""
     from ascend_vllm.entrypoints.demo import ensure_demo_model
 
-    return ensure_demo_model()
+    with pytest.MonkeyPatch.context() as patch:
+        # nearly all other tests wait for it: it may have every core
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        return ensure_demo_model()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
