@@ -15,7 +15,9 @@ import json
 import pathlib
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -52,6 +54,17 @@ class NullExecutor(Executor):
         future.set_result(StepOutput(step.step_id, slots, np.full((len(slots), step.num_steps), 7, np.int64)))
         self.seconds += time.perf_counter() - start
         return future
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """There are no workers."""
+        del method, args, kwargs, timeout
+        return []
 
     def check_health(self) -> None:
         pass
