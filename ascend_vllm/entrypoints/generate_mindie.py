@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from ascend_vllm.entrypoints.openai.errors import HttpError, decode_json, json_response
+from ascend_vllm.entrypoints.openai.errors import AnswerErrorsMiddleware, HttpError, decode_json, json_response
 from ascend_vllm.entrypoints.openai.protocol_common import check_num_sequences
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
@@ -131,11 +131,11 @@ class MindieFormat:
         """Let every exception that leaves a route become an error answer, wrong paths and methods too."""
 
         async def answer(_request: Request, error: Exception) -> Response:
-            status, body = to_mindie_error(error)
-            return json_response(body, status)
+            return _answer_error(error)
 
         for kind in (RequestError, EngineDeadError, HTTPException, Exception):
             app.add_exception_handler(kind, answer)
+        app.add_middleware(AnswerErrorsMiddleware, answer=_answer_error)
 
     def _check(self, request: MindieRequest) -> None:
         """What depends on the model, or on several fields."""
@@ -181,6 +181,11 @@ def to_mindie_error(error: BaseException) -> HttpError:
         return _not_found() if error.status_code == 404 else _typed(error.status_code, str(error.detail))
     logger.error("Unexpected error while answering a request", exc_info=error)
     return HttpError(500, {"error": "Incomplete generation"})
+
+
+def _answer_error(error: BaseException) -> Response:
+    status, body = to_mindie_error(error)
+    return json_response(body, status)
 
 
 def _typed(status: int, message: str) -> HttpError:

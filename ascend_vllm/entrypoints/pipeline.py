@@ -17,7 +17,7 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -342,6 +342,7 @@ class Pipeline:
                 # nothing added to minus infinity makes a token possible again
                 logit_bias=dict.fromkeys(bad_ids, -math.inf) or None,
                 logprobs=config.logprobs,
+                logits_processors=[_of_ids(one) for one in config.logits_processors or []] or None,
                 structured_outputs=from_response_format(config.response_format),
                 skip_special_tokens=config.skip_special_tokens,
                 spaces_between_special_tokens=config.spaces_between_special_tokens,
@@ -372,6 +373,23 @@ class Pipeline:
                 )
             found += token_ids
         return list(dict.fromkeys(found))
+
+
+def _of_ids(processor: Callable[..., Any]) -> Callable[[list[int], list[int], Any], Any]:
+    """A function of LMDeploy's, of all ids as one tensor, in the form of the engine's.
+
+    Raises:
+        RequestError: it is no function.
+    """
+    if not callable(processor):
+        raise RequestError("logits_processors must be a list of functions", "logits_processors")
+    # the engine runs in this process, and has torch loaded
+    import torch
+
+    def of_lists(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> Any:
+        return processor(torch.tensor([*prompt_ids, *output_ids]), logits)
+
+    return of_lists
 
 
 @dataclasses.dataclass

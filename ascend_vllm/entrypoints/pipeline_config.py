@@ -46,7 +46,9 @@ class GenerationConfig:
         logprobs: return this many most likely tokens' log-probabilities for every token.
         include_stop_str_in_output: keep the stop token in text and ids.
         response_format: what the output must look like, see `guided_options.from_response_format`.
-        logits_processors, output_logits, output_last_hidden_state: not supported in this version.
+        logits_processors: functions that change the logits of the next token before anything else does: of the ids
+            of prompt and output so far, [T] int64, and the logits, [V] float32; they return the logits to use.
+        output_logits, output_last_hidden_state: not supported in this version.
 
     Raises:
         AssertionError: a value is out of range; the text names the field.
@@ -112,7 +114,7 @@ class GenerationConfig:
         """
         if self.n != 1:
             raise RequestError(f"n must be 1, a pipeline gives one answer per prompt, got {self.n}.", "n")
-        for name in ("logits_processors", "output_logits", "output_last_hidden_state"):
+        for name in ("output_logits", "output_last_hidden_state"):
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported in this version.", name)
 

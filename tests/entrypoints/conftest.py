@@ -83,6 +83,7 @@ def guarded_server(tiny_dir: str, collector: Collector) -> Iterator[Server]:
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
     flags += ["--enable-server-load-tracking", "--enable-tokenizer-info-endpoint", "--enable-log-outputs"]
     flags += ["--sse-keep-alive-interval", "0.5", "--disable-access-log-for-endpoints", "/ping, /v1/models"]
+    flags += ["--middleware", "tests.failing_middleware.FailingMiddleware"]
     flags += ["--otlp-traces-endpoint", collector.url, "--collect-detailed-traces", "model,worker"]
     env = {
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 import transformers
 
 from ascend_vllm import (
@@ -430,12 +431,52 @@ def test_calls_from_several_threads(pipe: Pipeline) -> None:
             {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "dog"]}}},
             '"(cat|dog)"',
         ),
+        ({"type": "text"}, "(?s).*"),
     ],
 )
 def test_response_format(pipe: Pipeline, form: dict[str, Any], pattern: str) -> None:
     config = GenerationConfig(response_format=form, max_new_tokens=30)
     assert re.fullmatch(pattern, pipe("Hello", gen_config=config).text)
     assert re.fullmatch(pattern, "".join(piece.text for piece in pipe.stream_infer(["Hello"], gen_config=config)))
+
+
+def test_a_response_format_of_each_prompt(pipe: Pipeline) -> None:
+    """Any JSON object, when there is room for it; the others are as free as before."""
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    forms: list[Any] = [{"type": "json_object"}, None, {"type": "json_schema", "json_schema": {"schema": schema}}]
+    sampled = [
+        GenerationConfig(response_format=form, max_new_tokens=40, top_k=0, temperature=2.0, random_seed=3)
+        for form in forms
+    ]
+    whole, free, age = pipe(["Hello"] * 3, gen_config=sampled)
+    assert whole.text.lstrip().startswith("{")
+    if whole.finish_reason == "stop":
+        assert isinstance(json.loads(whole.text), dict)
+    assert free.token_ids == pipe("Hello", gen_config=sampled[1]).token_ids
+    assert json.loads(age.text)["age"] in range(10)
+
+
+def test_logits_processors(pipe: Pipeline) -> None:
+    """They see all ids as one tensor, and change the logits one after another."""
+    seen: list[list[int]] = []
+
+    def count_up(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.tolist())
+        assert (ids.dtype, logits.dtype, logits.shape) == (torch.int64, torch.float32, (VOCAB_SIZE,))
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([50 + len(seen)]), 0.0)
+
+    def next_but_one(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.roll(2)
+
+    config = GenerationConfig(max_new_tokens=4, ignore_eos=True, logits_processors=[count_up, next_but_one])
+    counted, plain = pipe(["Hello", "a"], gen_config=[config, GREEDY])
+    assert counted.token_ids == [53, 54, 55, 56]
+    assert seen[-1] == [*seen[0], 53, 54, 55]
+    assert len(seen[0]) == counted.input_token_len
+    assert plain.token_ids == pipe("a", gen_config=GREEDY).token_ids
+    seen.clear()
+    assert [one.token_ids for one in pipe.stream_infer("Hello", gen_config=config)] == [[53], [54], [55], [56]]
 
 
 @pytest.mark.parametrize(
@@ -452,7 +493,8 @@ def test_response_format(pipe: Pipeline, form: dict[str, Any], pattern: str) -> 
         ("x", {"gen_config": {"top_k": 1}}, "gen_config must be a GenerationConfig, but is of type dict"),
         ("x", {"gen_config": GenerationConfig(n=2)}, "n must be 1"),
         ("x", {"gen_config": GenerationConfig(response_format={"type": "json"})}, "response_format must be a dict"),
-        ("x", {"gen_config": GenerationConfig(logits_processors=[print])}, "logits_processors is not supported"),
+        ("x", {"gen_config": GenerationConfig(logits_processors=["no function"])}, "must be a list of functions"),  # type: ignore[list-item]
+        ("x", {"gen_config": GenerationConfig(output_logits="all")}, "output_logits is not supported"),
         ("x", {"gen_config": GenerationConfig(stop_token_ids=[VOCAB_SIZE])}, "stop_token_ids must be a list"),
         ("x", {"gen_config": GenerationConfig(repetition_penalty=0)}, "repetition_penalty must be greater than zero"),
         ("x", {"gen_config": GenerationConfig(max_new_tokens=2, min_new_tokens=3)}, "min_tokens must be less"),

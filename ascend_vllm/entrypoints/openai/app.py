@@ -20,8 +20,10 @@ from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, Messa
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
+    AnswerErrorsMiddleware,
     BodyError,
     decode_json,
+    error_response,
     install_error_handlers,
     json_response,
     validation_error,
@@ -290,6 +292,9 @@ def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     """The last one added sees a request first."""
     for name in args.middleware:
         add_named_middleware(app, name)
+    if args.middleware:
+        # what they raise becomes an answer here, which what follows gives its headers
+        app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
     key = envs.api_key()
     keys = [key] if key else list(args.api_key or [])
     if keys:

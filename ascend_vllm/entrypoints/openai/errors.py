@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
 from ascend_vllm.errors import EngineDeadError, RequestError, WorkerCallError
@@ -134,6 +136,38 @@ def error_response(error: BaseException) -> Response:
     return json_response(body, status)
 
 
+class AnswerErrorsMiddleware:
+    """Answers whatever leaves `app` as an exception that has no handler of its own.
+
+    Starlette's own last resort answers, and raises the exception again all the same, so that the server closes the
+    connection, perhaps before the client has read the answer, and with it the client's next request.
+
+    Args:
+        app: what may raise.
+        answer: makes the answer.
+    """
+
+    def __init__(self, app: ASGIApp, answer: Callable[[BaseException], Response]) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; an exception after the answer began still ends the connection, which tells of it."""
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            await self._answer(error)(scope, receive, send)
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Let every exception that leaves a route become an error answer."""
 
@@ -142,3 +176,4 @@ def install_error_handlers(app: FastAPI) -> None:
 
     for kind in (RequestError, ValidationError, EngineDeadError, WorkerCallError, Exception):
         app.add_exception_handler(kind, answer)
+    app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
