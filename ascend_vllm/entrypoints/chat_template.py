@@ -26,6 +26,19 @@ _TEXT_PARTS = {
 _MEDIA_PARTS = frozenset(
     {"image_url", "input_image", "image", "audio_url", "input_audio", "audio", "video_url", "video"}
 )
+# what a template gets from other fields; `self`, `conversation` and `tokenize` are arguments of the rendering itself
+_RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "self",
+        "tokenize",
+        "tools",
+    }
+)
 
 
 def load_chat_template(value: str | None) -> str | None:
@@ -100,8 +113,11 @@ def render_chat(
         template_kwargs: further variables of the template.
 
     Raises:
-        RequestError: the messages are wrong, there is no template, or the template refuses them.
+        RequestError: the messages are wrong, there is no template, the template refuses them, or one of the further
+            variables has a field of its own.
     """
+    if reserved := sorted(_RESERVED_KWARGS.intersection(template_kwargs or ())):
+        raise RequestError(f"chat_template_kwargs must not contain {', '.join(reserved)}", "chat_template_kwargs")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message"

@@ -448,6 +448,12 @@ ROWS = [
         "length_penalty is not effective and must be the default value of 1.0",
     ),
     Row(
+        "a template among its variables",
+        CHAT,
+        {"chat_template_kwargs": {"tokenize": True, "x": 1, "chat_template": "{{ messages }}"}},
+        "chat_template_kwargs must not contain chat_template, tokenize",
+    ),
+    Row(
         "cache_salt empty", CHAT, {"cache_salt": ""}, "Parameter 'cache_salt' must be a non-empty string if provided."
     ),
     Row(
