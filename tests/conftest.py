@@ -22,7 +22,7 @@ def demo_model_dir() -> str:
     from ascend_vllm.entrypoints.demo import ensure_demo_model
 
     with pytest.MonkeyPatch.context() as patch:
-        # nearly all other tests wait for it: it may have every core
+        # it takes longest of all: it may have every core
         patch.delenv("OMP_NUM_THREADS", raising=False)
         return ensure_demo_model()
 

@@ -338,14 +338,15 @@ class Scheduler:
                     prompts.append(request)
                 index += 1
                 continue
-            if request.needs_host:
+            needs_host = request.needs_host
+            if needs_host:
                 lookahead = self._single_step()
-            if pending and (request.needs_host or end >= request.max_num_tokens):
+            if pending and (needs_host or end >= request.max_num_tokens):
                 # its next token is not known before its outputs are here, or there will be none
                 index += 1
                 continue
             # rows of a beam search share blocks that they write
-            is_beam = request.needs_host and request.beam_group is not None
+            is_beam = needs_host and request.beam_group is not None
             if is_beam and not self._make_writable(step, request):
                 if not self._make_room(builder):
                     return 0
@@ -369,7 +370,7 @@ class Scheduler:
             rows.append(request)
             request.num_computed_tokens = end
             request.num_pending_tokens = pending + 1
-            if request.needs_host and not is_beam:
+            if needs_host and not is_beam:
                 builder.constrained.append(request)
             budget -= 1
             index += 1
