@@ -389,6 +389,8 @@ class StructuredOutputManager:
             self._compiler.submit(entry)
         self._entries.move_to_end(constraint)
         if entry.is_done:
+            # it may have been compiled just now
+            self._evict()
             self._give(request, entry)
             return True
         self._waiting[request.request_id] = request, entry, time.monotonic()
