@@ -115,7 +115,7 @@ class Driver:
         self.block_size = worker._config.cache.block_size
         self.rows: dict[str, Row] = {}
         self.free_slots = list(range(num_slots))
-        self.free_blocks = list(range(NUM_BLOCKS))
+        self.free_blocks = list(range(worker._config.cache.num_gpu_blocks_override or NUM_BLOCKS))
         self.pending = SchedulerOutput(0, [], [], [], [], [])
 
     def __enter__(self) -> Driver:
@@ -136,6 +136,7 @@ class Driver:
         num_prompt_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
         max_num_tokens: int = UNLIMITED,
+        bad_words: Sequence[list[int]] = (),
     ) -> None:
         """A row enters a slot; it has blocks for the tokens it comes with."""
         row = Row(self.free_slots.pop(), list(tokens), num_prompt_tokens or len(tokens), 0, [])
@@ -154,6 +155,7 @@ class Driver:
                 seed,
                 list(stop_token_ids),
                 max_num_tokens,
+                bad_words=list(bad_words),
             )
         )
 
