@@ -138,7 +138,7 @@ def test_min_tokens_hold_back_every_end(llm: LLM) -> None:
 
 
 def test_the_length_of_the_model_ends(llm: LLM) -> None:
-    """A full sequence still gives one token more than the model holds."""
+    """Without max_tokens there are as many tokens as the model has room for."""
     found = ask(llm, ignore_eos=True, max_tokens=None, logit_bias={70: 100.0})
     assert (found.finish_reason, found.stop_reason) == ("length", None)
     assert len(found.token_ids) == MAX_MODEL_LEN - len(PROMPT)
