@@ -80,7 +80,8 @@ def constrain_alone(request: EngineCoreRequest, max_num_computed: int = 64) -> A
         tokens.append(token)
         output.append(token)
         if (token in ends and (len(output) >= params.min_tokens or token not in text_ids)) or token not in text_ids:
-            stop_reason = token if token in (params.stop_token_ids or []) else None
+            is_eos = token == EOS and not params.ignore_eos
+            stop_reason = token if token in (params.stop_token_ids or []) and not is_eos else None
             return Alone(output, FinishReason.STOP, stop_reason)
         grammar.accept_tokens([token])
         if len(output) == params.max_tokens or len(tokens) > max_num_computed:
