@@ -10,12 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
-
-import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.pooling_requests import (
@@ -29,7 +26,6 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
-from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
 
 # of the integers that a message to the core can hold
@@ -312,7 +308,6 @@ class InputProcessor:
             stop=[],
             # their ids go with the request
             bad_words=None,
-            structured_outputs=_with_schema_as_text(params.structured_outputs),
             # Ids without a row in the vocabulary are never sampled, and must not index its logits.
             stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],
             truncate_prompt_tokens=None,
@@ -460,23 +455,6 @@ def _with_and_without_space(params: SamplingParams) -> list[str]:
     for word in words:
         _check_unicode("bad_words", word)
     return [space + word.lstrip() for word in words for space in ("", " ")]
-
-
-def _with_schema_as_text(params: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """The constraint as it crosses to the core: a schema may hold numbers that messages cannot."""
-    if params is None:
-        return None
-    for name in ("regex", "grammar", "whitespace_pattern", "structural_tag"):
-        _check_unicode(name, getattr(params, name) or "")
-    for text in params.choice or ():
-        _check_unicode("choice", text)
-    if not isinstance(params.json, dict):
-        _check_unicode("json", params.json if isinstance(params.json, str) else "")
-        return params
-    try:
-        return msgspec.structs.replace(params, json=json.dumps(params.json))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"the schema cannot be written as JSON: {error}", "structured_outputs") from error
 
 
 def _parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:

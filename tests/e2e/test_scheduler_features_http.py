@@ -349,7 +349,7 @@ def test_sequences_of_one_prompt_by_generate(plain: httpx.Client) -> None:
                 assert response.status_code == 200, response.text
                 assert response.json()["text"] == expected
         # two searches have run
-        assert server.log.count("A beam search runs: while it does, steps are made one at a time, not 4") == 1
+        assert server.log.count("meanwhile steps are made one at a time, not 4 (--num-scheduler-steps)") == 1
 
 
 # ---- sliding window ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ from ascend_vllm.engine.input_processor import InputProcessor, derive_seed
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
-from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
 from tests.engine.engine_for_tests import make_config
 
@@ -250,24 +248,6 @@ def test_min_tokens_never_exceeds_max_tokens(byte_level: Tokenizer) -> None:
         .core_requests[0]
     )
     assert core.sampling_params.max_tokens == core.sampling_params.min_tokens == 4
-
-
-def test_a_schema_crosses_to_the_core_as_text(byte_level: Tokenizer) -> None:
-    schema = {"const": 10**30, "title": "é"}
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
-    core = processor(byte_level).process("r", {"prompt_token_ids": [5]}, params).core_requests[0]
-    wanted = msgspec.msgpack.decode(msgspec.msgpack.encode(core), type=EngineCoreRequest).sampling_params
-    assert wanted.structured_outputs is not None and isinstance(wanted.structured_outputs.json, str)
-    assert json.loads(wanted.structured_outputs.json) == schema
-    # the caller's own is left alone
-    assert params.structured_outputs is not None and params.structured_outputs.json is schema
-    for wrong, words in (
-        ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
-        ({"regex": "\ud800"}, "regex is not valid"),
-    ):
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(**wrong))
-        with pytest.raises(RequestError, match=words):
-            processor(byte_level).process("r", {"prompt_token_ids": [5]}, params)
 
 
 def test_top_k_of_the_whole_vocabulary_is_none(byte_level: Tokenizer) -> None:
