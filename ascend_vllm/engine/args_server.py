@@ -238,7 +238,8 @@ class FrontendArgs(HttpArgs):
     )
     trust_request_chat_template: bool = flag(
         False,
-        "Lets requests bring a chat template of their own.",
+        "Lets requests bring a chat template of their own. It runs in a sandbox without files and network, but takes "
+        "as long as it likes: for clients that are trusted.",
         kind="flag",
     )
     response_role: str = flag(

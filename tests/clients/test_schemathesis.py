@@ -16,7 +16,7 @@ def test_described_routes_never_fail(client_command: Callable[..., str], clients
     output = client_command(
         "schemathesis",
         *["run", f"{clients_server.url}/openapi.json", "--checks", "not_a_server_error"],
-        *["--max-examples", "25", "--seed", "1", "--no-color", "--suppress-health-check", "all"],
+        *["--max-examples", "10", "--seed", "1", "--no-color", "--suppress-health-check", "all"],
         # what a server of a tiny model does in far less
         *["--request-timeout", "30"],
     )
