@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from ascend_vllm.entrypoints.openai.errors import AnswerErrorsMiddleware, HttpError, decode_json, json_response
-from ascend_vllm.entrypoints.openai.protocol_common import check_num_sequences
+from ascend_vllm.entrypoints.openai.protocol_common import check_num_sequences, log_unknown_fields
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -110,6 +110,7 @@ class MindieFormat:
         except msgspec.ValidationError as error:
             raise RequestError(str(error)) from error
         self._check(request)
+        log_unknown_fields(given.keys() - MindieRequest.__struct_fields__)
         return request.prompt, request.stream, _sampling_params(request)
 
     def whole(self, prompt: str, output: RequestOutput) -> Response:

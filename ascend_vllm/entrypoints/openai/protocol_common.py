@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -66,6 +67,17 @@ _SAMPLING: dict[str, Any] = {
 _BEAM_SEARCH = _SAMPLING | {"temperature": 0.0, "early_stopping": None}
 
 _logged_fields: set[str] = set()
+# of a field's name
+_MAX_LOGGED_CHARACTERS = 100
+
+
+def log_unknown_fields(names: Iterable[str]) -> None:
+    """Say once of each name that a request had it and that it had no effect."""
+    unknown = {name[:_MAX_LOGGED_CHARACTERS] for name in names} - _logged_fields
+    # the set only ever grows by what was logged; the limits keep a hostile client from filling it
+    if unknown and len(_logged_fields) < 1000:
+        _logged_fields.update(unknown)
+        logger.warning("Ignored fields of a request that this server does not know: %s", sorted(unknown))
 
 
 def random_id(prefix: str) -> str:
@@ -85,11 +97,8 @@ class ApiRequest(BaseModel):
 
     @model_validator(mode="after")
     def _log_unknown_fields(self) -> ApiRequest:
-        unknown = set(self.model_extra or ()) - _logged_fields
-        # the set only ever grows by what was logged; the limit keeps a hostile client from filling it
-        if unknown and len(_logged_fields) < 1000:
-            _logged_fields.update(unknown)
-            logger.warning("Ignored fields of a request that this server does not know: %s", sorted(unknown))
+        if self.model_extra:
+            log_unknown_fields(self.model_extra)
         return self
 
 
