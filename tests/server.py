@@ -104,8 +104,15 @@ class Server:
         raise RuntimeError(f"the server was not ready after {timeout_s} s; log:\n{self.log}")
 
     def wait_exit(self, timeout_s: float = 60.0) -> int:
-        """Wait for the process's end and return its exit code."""
-        return self.process.wait(timeout_s)
+        """Wait for the process's end and return its exit code.
+
+        Raises:
+            RuntimeError: it took too long; the message holds its log.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"the server did not end within {timeout_s} s; log:\n{self.log}") from error
 
     def terminate(self, timeout_s: float = 30.0) -> int:
         """End the server with SIGTERM and return its exit code."""
