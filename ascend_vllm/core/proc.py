@@ -200,10 +200,17 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     return socket
 
 
-def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed]:
-    """Builds the engine core from the configuration on a stream; None with the reason if that fails."""
+def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed | None]:
+    """Builds the engine core from the configuration on a stream; None with the reason if that fails.
+
+    No reason if the parent is gone: nobody is there to be told, and nothing is wrong here.
+    """
     try:
         config = read_config(fd)
+    except EOFError as error:
+        logger.info("The engine core does not start: %s", error)
+        return None, None
+    try:
         threading.Thread(target=_watch_parent, args=(fd,), name="watch-parent", daemon=True).start()
         core = build(config)
     except AscendVllmError as error:
@@ -237,7 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         core: EngineCore | None = None
         try:
             core, greeting = _start(sys.stdin.fileno())
-            outbound.send(msgspec.msgpack.encode(greeting))
+            if greeting is not None:
+                outbound.send(msgspec.msgpack.encode(greeting))
             return 1 if core is None else CoreLoop(core, inbound, outbound).run()
         finally:
             # a second reason to end must not cut the ending short

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
@@ -43,10 +44,10 @@ def _run_server(args: argparse.Namespace) -> int:
     server_args = GenerateServerArgs(**fields_from_namespace(GenerateServerArgs, args))
     engine_args = EngineArgs.from_cli_args(args)
 
-    def make_app(engine: AsyncLLM) -> FastAPI:
+    def load_app() -> Callable[[AsyncLLM], FastAPI]:
         from ascend_vllm.entrypoints.generate_app import build_app
 
-        return build_app(engine, server_args)
+        return lambda engine: build_app(engine, server_args)
 
     return launcher.serve(
         launcher.Program(
@@ -54,7 +55,7 @@ def _run_server(args: argparse.Namespace) -> int:
             flags=args,
             http_args=server_args,
             engine_args=engine_args,
-            make_app=make_app,
+            load_app=load_app,
             log_level=server_args.log_level,
             access_log=True,
             demo_example=_DEMO_EXAMPLE,

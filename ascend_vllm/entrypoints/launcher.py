@@ -16,7 +16,6 @@ import gc
 import json
 import logging.config
 import pathlib
-import signal
 import socket
 import ssl
 import time
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 import ascend_vllm
 from ascend_vllm.engine.args_server import HttpArgs
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.stop_signals import StopSignals
 from ascend_vllm.errors import AscendVllmError, ConfigError
 from ascend_vllm.logger import init_logger
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ascend_vllm.engine.args import EngineArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
+    from ascend_vllm.entrypoints.http_server import HttpServer
 
 logger = init_logger(__name__)
 
@@ -152,7 +153,8 @@ class Program:
         flags: all flags, for the log.
         http_args: address and encryption.
         engine_args: of the engine.
-        make_app: makes the application once the engine is ready.
+        load_app: imports the web framework, which takes a while, and returns what makes the application once the
+            engine is ready.
         log_level: of uvicorn.
         access_log: one line per HTTP request.
         demo_example: a command that asks the demo model, with {url} for the server's address.
@@ -162,7 +164,7 @@ class Program:
     flags: argparse.Namespace
     http_args: HttpArgs
     engine_args: EngineArgs
-    make_app: Callable[[AsyncLLM], FastAPI]
+    load_app: Callable[[], Callable[[AsyncLLM], FastAPI]]
     log_level: str
     access_log: bool
     demo_example: str
@@ -187,13 +189,24 @@ def serve(program: Program) -> int:
     http_args = program.http_args
     http_args.check()
     _check_tls(http_args)
-    with _bound(http_args) as sock:
+    stop = StopSignals()
+    with stop.raising(), _bound(http_args) as sock:
         is_demo = program.engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
         engine_args = program.engine_args
         if is_demo:
             engine_args = engine_args.with_model_directory(ensure_demo_model())
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            return runner.run(_serve(program, engine_args, sock, start, program.demo_example if is_demo else None))
+        # late: asking for help and wrong flags need none of it
+        from ascend_vllm.engine.async_llm import AsyncLLM
+
+        with stop.held_back():
+            # the engine core starts here, in its own process; meanwhile this one imports the web framework
+            engine = AsyncLLM.from_engine_args(engine_args)
+        try:
+            opening = _Opening(program, engine, sock, stop, program.demo_example if is_demo else None, start)
+            return opening.run()
+        finally:
+            stop.hold_back()
+            engine.shutdown()
 
 
 @contextlib.contextmanager
@@ -231,48 +244,58 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def _serve(
-    program: Program, engine_args: EngineArgs, sock: socket.socket, start: float, example: str | None
-) -> int:
-    from ascend_vllm.engine.async_llm import AsyncLLM
+@dataclasses.dataclass(frozen=True)
+class _Opening:
+    """A server whose engine loads its model in the meantime.
 
-    # the engine core starts here, in its own process; meanwhile this one imports the web framework
-    engine = AsyncLLM.from_engine_args(engine_args)
-    try:
+    Attributes:
+        program: what is served.
+        engine: started.
+        sock: bound.
+        stop: what signals do until the server has its own handlers; raising.
+        example: a command to show once the server is ready.
+        start: when the program began, by the monotonic clock.
+    """
+
+    program: Program
+    engine: AsyncLLM
+    sock: socket.socket
+    stop: StopSignals
+    example: str | None
+    start: float
+
+    def run(self) -> int:
+        """Serves; returns the process's exit code."""
         from ascend_vllm.entrypoints.http_server import HttpServer
 
-        with _cancelled_by(signal.SIGTERM):
-            await engine.ready()
-        app = program.make_app(engine)
-        server = HttpServer(
-            app,
-            program.http_args,
-            sock,
-            log_level=program.log_level,
-            access_log=program.access_log,
-            example=example,
-        )
-        # what is alive now stays alive: the collector need not look at it again and again
-        gc.collect()
-        gc.freeze()
-        logger.info("server launch time cost: %.2f s", time.monotonic() - start)
-        return EXIT_OK if await server.serve_engine(engine) else EXIT_FAILURE
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        # another server bound the same port before either of them listened
-        raise _address_error(program.http_args.host, program.http_args.port, error) from error
-    finally:
-        engine.shutdown()
+        make_app = self.program.load_app()
+        self.stop.hold_back()
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            return runner.run(self._serve(make_app, HttpServer))
 
-
-@contextlib.contextmanager
-def _cancelled_by(number: signal.Signals) -> Generator[None, None, None]:
-    """Make a signal cancel the current task, as Ctrl-C does already."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    if task is not None:
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(number)
+    async def _serve(self, make_app: Callable[[AsyncLLM], FastAPI], server_class: type[HttpServer]) -> int:
+        program, engine = self.program, self.engine
+        try:
+            with self.stop.cancelling():
+                await engine.ready()
+                server = server_class(
+                    make_app(engine),
+                    program.http_args,
+                    self.sock,
+                    log_level=program.log_level,
+                    access_log=program.access_log,
+                    example=self.example,
+                )
+                # what is alive now stays alive: the collector need not look at it again and again
+                gc.collect()
+                gc.freeze()
+                logger.info("server launch time cost: %.2f s", time.monotonic() - self.start)
+                return EXIT_OK if await server.serve_engine(engine) else EXIT_FAILURE
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # another server bound the same port before either of them listened
+            raise _address_error(program.http_args.host, program.http_args.port, error) from error
+        finally:
+            # here, for it belongs to the loop
+            engine.shutdown()

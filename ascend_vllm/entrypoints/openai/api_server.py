@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
@@ -57,13 +58,15 @@ def _run_server(args: argparse.Namespace) -> int:
         raise ConfigError("--enable-log-outputs requires --enable-log-requests.")
     parsers = ChatParsers.from_flags(frontend_args, engine_args.reasoning_parser)
 
-    def make_app(engine: AsyncLLM) -> FastAPI:
-        # late: while the engine loads the model in its own process, this one imports the web framework
+    def load_app() -> Callable[[AsyncLLM], FastAPI]:
         from ascend_vllm.entrypoints.openai.app import build_app, describe_routes
 
-        app = build_app(engine, frontend_args, log_requests=log_requests, parsers=parsers)
-        describe_routes(app, launcher.logger.info)
-        return app
+        def make_app(engine: AsyncLLM) -> FastAPI:
+            app = build_app(engine, frontend_args, log_requests=log_requests, parsers=parsers)
+            describe_routes(app, launcher.logger.info)
+            return app
+
+        return make_app
 
     return launcher.serve(
         launcher.Program(
@@ -71,7 +74,7 @@ def _run_server(args: argparse.Namespace) -> int:
             flags=args,
             http_args=frontend_args,
             engine_args=engine_args,
-            make_app=make_app,
+            load_app=load_app,
             log_level=frontend_args.uvicorn_log_level,
             access_log=not frontend_args.disable_uvicorn_access_log,
             demo_example=_DEMO_EXAMPLE.replace("{model}", (engine_args.served_model_name or ["demo"])[0]),
