@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -26,7 +29,8 @@ class ForwardBatch:
     input_ids: torch.Tensor
     # [T] int64, device: place of each token in its sequence
     positions: torch.Tensor
-    # [T] int64, device: block * block_size + offset, where each token's key and value go
+    # [T] int64, device: block * block_size + offset, where each token's key and value go; negative: nowhere, which
+    # only rows of one token are
     slot_mapping: torch.Tensor
     # [R+1] int32, device
     query_start: torch.Tensor
@@ -36,6 +40,9 @@ class ForwardBatch:
     block_table: torch.Tensor
     # [S] int64, device: token indices whose logits are needed
     logits_indices: torch.Tensor
+    # [R+1] int32 and [R] int32, host: the same as query_start and seq_lens, for who would have to wait for the device
+    query_start_np: npt.NDArray[np.int32]
+    seq_lens_np: npt.NDArray[np.int32]
     # most query tokens of a row, and longest row: host integers, known when the batch is made
     max_query_len: int
     max_seq_len: int
@@ -80,6 +87,24 @@ class AttentionBackend(abc.ABC):
     @abc.abstractmethod
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Shape of one layer's cache, keys and values together."""
+
+    def num_spare_blocks(self, max_num_rows: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
+        """Blocks that a cache has behind those of the pool, for tokens that are stored nowhere; 0 if not needed.
+
+        Args:
+            max_num_rows: most rows of a step.
+        """
+        return 0
+
+    def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+        """Told of the caches before the first step, and again when there are new ones.
+
+        Args:
+            specs: one per layer.
+            kv_caches: one per layer, of `kv_cache_shape(num_blocks + num_spare_blocks(...))`.
+            num_blocks: those of the pool.
+        """
+        del specs, kv_caches, num_blocks  # most backends find in each call what they need
 
     @abc.abstractmethod
     def copy_blocks(

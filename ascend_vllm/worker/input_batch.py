@@ -63,6 +63,8 @@ class HostBatch:
             seq_lens=upload(self.seq_lens, device),
             block_table=upload(self.block_table, device),
             logits_indices=upload(self.logits_indices, device),
+            query_start_np=self.query_start,
+            seq_lens_np=self.seq_lens,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
         )

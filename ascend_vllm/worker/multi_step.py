@@ -65,6 +65,9 @@ class _Rows:
     # [r] host: their places in the step
     index: Int64Array
     plan: SamplingPlan
+    # [r+1] int32 and [N, r] int32, host: query_start and seq_lens
+    query_start_np: npt.NDArray[np.int32]
+    seq_lens_np: npt.NDArray[np.int32]
     # [N, r] int64
     num_tokens: torch.Tensor
     # [N, r] int64
@@ -97,6 +100,8 @@ class _Rows:
             seq_lens=self.seq_lens.select(0, number),
             block_table=self.block_table,
             logits_indices=self.logits_indices,
+            query_start_np=self.query_start_np,
+            seq_lens_np=self.seq_lens_np[number],
             max_query_len=1,
             max_seq_len=max_seq_len,
         )
@@ -217,11 +222,14 @@ class MultiStepDecoder:
     def _upload(self, host: _HostRows, index: Int64Array) -> _Rows:
         """Some of the rows, none of which has ended."""
         device, num_rows = self._device, len(index)
-        num_tokens = upload(host.num_tokens.take(index, axis=1), device)
+        num_tokens_np = host.num_tokens.take(index, axis=1)
+        num_tokens = upload(num_tokens_np, device)
         one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         return _Rows(
             index=index,
             plan=self._sampler.plan(host.slots[index], len(host.num_tokens)),
+            query_start_np=np.arange(num_rows + 1, dtype=np.int32),
+            seq_lens_np=num_tokens_np.astype(np.int32),
             num_tokens=num_tokens,
             positions=num_tokens - 1,
             seq_lens=num_tokens.int(),

@@ -130,12 +130,14 @@ class Worker:
             return cache.num_gpu_blocks_override
         # no profiling run on CPU: the cache takes a part of the free memory, activations are in the other part
         num_bytes = self._platform.kv_cache_bytes(cache, peak_bytes=0)
-        num_blocks = num_bytes // self._block_bytes()
+        num_spare = self._num_spare_blocks()
+        num_blocks = num_bytes // self._block_bytes() - num_spare
         if num_blocks < 1:
+            beside = f" beside {num_spare} spare ones" if num_spare else ""
             raise ConfigError(
                 f"A KV cache of {num_bytes} bytes has no room for one block of {cache.block_size} tokens "
-                f"({self._block_bytes()} bytes): set --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE higher, "
-                "or --block-size lower."
+                f"({self._block_bytes()} bytes){beside}: set --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE "
+                "higher, or --block-size lower."
             )
         if cache.kv_cache_memory_bytes is None and not cache.enable_prefix_caching:
             scheduler = self._config.scheduler
@@ -163,8 +165,12 @@ class Worker:
         config, backend = self._config, self._model_in_use.backend
         self._cache_size = KVCacheSize(num_blocks, num_cpu_blocks)
         kv_caches = self._allocate_caches(
-            num_blocks, self._device, "KV cache", "--num-gpu-blocks-override or --kv-cache-memory-bytes"
+            num_blocks + self._num_spare_blocks(),
+            self._device,
+            "KV cache",
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes",
         )
+        backend.bind(self._model_in_use.model.attention_specs, kv_caches, num_blocks)
         cpu_caches = []
         if num_cpu_blocks:
             cpu_caches = self._allocate_caches(num_cpu_blocks, torch.device("cpu"), "swap pool", "--swap-space")
@@ -271,6 +277,9 @@ class Worker:
         loaded = self._model_in_use
         shapes = (loaded.backend.kv_cache_shape(1, spec) for spec in loaded.model.attention_specs)
         return sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
+
+    def _num_spare_blocks(self) -> int:
+        return self._model_in_use.backend.num_spare_blocks(self._config.scheduler.max_num_seqs)
 
     def _allocate_caches(self, num_blocks: int, device: torch.device, what: str, flags: str) -> list[torch.Tensor]:
         """A cache for each attention layer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -96,6 +97,8 @@ def _batch(seq_lens: list[int], query_lens: list[int] | None = None) -> ForwardB
         seq_lens=torch.tensor(seq_lens).int(),
         block_table=empty,
         logits_indices=empty,
+        query_start_np=np.cumsum([0, *query_lens], dtype=np.int32),
+        seq_lens_np=np.array(seq_lens, np.int32),
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
     )

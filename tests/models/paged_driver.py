@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -86,6 +87,8 @@ class PagedDriver:
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             block_table=self.block_table[rows],
             logits_indices=torch.arange(sum(counts)),
+            query_start_np=np.cumsum([0, *counts], dtype=np.int32),
+            seq_lens_np=np.array(seq_lens, np.int32),
             max_query_len=max(counts),
             max_seq_len=max(seq_lens),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 
@@ -120,6 +121,8 @@ class PagedSequences:
             seq_lens=torch.tensor(self.done, dtype=torch.int32),
             block_table=self.block_table,
             logits_indices=torch.zeros(0, dtype=torch.int64),
+            query_start_np=np.cumsum([0, *counts], dtype=np.int32),
+            seq_lens_np=np.array(self.done, np.int32),
             max_query_len=max(counts),
             max_seq_len=max(self.done),
         )

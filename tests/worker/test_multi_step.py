@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import UNLIMITED, SchedulerOutput, StepLogprobs
 from ascend_vllm.worker.model_runner import ModelRunner
@@ -295,6 +297,22 @@ def test_nothing_waits_for_the_device_between_passes() -> None:
     forwards = recorder.names.count("ascend_vllm::paged_attention")
     assert forwards == 4 * 3
     assert WAITING.isdisjoint(recorder.names)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_lengths_on_the_host_are_those_on_the_device(monkeypatch: pytest.MonkeyPatch, masks: bool) -> None:
+    worker = masking_worker() if masks else started_worker(tiny_model("qwen2"))
+    num_rows = []
+
+    def prepare(_backend: CpuAttention, batch: ForwardBatch) -> None:
+        assert batch.query_start_np.tolist() == batch.query_start.tolist()
+        assert batch.seq_lens_np.tolist() == batch.seq_lens.tolist()
+        num_rows.append(len(batch.seq_lens_np))
+
+    monkeypatch.setattr(CpuAttention, "prepare", prepare)
+    run(worker, ROWS, 8)
+    assert max(num_rows) == len(ROWS)
+    assert len(num_rows) > NUM_TOKENS // 8
 
 
 def test_a_row_that_misses_more_than_a_token_is_refused() -> None:
