@@ -124,15 +124,14 @@ class HttpArgs:
         """
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
-        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together.")
-        for name in ("ssl_ciphers", "enable_ssl_refresh"):
-            if getattr(self, name) and not self.ssl_certfile:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-keyfile and --ssl-certfile.")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}.")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates may clients show?")
+        # without a certificate the server would answer everybody over plain HTTP; its file may hold the key too
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh"):
+            if getattr(self, name) and not self.ssl_certfile:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile.")
         self._check_limits()
         refuse_unsupported(type(self), vars(self))
 

@@ -9,7 +9,6 @@ import logging
 import pathlib
 import signal
 import socket
-import ssl
 from collections.abc import Collection, Generator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +16,7 @@ import uvicorn
 
 from ascend_vllm import envs
 from ascend_vllm.engine.args_server import HttpArgs
+from ascend_vllm.entrypoints import tls
 from ascend_vllm.entrypoints.http_protocol import (
     DEFAULT_MAX_HEAD_BYTES,
     DEFAULT_MAX_HEADERS,
@@ -24,6 +24,7 @@ from ascend_vllm.entrypoints.http_protocol import (
     LimitedHttpProtocol,
 )
 from ascend_vllm.entrypoints.openai.middleware import BodyLimitMiddleware
+from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._sock = sock
+        self._args = args
         self._example = example
         self._tls_files = _tls_files(args) if args.enable_ssl_refresh else {}
         if args.disable_access_log_for_endpoints:
@@ -174,14 +176,16 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(_TLS_POLL_S)
             found = {path: _modified(path) for path in self._tls_files}
             context = self.config.ssl
-            if context is None or None in found.values() or found == self._tls_files:
+            if (
+                context is None
+                or self._args.ssl_certfile is None
+                or None in found.values()
+                or found == self._tls_files
+            ):
                 continue
             try:
-                if self.config.ssl_certfile is not None:
-                    context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
-                if self.config.ssl_ca_certs is not None:
-                    context.load_verify_locations(self.config.ssl_ca_certs)
-            except (OSError, ssl.SSLError) as error:
+                tls.load_files(context, self._args.ssl_certfile, self._args.ssl_keyfile, self._args.ssl_ca_certs)
+            except (OSError, ConfigError) as error:
                 # a file is written while the other one is still old: the next look finds both
                 logger.warning("The TLS files have changed but cannot be used yet: %s", error)
             else:

@@ -17,13 +17,13 @@ import json
 import logging.config
 import pathlib
 import socket
-import ssl
 import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 import ascend_vllm
 from ascend_vllm.engine.args_server import HttpArgs
+from ascend_vllm.entrypoints import tls
 from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.entrypoints.stop_signals import StopSignals
 from ascend_vllm.errors import AscendVllmError, ConfigError
@@ -106,24 +106,6 @@ def _address_error(host: str | None, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"Cannot listen on {where}: {error.strerror}")
 
 
-def _check_tls(args: HttpArgs) -> None:
-    """Read the TLS files now rather than after the model is loaded."""
-    if args.ssl_certfile is None:
-        return
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
-        if args.ssl_ca_certs is not None:
-            context.load_verify_locations(args.ssl_ca_certs)
-        if args.ssl_ciphers is not None:
-            context.set_ciphers(args.ssl_ciphers)
-    except (OSError, ssl.SSLError) as error:
-        if args.ssl_ciphers is not None and "cipher" in str(error).lower():
-            raise ConfigError(f"--ssl-ciphers {args.ssl_ciphers} cannot be used: {error}") from error
-        files = ", ".join(filter(None, (args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs)))
-        raise ConfigError(f"The TLS files ({files}) cannot be used: {error}") from error
-
-
 def _configure_log(path: str) -> None:
     """Set up logging by a file of --log-config-file.
 
@@ -188,7 +170,7 @@ def serve(program: Program) -> int:
     logger.info("args: %s", _without_secrets(program.flags))
     http_args = program.http_args
     http_args.check()
-    _check_tls(http_args)
+    tls.check_files(http_args)
     stop = StopSignals()
     with stop.raising(), _bound(http_args) as sock:
         is_demo = program.engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()

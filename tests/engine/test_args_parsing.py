@@ -307,7 +307,9 @@ def test_config_flag_is_used_once_and_with_a_file(tmp_path: pathlib.Path) -> Non
     [
         ({"enable_auto_tool_choice": True}, "Error: --enable-auto-tool-choice requires --tool-call-parser"),
         ({"port": 70000}, "--port must be between 0 and 65535, got 70000."),
-        ({"ssl_keyfile": "k"}, "--ssl-keyfile and --ssl-certfile must be given together."),
+        ({"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile."),
+        ({"ssl_ca_certs": "ca"}, "--ssl-ca-certs needs --ssl-certfile."),
+        ({"ssl_ca_certs": "ca", "ssl_cert_reqs": 2}, "--ssl-ca-certs needs --ssl-certfile."),
         ({"ssl_cert_reqs": 3}, "--ssl-cert-reqs must be 0, 1 or 2, got 3."),
         ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs needs --ssl-ca-certs: whose certificates may clients show?"),
         ({"max_log_len": -1}, "--max-log-len must not be negative, got -1."),

@@ -385,8 +385,13 @@ def make_certificates(directory: pathlib.Path) -> None:
 @needs_openssl
 @needs_curl
 def test_mutual_tls(tiny_dir: str, tmp_path: pathlib.Path) -> None:
-    make_certificates(tmp_path)
-    flags = ["--ssl-keyfile", str(tmp_path / "server.key"), "--ssl-certfile", str(tmp_path / "server.pem")]
+    (tmp_path / "strangers").mkdir()
+    for directory in (tmp_path, tmp_path / "strangers"):
+        make_certificates(directory)
+    # a certificate's file may hold the key too
+    both = tmp_path / "both.pem"
+    both.write_text("".join((tmp_path / name).read_text() for name in ("server.pem", "server.key")))
+    flags = ["--ssl-certfile", str(both)]
     flags += ["--ssl-ca-certs", str(tmp_path / "ca.pem"), "--ssl-cert-reqs", "2"]
     server = Server(OPENAI_SERVER, ["--model", tiny_dir, *flags, *ENGINE_FLAGS], scheme="https")
     curl = ["curl", "-sS", "--cacert", str(tmp_path / "ca.pem"), f"{server.url}/version"]
@@ -395,8 +400,11 @@ def test_mutual_tls(tiny_dir: str, tmp_path: pathlib.Path) -> None:
         assert wait_until(lambda: "Uvicorn running on https://" in server.log, 90), server.log
         done = subprocess.run([*curl, *identity], capture_output=True, timeout=30)
         assert b"version" in done.stdout, done.stderr
-        refused = subprocess.run(curl, capture_output=True, timeout=30)
-        assert refused.returncode != 0
+        stranger = [str(tmp_path / "strangers" / name) for name in ("client.pem", "client.key")]
+        for shown in ([], ["--cert", stranger[0], "--key", stranger[1]]):
+            refused = subprocess.run([*curl, *shown], capture_output=True, timeout=30)
+            assert refused.returncode != 0
+            assert b"version" not in refused.stdout
         assert server.terminate() == 0
     finally:
         server.close()

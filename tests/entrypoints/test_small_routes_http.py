@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from ascend_vllm.engine.args_server import FrontendArgs
-from ascend_vllm.entrypoints import launcher
+from ascend_vllm.entrypoints import launcher, tls
 from ascend_vllm.entrypoints.openai.api_server import make_parser, run_server
 from ascend_vllm.errors import ConfigError
 from tests.entrypoints.conftest import ENGINE_FLAGS, KEY, Collector
@@ -304,8 +305,8 @@ def test_a_unix_socket_with_tls_that_is_renewed(tiny_dir: str, tmp_path: pathlib
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--ssl-ciphers", "ALL"], "--ssl-ciphers needs --ssl-keyfile and --ssl-certfile."),
-        (["--enable-ssl-refresh"], "--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile."),
+        (["--ssl-ciphers", "ALL"], "--ssl-ciphers needs --ssl-certfile."),
+        (["--enable-ssl-refresh"], "--enable-ssl-refresh needs --ssl-certfile."),
         (["--sse-keep-alive-interval", "-1"], "--sse-keep-alive-interval must not be negative, got -1.0."),
         (["--enable-log-outputs", "--disable-log-requests"], "--enable-log-outputs requires --enable-log-requests."),
         (["--log-config-file", "/absent.json"], "--log-config-file /absent.json cannot be used"),
@@ -345,10 +346,20 @@ def test_a_log_configuration_that_is_none(tmp_path: pathlib.Path) -> None:
             launcher._configure_log(str(tmp_path / "log.json"))
 
 
-def test_ciphers_nobody_knows(tmp_path: pathlib.Path) -> None:
+@needs_openssl
+def test_tls_files_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
     make_certificates(tmp_path)
     args = FrontendArgs(
         ssl_keyfile=str(tmp_path / "server.key"), ssl_certfile=str(tmp_path / "server.pem"), ssl_ciphers="ROT13"
     )
     with pytest.raises(ConfigError, match="--ssl-ciphers ROT13 cannot be used"):
-        launcher._check_tls(args)
+        tls.check_files(args)
+    lock = ["openssl", "rsa", "-in", "server.key", "-aes256", "-passout", "pass:secret", "-out", "locked.key"]
+    subprocess.run(lock, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    args = FrontendArgs(ssl_keyfile=str(tmp_path / "locked.key"), ssl_certfile=str(tmp_path / "server.pem"))
+    with pytest.raises(
+        ConfigError, match=r"locked\.key\) cannot be used: the private key is encrypted; give --ssl-key"
+    ):
+        tls.check_files(args)
+    with pytest.raises(ConfigError, match=r"server\.pem\) cannot be used"):  # it holds no key
+        tls.check_files(FrontendArgs(ssl_certfile=str(tmp_path / "server.pem")))
