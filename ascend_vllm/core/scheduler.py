@@ -148,7 +148,7 @@ class Scheduler:
                 self.waiting.add(request)
         except RequestError as error:
             self.waiting.add(request)
-            self._end_early(request, RequestStatus.FINISHED_ERROR, str(error), type(error).__name__)
+            self._end_early(request, RequestStatus.FINISHED_ERROR, error)
             return False
         return True
 
@@ -157,7 +157,7 @@ class Scheduler:
         for request, error in self.structured.take_ready():
             self.waiting.add(request)
             if error is not None:
-                self._end_early(request, RequestStatus.FINISHED_ERROR, str(error), type(error).__name__)
+                self._end_early(request, RequestStatus.FINISHED_ERROR, error)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; unknown ids are ignored. Their blocks are free at once."""
@@ -200,9 +200,7 @@ class Scheduler:
         logger.warning("Request %s ends: %s", request.request_id, why)
         self._end_early(request, RequestStatus.FINISHED_LENGTH)
 
-    def _end_early(
-        self, request: Request, status: RequestStatus, error: str | None = None, error_class: str | None = None
-    ) -> None:
+    def _end_early(self, request: Request, status: RequestStatus, error: str | RequestError | None = None) -> None:
         """Ends a request outside a step; the next `update` gives its last output."""
         group = request.beam_group
         if group is not None and status is RequestStatus.FINISHED_LENGTH and group.rows:
@@ -214,8 +212,9 @@ class Scheduler:
                 request.request_id,
                 [],
                 finish_reason=request.finish_reason,
-                error=error,
-                error_class=error_class,
+                error=None if error is None else str(error),
+                error_class=type(error).__name__ if isinstance(error, RequestError) else None,
+                error_param=error.param if isinstance(error, RequestError) else None,
                 beams=beams,
             )
         )
@@ -266,9 +265,10 @@ class Scheduler:
                 self._end_early(
                     request,
                     RequestStatus.FINISHED_ERROR,
-                    f"The request waited longer than the limit of {timeout_s:g} s (--queue-timeout-s) to be served. "
-                    "Please try again later.",
-                    EngineBusyError.__name__,
+                    EngineBusyError(
+                        f"The request waited longer than the limit of {timeout_s:g} s (--queue-timeout-s) to be "
+                        "served. Please try again later."
+                    ),
                 )
 
     # ---- a step is made ------------------------------------------------------------------------------------

@@ -437,7 +437,8 @@ class OutputProcessor:
             error = _ERRORS.get(output.error_class or "", RequestError)
             # the one thing for which the core calls itself busy is that a request waited for too long
             step.stats.num_queue_timeouts += error is EngineBusyError
-            state.queue.put_error(error(output.error or "the engine could not run the request"))
+            text = output.error or "the engine could not run the request"
+            state.queue.put_error(error(text, output.error_param) if issubclass(error, RequestError) else error(text))
 
     def _finish_sequence(self, state: _RequestState, sequence: AnySequence, step: _Step) -> None:
         state.num_unfinished -= 1

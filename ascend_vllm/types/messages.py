@@ -148,6 +148,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     error: str | None = None
     # name of the class in ascend_vllm.errors that fits; None: RequestError
     error_class: str | None = None
+    # the request's field at fault
+    error_param: str | None = None
     # of a beam search: its best sequences so far, best first, at its end and, if it streams, after every step.
     # new_token_ids is empty then.
     beams: list[BeamSequence] | None = None

@@ -295,6 +295,27 @@ def test_the_official_client_s_helper(server: Server) -> None:
             assert stream.get_final_completion().choices[0].message.parsed == animal
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_constraint_names_the_field_it_came_in(asked: httpx.Client, stream: bool) -> None:
+    schema = {"name": "x", "schema": {"type": "zzz"}}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("structured_outputs", {"structured_outputs": {"regex": "("}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "("}, "response_format": {"type": "text"}}),
+        ("response_format", form),
+        ("guided_json", {"guided_json": schema["schema"]}),
+        ("guided_regex", {"guided_regex": "(", "response_format": {"type": "text"}}),
+        ("guided_grammar", {"guided_grammar": "root ::= ("}),
+    ]
+    for name, fields in rows:
+        for path in (COMPLETIONS, CHAT):
+            response = asked.post(path, json=BASES[path] | fields | {"stream": stream})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name), response.text
+    text = {"format": {"type": "json_schema"} | schema}
+    response = asked.post("/v1/responses", json={"input": "Hello", "text": text, "stream": stream})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format"), response.text
+
+
 # ---- tools that must be called --------------------------------------------------------------------------------
 
 FIND = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}

@@ -103,6 +103,11 @@ class ChatCompletionRequest(GenerationRequest):
             params.begin_after = self._end_of_thoughts
         return params
 
+    @property
+    def constraint_field(self) -> str:
+        """`tools` if a call is demanded."""
+        return super().constraint_field if self.demanded_tools is None else "tools"
+
     def allow_thoughts(self, end: str | None) -> None:
         """Leave the text free up to the end of its thoughts; None: there are none."""
         self._end_of_thoughts = end

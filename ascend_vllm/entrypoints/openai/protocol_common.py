@@ -247,6 +247,13 @@ class GenerationRequest(ApiRequest):
             )
         return found[given[0]] if given else None
 
+    @property
+    def constraint_field(self) -> str:
+        """The field that says what the output must look like, as errors name it."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return next(iter(self.guided()), "response_format")
+
     def guided(self) -> dict[str, Any]:
         """The constraints that are given in vLLM 0.6.3's spelling."""
         values = {

@@ -169,6 +169,20 @@ async def _log_outputs(
             yield output
 
 
+async def _name_constraint(
+    outputs: AsyncGenerator[RequestOutput, None], field: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """The same outputs; what the engine finds wrong with the constraint names the field that the client sent."""
+    async with contextlib.aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield output
+        except RequestError as error:
+            if error.param == "structured_outputs":
+                error.param = field
+            raise
+
+
 class UsageCounter:
     """Counts the tokens of a request while its outputs arrive.
 
@@ -383,6 +397,8 @@ class ServingBase:
             cache_salt=request.cache_salt,
             trace_headers=headers,
         )
+        if params.structured_outputs is not None:
+            outputs = _name_constraint(outputs, request.constraint_field)
         return _log_outputs(outputs, engine_id) if self.settings.log_outputs else outputs
 
     def trace_headers(self, http: Request) -> dict[str, str] | None:

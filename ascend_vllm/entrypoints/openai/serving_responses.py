@@ -78,17 +78,21 @@ class ServingResponses:
             EngineDeadError: the engine is gone.
             ClientDisconnectedError: the client went away; unless it runs in the background, generating was aborted.
         """
+        try:
+            return await self._create(request, http)
+        except RequestError as error:
+            error.param = _CLIENT_NAMES.get(error.param or "", error.param)
+            raise
+
+    async def _create(self, request: ResponsesRequest, http: Request) -> Response:
+        """See `create`; errors may name fields as the chat endpoint calls them."""
         self._chat.check_model(request.model)
         request.check_supported()
         if request.background and self.store is None:
             raise InvalidResponseError(_NO_STORE, "background")
         items = input_items(request.input)
         previous = self._previous(request)
-        try:
-            answer = await self._prepare(request, items, previous)
-        except RequestError as error:
-            error.param = _CLIENT_NAMES.get(error.param or "", error.param)
-            raise
+        answer = await self._prepare(request, items, previous)
         answer.trace_headers = self._chat.trace_headers(http)
         entry = None
         if self.store is not None and request.kept:
