@@ -47,7 +47,7 @@ class FlagSpec:
         choices: the values that parse; None: any.
         short: other spellings, for example "-tp".
         many: one occurrence takes one or more values; the field holds a list.
-        repeat: may be given several times with one value each; the field holds a list.
+        repeat: may be given several times, with one value each unless `many`; the field holds a list.
         example: a part of a command line that shows it in use.
         unsupported: why a value other than the default is refused; None: every value is honoured.
         allowed: values besides the default that are honoured although `unsupported` is set.

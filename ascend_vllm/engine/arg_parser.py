@@ -168,7 +168,7 @@ class _SwitchAction(argparse.Action):
         try:
             value = boolean(values) if isinstance(values, str) else not negated
         except argparse.ArgumentTypeError as err:
-            parser.error(str(err))
+            parser.error(f"argument {option_string}: {err}")
         setattr(namespace, self.dest, value)
         if self.opposite is not None:
             setattr(namespace, self.opposite, not value)
@@ -241,7 +241,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 class _AppendAction(argparse.Action):
-    """Gathers the values of a repeated flag; they replace the default."""
+    """Gathers the values of a repeated flag, one or more each time; they replace the default."""
 
     def __call__(
         self,
@@ -252,7 +252,7 @@ class _AppendAction(argparse.Action):
     ) -> None:
         earlier = getattr(namespace, self.dest)
         gathered = [] if earlier is self.default or earlier is None else earlier
-        setattr(namespace, self.dest, [*gathered, values])
+        setattr(namespace, self.dest, gathered + (values if isinstance(values, list) else [values]))
 
 
 def fields_from_namespace(owner: type, namespace: argparse.Namespace) -> dict[str, Any]:

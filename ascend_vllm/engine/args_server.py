@@ -204,6 +204,7 @@ class FrontendArgs(HttpArgs):
         "A secret that requests must show in their Authorization header. It may be given several times; the "
         "environment variable VLLM_API_KEY wins over it.",
         kind="nullable_str",
+        many=True,
         repeat=True,
         example="--api-key my-secret",
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,6 +18,7 @@ from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, exp
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.args_server import FrontendArgs
 from ascend_vllm.entrypoints import cli_client
+from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME
 from ascend_vllm.errors import AscendVllmError, ConfigError
 
 EXIT_FAILURE = 1
@@ -52,9 +55,21 @@ def _expand_serve(words: Sequence[str]) -> list[str]:
     return expand_config_file(words, [*flags_of(FrontendArgs), *flags_of(EngineArgs)])
 
 
+def _model_behind_keys(keys: list[str] | None) -> str | None:
+    """The model of `serve --api-key KEY MODEL`, which the flag took for one more key; it is taken away from them."""
+    if keys is None or len(keys) < 2:
+        return None
+    last = keys[-1] or ""
+    if last == DEMO_MODEL_NAME or pathlib.Path(last).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", last):
+        return keys.pop()
+    return None
+
+
 def _serve(namespace: argparse.Namespace) -> int:
     from ascend_vllm.entrypoints.openai.api_server import run_server
 
+    if namespace.model_tag is None and namespace.model == EngineArgs.model:
+        namespace.model_tag = _model_behind_keys(namespace.api_key)
     if namespace.model_tag is not None:
         namespace.model = namespace.model_tag
     del namespace.model_tag, namespace.config

@@ -260,8 +260,10 @@ class _Opening:
         try:
             with self.stop.cancelling():
                 await engine.ready()
+                app = make_app(engine)
+                _describe_routes(app)
                 server = server_class(
-                    make_app(engine),
+                    app,
                     program.http_args,
                     self.sock,
                     log_level=program.log_level,
@@ -281,3 +283,13 @@ class _Opening:
         finally:
             # here, for it belongs to the loop
             engine.shutdown()
+
+
+def _describe_routes(app: FastAPI) -> None:
+    """Log the routes, one a line."""
+    logger.info("Available routes are:")
+    for route in app.routes:
+        methods = getattr(route, "methods", None)
+        path = getattr(route, "path", None)
+        if methods and path:
+            logger.info("Route: %s, Methods: %s", path, ", ".join(sorted(methods)))

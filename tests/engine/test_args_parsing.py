@@ -92,7 +92,7 @@ def test_switch_with_value(parser: FlexibleArgumentParser, words: list[str], val
 )
 def test_wrong_boolean(parser: FlexibleArgumentParser, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(parser, [f"{name}=yes"], capsys)
-    assert "Invalid boolean value: yes. Expected 'true' or 'false'." in message
+    assert f"argument {name}: Invalid boolean value: yes. Expected 'true' or 'false'." in message
 
 
 def test_plain_switch_takes_no_value(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +209,7 @@ def test_lists(parser: FlexibleArgumentParser) -> None:
     assert parsed.served_model_name == ["a", "b"]
     assert parsed.middleware == ["x.y", "z.w"]
     assert parser.parse_args(["--api-key", "k1", "--api-key", "k2"]).api_key == ["k1", "k2"]
+    assert parser.parse_args(["--api-key", "k1", "k2", "--port", "1", "--api_key=k3"]).api_key == ["k1", "k2", "k3"]
     # what one command line gathers must not show up in the next
     assert parser.parse_args([]).middleware == []
 

@@ -45,6 +45,23 @@ def test_serve_hands_over_what_the_server_itself_would_parse(served: list[argpar
     assert handed == vars(own)
 
 
+def test_a_model_behind_the_keys_is_no_key(served: list[argparse.Namespace], tmp_path: pathlib.Path) -> None:
+    model = str(tmp_path)
+    for words, expected in (
+        (["--api-key", "k", model], (model, ["k"])),
+        (["--api-key", "k", "org/model"], ("org/model", ["k"])),
+        (["--port", "1", "--api-key", "k1", "k2", "demo"], ("demo", ["k1", "k2"])),
+        ([model, "--api-key", "k1", "k2"], (model, ["k1", "k2"])),
+        ([model, "--api-key", "k1", "--api-key", "k2"], (model, ["k1", "k2"])),
+        (["--model", model, "--api-key", "k1", model], (model, ["k1", model])),
+        # what is no model's name stays a secret
+        (["--api-key", "k1", "k2"], ("facebook/opt-125m", ["k1", "k2"])),
+        (["--api-key", model], ("facebook/opt-125m", [model])),
+    ):
+        assert cli.main(["serve", *words]) == 0
+        assert (served[-1].model, served[-1].api_key) == expected, words
+
+
 def test_serve_with_config_file(served: list[argparse.Namespace], tmp_path: pathlib.Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("model: /from/file\nport: 1\nserved-model-name: [a, b]\n")

@@ -59,14 +59,9 @@ def _run_server(args: argparse.Namespace) -> int:
     parsers = ChatParsers.from_flags(frontend_args, engine_args.reasoning_parser)
 
     def load_app() -> Callable[[AsyncLLM], FastAPI]:
-        from ascend_vllm.entrypoints.openai.app import build_app, describe_routes
+        from ascend_vllm.entrypoints.openai.app import build_app
 
-        def make_app(engine: AsyncLLM) -> FastAPI:
-            app = build_app(engine, frontend_args, log_requests=log_requests, parsers=parsers)
-            describe_routes(app, launcher.logger.info)
-            return app
-
-        return make_app
+        return lambda engine: build_app(engine, frontend_args, log_requests=log_requests, parsers=parsers)
 
     return launcher.serve(
         launcher.Program(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import prometheus_client
@@ -296,7 +295,8 @@ def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
         # what they raise becomes an answer here, which what follows gives its headers
         app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
     key = envs.api_key()
-    keys = [key] if key else list(args.api_key or [])
+    # an empty --api-key is none
+    keys = [key] if key else [key for key in args.api_key or () if key]
     if keys:
         app.add_middleware(ApiKeyMiddleware, keys=keys, root_path=args.root_path or "")
     if args.enable_request_id_headers:
@@ -362,13 +362,3 @@ def build_app(
         app.add_middleware(ServerLoadMiddleware, load=load)
     _add_middleware(app, args)
     return app
-
-
-def describe_routes(app: FastAPI, log: Callable[[str], None]) -> None:
-    """Log the routes, one a line."""
-    log("Available routes are:")
-    for route in app.routes:
-        methods = getattr(route, "methods", None)
-        path = getattr(route, "path", None)
-        if methods and path:
-            log(f"Route: {path}, Methods: {', '.join(sorted(methods))}")
