@@ -28,7 +28,12 @@ def _configure_root() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
     root.addHandler(handler)
-    root.setLevel(envs.logging_level())
+    level = envs.logging_level()
+    try:
+        root.setLevel(level)
+    except ValueError as err:
+        names = ", ".join(logging.getLevelNamesMapping())
+        raise ConfigError(f"VLLM_LOGGING_LEVEL must be one of {names}, got {level!r}.") from err
     root.propagate = False
 
 

@@ -38,10 +38,12 @@ class ObservabilityConfig(msgspec.Struct, frozen=True):
     Attributes:
         log_stats: metrics and the periodic log line.
         otlp_traces_endpoint: where OpenTelemetry traces of requests go; None: there are none.
+        log_requests: a line when a request comes, or is aborted.
     """
 
     log_stats: bool = True
     otlp_traces_endpoint: str | None = None
+    log_requests: bool = True
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -132,7 +132,9 @@ class EngineArgs(
 
     def _observability_config(self) -> ObservabilityConfig:
         arg_checks.check_detailed_traces(self.collect_detailed_traces, self.otlp_traces_endpoint)
-        config = ObservabilityConfig(not self.disable_log_stats, self.otlp_traces_endpoint or None)
+        config = ObservabilityConfig(
+            not self.disable_log_stats, self.otlp_traces_endpoint or None, not self.disable_log_requests
+        )
         check_tracing(config)
         return config
 

@@ -500,7 +500,8 @@ class AsyncLLM:
         core_ids = self._output.abort(request_id, stats)
         if core_ids:
             self._client.abort_requests(core_ids)
-            logger.info("Aborted request %s.", request_id)
+            if self.config.observability.log_requests:
+                logger.info("Aborted request %s.", request_id)
             self._metrics.record(None, stats)
             self._note_idle()
 

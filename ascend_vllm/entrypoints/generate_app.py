@@ -29,12 +29,15 @@ from ascend_vllm.entrypoints.openai.streaming import (
     run_unless_disconnected,
 )
 from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
 
 # null means the default for these; for early_stopping it would otherwise be a rule that vLLM 0.6.0 does not have
 _DEFAULT_IF_NULL = ("use_beam_search", "length_penalty", "early_stopping")
@@ -172,7 +175,11 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
     """
     prompt, stream, params = form.parse(await http.body())
     headers = trace_headers(http.headers)
-    outputs = engine.generate(prompt, params, f"generate-{secrets.token_hex(8)}", trace_headers=headers)
+    request_id = f"generate-{secrets.token_hex(8)}"
+    if engine.config.observability.log_requests:
+        # as vLLM's server without the prompt, which this program has no --max-log-len to shorten
+        logger.info("Received request %s: params: %s.", request_id, params)
+    outputs = engine.generate(prompt, params, request_id, trace_headers=headers)
     try:
         first = await run_unless_disconnected(http.receive, _first(outputs))
     except BaseException:

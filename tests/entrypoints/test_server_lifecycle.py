@@ -87,6 +87,11 @@ def test_a_lost_client_frees_its_blocks(patient: Server, path: str, stream: bool
             assert metric(http, "gpu_cache_usage_perc") > 0
         assert wait_until(lambda: is_idle(http)), http.get("/metrics").text
         assert count_aborted(http) == before + 1
+    name = "chatcmpl" if "chat" in path else "cmpl"
+    assert re.search(
+        rf"Received request {name}-[\w-]+: prompt: '.*Hello.*', params: SamplingParams\(n=1", patient.log
+    )
+    assert f"Aborted request {name}-" in patient.log
 
 
 def test_a_lost_client_of_the_generate_server_frees_its_blocks(tiny_dir: str) -> None:
@@ -95,12 +100,14 @@ def test_a_lost_client_of_the_generate_server_frees_its_blocks(tiny_dir: str) ->
         with post_raw(server, "/generate", body) as sock:
             assert sock.recv(65536)
         assert wait_until(lambda: "Aborted request generate-" in server.log), server.log
+        assert re.search(r"Received request generate-\w+: params: SamplingParams\(n=1.*max_tokens=30000", server.log)
+        assert "Route: /generate, Methods: POST" in server.log
 
 
 @pytest.fixture(scope="module")
 def guarded(tiny_dir: str) -> Iterator[Server]:
     """A server with keys, a request-id header, no documentation, and room for one running and one waiting request."""
-    flags = ["--model", tiny_dir, "--api-key", "sesame", "--api-key", "second", "--disable-fastapi-docs"]
+    flags = ["--model", tiny_dir, "--api-key", "sesame", "second", "--disable-fastapi-docs", "--disable-log-requests"]
     flags += ["--enable-request-id-headers", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
     flags += ["--enable-cum-log-probs", *LONG_FLAGS, "--max-num-seqs", "1", "--max-num-queued-reqs", "1"]
     with running(OPENAI_SERVER, flags, LONG_ENV) as server:
@@ -153,6 +160,7 @@ def test_a_full_queue_is_a_503(guarded: Server, tiny_dir: str) -> None:
         waiting[0].close()
         assert wait_until(lambda: is_idle(http))
         assert http.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+    assert " request cmpl-" not in guarded.log
 
 
 def test_the_engine_s_death_ends_streams_with_an_error_and_the_server(tiny_dir: str) -> None:

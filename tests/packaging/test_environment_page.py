@@ -97,3 +97,15 @@ def test_wrong_log_settings(content: str | None, configure: str, message: str, t
         timeout=60,
     )
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_wrong_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "loud")
+    done = subprocess.run(
+        [sys.executable, "-c", "from ascend_vllm.logger import init_logger; init_logger('ascend_vllm.x')"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "VLLM_LOGGING_LEVEL must be one of CRITICAL, " in done.stderr
