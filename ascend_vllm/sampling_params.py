@@ -42,7 +42,10 @@ _NEUTRAL_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
 }
 
-_INTEGERS = ("best_of", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_INTEGERS = (
+    *("best_of", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+    "stream_interval",
+)
 
 
 class SamplingType(enum.IntEnum):
@@ -102,6 +105,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         early_stopping: when to stop once as many sequences as beams have ended: True: at once; False: when no beam is
             better now; "never": when none can become better; None: not before the beams are at their end, as vLLM
             0.6.3's beam search does it, which also takes a single beam.
+        stream_interval: so many tokens of a sequence are told together, after its first one; the engine's own
+            interval if that is larger.
 
     Raises:
         ValueError: a value is out of range; the text names the field.
@@ -145,6 +150,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     early_stopping: bool | str | None = False
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    stream_interval: int | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -235,6 +241,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise ValueError(f"stream_interval must be at least 1, got {self.stream_interval}.")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(
                 f"best_of must be greater than or equal to n, got n={self.n} and best_of={self.best_of}."

@@ -311,16 +311,12 @@ class InputProcessor:
             # Ids without a row in the vocabulary are never sampled, and must not index its logits.
             stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],
             truncate_prompt_tokens=None,
+            stream_interval=None,
         )
 
     def _truncate(self, token_ids: list[int], limit: int, *, from_text: bool) -> list[int]:
         """Keeps the last tokens, and of a text's ids the ones every text begins with."""
-        if len(token_ids) <= limit:
-            return token_ids
-        prefix = self._need_tokenizer().encode("") if from_text else []
-        if not prefix or len(prefix) >= limit or token_ids[: len(prefix)] != prefix:
-            return token_ids[-limit:]
-        return prefix + token_ids[len(prefix) - limit :]
+        return truncate(token_ids, limit, "left", self._need_tokenizer().encode("") if from_text else [])
 
     def _limit(self, params: SamplingParams | PoolingParams) -> int | None:
         """Most tokens of a prompt; None: what is too long is cut."""

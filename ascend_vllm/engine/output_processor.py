@@ -250,7 +250,8 @@ class OutputProcessor:
         tokenizer: None under --skip-tokenizer-init.
         stream_each_token: tokens that come several in a step are told one by one; otherwise together. Requests that
             want the final output only get just that.
-        stream_interval: so many tokens of a sequence are told together, after its first one.
+        stream_interval: so many tokens of a sequence are told together, after its first one; a request may ask for
+            more.
         tracer: is told of requests that end; None: nobody is.
     """
 
@@ -321,7 +322,8 @@ class OutputProcessor:
         """
         if request.request_id in self._requests:
             raise DuplicateRequestError(f"Request {request.request_id} already exists.", "request_id")
-        state = _RequestState(request, self._tokenizer, queue, self._stream_interval)
+        interval = max(self._stream_interval, request.params.stream_interval or 1)
+        state = _RequestState(request, self._tokenizer, queue, interval)
         self._requests[request.request_id] = state
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
             self._sequences[core_id] = (state, sequence)

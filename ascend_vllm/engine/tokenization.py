@@ -147,6 +147,25 @@ class Tokenizer:
             return ids
         return _cut_pair(ids, encoding.sequence_ids, limit, side)
 
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """The beginning of a text, whole characters of so many tokens at most, those around every text not counted.
+
+        Args:
+            text: any text.
+            max_tokens: ≥ 1.
+        """
+        if self._backend is None:
+            ids = self.encode(text, add_special_tokens=False)
+            return text if len(ids) <= max_tokens else self.decode(ids[:max_tokens])
+        while True:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            if len(encoding.ids) <= max_tokens:
+                return text
+            # a character whose bytes are several tokens goes as a whole; what is left may become other tokens, so
+            # it is looked at again, and is shorter each time
+            end = min(encoding.offsets[max_tokens - 1][1], encoding.offsets[max_tokens][0])
+            text = text[: min(end, len(text) - 1)]
+
     def decode(
         self,
         token_ids: Sequence[int],
@@ -238,6 +257,10 @@ class Tokenizer:
     ) -> list[int]:
         """`encode_pair` off the event loop."""
         return await self._run(self.encode_pair, first, second, limit, side)
+
+    async def shorten_async(self, text: str, max_tokens: int) -> str:
+        """`shorten` off the event loop."""
+        return await self._run(self.shorten, text, max_tokens)
 
     async def decode_async(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """`decode` off the event loop."""

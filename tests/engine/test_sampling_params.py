@@ -159,7 +159,7 @@ def test_positional_order_is_0_6_3s() -> None:
     assert names[:5] == ["n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"]
     order = names.index("output_kind")
     assert names[order : order + 4] == ["output_kind", "guided_decoding", "logit_bias", "allowed_token_ids"]
-    assert names[-3:] == ["early_stopping", "bad_words", "structured_outputs"]
+    assert names[-4:] == ["early_stopping", "bad_words", "structured_outputs", "stream_interval"]
 
 
 def test_structured_outputs_have_two_names() -> None:

@@ -125,6 +125,32 @@ def test_encoding_equals_transformers(tokenizer: Tokenizer) -> None:
         assert tokenizer.encode(text, special) == tokenizer.hf(text, add_special_tokens=special).input_ids
 
 
+@settings(PROPERTY, max_examples=60)
+@given(
+    text=st.text(st.sampled_from("ab \N{GREEK SMALL LETTER ALPHA}\N{PARTY POPPER}"), max_size=20),
+    most=st.integers(1, 9),
+)
+def test_a_shortened_text_is_a_beginning(byte_level: Tokenizer, text: str, most: int) -> None:
+    def count(text: str) -> int:
+        return len(byte_level.encode(text, add_special_tokens=False))
+
+    short = byte_level.shorten(text, most)
+    assert text.startswith(short)
+    assert count(short) <= most
+    if count(text) <= most:
+        assert short == text
+
+
+def test_a_shortened_text_has_the_first_tokens(byte_level: Tokenizer) -> None:
+    text = "hello world, hello! \N{PARTY POPPER}"
+    ids = byte_level.encode(text, add_special_tokens=False)
+    whole = [count for count in range(1, len(ids)) if text.startswith(byte_level.decode(ids[:count]))]
+    assert len(whole) >= 5
+    assert len(whole) < len(ids) - 1  # some end within a character
+    for count in whole:
+        assert byte_level.shorten(text, count) == byte_level.decode(ids[:count])
+
+
 def test_encoding_is_never_truncated(byte_level_directory: pathlib.Path, tmp_path: pathlib.Path) -> None:
     hf = transformers.PreTrainedTokenizerFast.from_pretrained(byte_level_directory)
     hf.backend_tokenizer.enable_truncation(4)

@@ -524,6 +524,7 @@ TOKENS: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
     ),
     "both prompt and messages": ("/tokenize", {"prompt": "x", "messages": TURN}, 400, "Exactly one of `prompt`"),
     "prompt of ids": ("/tokenize", {"prompt": [1, 2]}, 400, "Input should be a valid string"),
+    "tool without a name": ("/tokenize", {"messages": TURN, "tools": [{"type": "function"}]}, 400, "Each of `tools`"),
     "no messages": ("/tokenize", {"messages": []}, 400, "Cannot apply chat template to an empty conversation."),
     "two endings": (
         "/tokenize",

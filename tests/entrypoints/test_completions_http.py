@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -375,6 +376,18 @@ def test_prompt_truncation_keeps_the_end(http: httpx.Client) -> None:
         answer = ask(http, prompt=prompt, truncate_prompt_tokens=4)
         assert answer["usage"]["prompt_tokens"] == 4
         assert answer["choices"][0]["text"] == expected
+        first = ask(http, prompt=prompt, truncate_prompt_tokens=4, truncation_side="right", return_token_ids=True)
+        assert first["choices"][0]["prompt_token_ids"] == ids[:4]
+
+
+def test_a_stream_may_ask_for_larger_pieces(http: httpx.Client) -> None:
+    events = ask_stream(http, stream_interval=3, return_token_ids=True)
+    pieces = [choice["token_ids"] for event in events for choice in event["choices"]]
+    ends = list(itertools.accumulate(map(len, pieces)))
+    # pieces that are not read in time come together
+    assert set(ends) <= {1, 4, 7, 8}
+    assert list(itertools.chain(*pieces)) == ask(http, return_token_ids=True)["choices"][0]["token_ids"]
+    assert len(ask_stream(http, stream_interval=100)) <= 2
 
 
 def test_the_official_client(client: openai.OpenAI, http: httpx.Client) -> None:

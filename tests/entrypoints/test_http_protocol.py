@@ -69,7 +69,6 @@ def test_prompt_logprobs_of_completions(fields: dict[str, Any], expected: int | 
 def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {
         "logprob_token_ids": [1],
-        "stream_interval": 2,
         "thinking_token_budget": 3,
         "repetition_detection": {"x": 1},
         "kv_transfer_params": {"x": 1},

@@ -230,6 +230,8 @@ LIMIT = "This model's maximum context length is 512 tokens. However, your prompt
         ("/rerank", {"query": "a", "documents": []}, "At least one text_pair element must be given"),
         ("/rerank", {"query": "a"}, "Field required"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "greater than or equal to 0"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "must be a non-negative integer"),
+        ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_query": 512}, "must be less than max_model_len"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, "`instruction` is not supported"),
     ],
 )
@@ -308,6 +310,17 @@ def test_rerank_puts_the_best_first(embedder: httpx.Client) -> None:
         assert sorted(item["index"] for item in results) == [0, 1, 2]
     two = ok(embedder.post("/rerank", json={"query": TEXTS[1], "documents": TEXTS, "top_n": 2}))["results"]
     assert two == results[:2]
+
+
+def test_each_side_of_a_pair_can_be_cut(embedder: httpx.Client) -> None:
+    long = " ".join(TEXTS) * 100
+    body = {"query": long, "documents": [TEXTS[0], long], "max_tokens_per_query": 7, "max_tokens_per_doc": 3}
+    answer = ok(embedder.post("/rerank", json=body))
+    assert answer["usage"]["prompt_tokens"] == 7 + 2 * 3
+    assert {item["document"]["text"] for item in answer["results"]} == {TEXTS[0], long}
+    vectors = [embedding(ids(long)[:count]) for count in (7, 3)]
+    found = {item["index"]: item["relevance_score"] for item in answer["results"]}
+    assert close([found[1]], vectors[0] @ vectors[1])
 
 
 def test_a_cross_encoder_scores_pairs_and_has_a_label(scorer: httpx.Client) -> None:

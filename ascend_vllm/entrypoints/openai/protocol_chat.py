@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -61,15 +62,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def _check_tools(self) -> None:
-        names = [_function_name(tool) for tool in self.tools or ()]
-        if None in names:
-            raise ValueError(
-                'Each of `tools` must be like `{"type": "function", "function": {"name": "my_function"}}`.'
-            )
-        for tool in self.tools or ():
-            if not isinstance(tool["function"].get("parameters") or {}, dict):
-                name = _function_name(tool)
-                raise ValueError(f"The `parameters` of the tool '{name}' must be a JSON schema, which is an object.")
+        names = checked_tool_names(self.tools or ())
         if self.tool_choice in (None, "none"):
             return
         if not self.tools:
@@ -161,6 +154,25 @@ class ChatCompletionRequest(GenerationRequest):
         if self.documents:
             variables["documents"] = self.documents
         return variables | (self.chat_template_kwargs or {})
+
+
+def checked_tool_names(tools: Iterable[dict[str, Any]]) -> list[str]:
+    """The names of a request's tools.
+
+    Raises:
+        ValueError: one of them is not of the right form.
+    """
+    names = []
+    for tool in tools:
+        name = _function_name(tool)
+        if name is None:
+            raise ValueError(
+                'Each of `tools` must be like `{"type": "function", "function": {"name": "my_function"}}`.'
+            )
+        if not isinstance(tool["function"].get("parameters") or {}, dict):
+            raise ValueError(f"The `parameters` of the tool '{name}' must be a JSON schema, which is an object.")
+        names.append(name)
+    return names
 
 
 def _function_name(tool: dict[str, Any]) -> str | None:

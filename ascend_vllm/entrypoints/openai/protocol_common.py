@@ -42,11 +42,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "prompt_embeds": (None,),
     "repetition_detection": (None,),
-    "stream_interval": (None, 1),
     "structural_tag": (None,),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
-    "truncation_side": (None, "left"),
 }
 
 _UNSUPPORTED = "`{}` is not supported by this version of the server."
@@ -174,7 +172,8 @@ class GenerationRequest(ApiRequest):
     stream_interval: int | None = None
     structural_tag: Any = None
     thinking_token_budget: int | None = None
-    truncation_side: str | None = None
+    # which end of the prompt truncate_prompt_tokens keeps: the last tokens unless "right", where they are cut off
+    truncation_side: Literal["left", "right"] | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -313,6 +312,7 @@ class GenerationRequest(ApiRequest):
                 allowed_token_ids=self.allowed_token_ids,
                 bad_words=self.bad_words,
                 structured_outputs=self.structured_outputs_params(),
+                stream_interval=self.stream_interval,
                 **sampling,
             )
         except (TypeError, ValueError) as error:

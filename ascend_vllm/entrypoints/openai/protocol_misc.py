@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import model_validator
 
-from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage, checked_tool_names
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, TokenId, unix_time
 
 
@@ -28,6 +28,11 @@ class TokenizeRequest(ApiRequest):
     chat_template_kwargs: dict[str, object] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> TokenizeRequest:
+        checked_tool_names(self.tools or ())
+        return self
 
     @model_validator(mode="after")
     def _check_last_message(self) -> TokenizeRequest:

@@ -18,8 +18,6 @@ Texts = str | list[str]
 # field → the values that ask for nothing; any other value is refused
 _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "instruction": (None, ""),
-    "max_tokens_per_doc": (None, 0),
-    "max_tokens_per_query": (None, 0),
     "mm_processor_kwargs": (None, {}),
     "padding": (None, False),
 }
@@ -123,7 +121,12 @@ class ClassificationRequest(PromptsRequest):
 
 
 class PairsRequest(PoolingApiRequest):
-    """A request that compares texts."""
+    """A request that compares texts.
+
+    Attributes:
+        max_tokens_per_query: most tokens of each text on the left, whose end is cut off; 0: all.
+        max_tokens_per_doc: likewise on the right.
+    """
 
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None

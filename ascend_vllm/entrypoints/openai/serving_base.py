@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from starlette.requests import Request
 
 import ascend_vllm
+from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import ContentFormat, described_tool, render_chat
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
@@ -288,31 +289,31 @@ class ServingBase:
             template_kwargs={**self.settings.default_chat_template_kwargs, **template_kwargs},
         )
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool, keep_last: int | None) -> list[int]:
-        """Token ids of a prompt: the last `keep_last`, -1 for as many as fit, or all that there are.
+    async def encode_prompt(self, request: GenerationRequest, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt, off the event loop, cut if the request says so.
 
         Raises:
             RequestError: the text is far too long, which is seen before it is tokenised.
         """
-        if keep_last is None:
+        if request.truncate_prompt_tokens is None:
             limit = self.settings.max_model_len
             return await self.tokenizer().encode_async(text, add_special_tokens, max_tokens=limit)
-        return await self.encode(text, add_special_tokens, self.num_kept(keep_last))
+        token_ids = await self.tokenizer().encode_async(text, add_special_tokens)
+        return self.cut_prompt(request, token_ids, self.tokenizer().encode("") if add_special_tokens else [])
 
-    def num_kept(self, keep_last: int) -> int:
-        """`truncate_prompt_tokens` as a number of tokens: -1 leaves room for one more."""
-        return self.settings.max_model_len - 1 if keep_last < 0 else keep_last
+    def cut_prompt(self, request: GenerationRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:
+        """As many ids of a prompt as `truncate_prompt_tokens` keeps; -1 leaves room for one more.
 
-    async def encode(self, text: str, add_special_tokens: bool, keep_last: int | None = None) -> list[int]:
-        """Token ids of a text, off the event loop; `keep_last` keeps that many of the end."""
-        token_ids = await self.tokenizer().encode_async(text, add_special_tokens=add_special_tokens)
-        if keep_last is None or len(token_ids) <= keep_last:
+        Args:
+            request: whose prompt it is.
+            token_ids: all of them.
+            empty_ids: of an empty text: what surrounds every text stays.
+        """
+        limit = request.truncate_prompt_tokens
+        if limit is None:
             return token_ids
-        # what every text begins with is not cut off, as with a tokenizer's own truncation on the left
-        prefix = self.tokenizer().encode("") if add_special_tokens else []
-        if not prefix or len(prefix) >= keep_last or token_ids[: len(prefix)] != prefix:
-            return token_ids[-keep_last:]
-        return prefix + token_ids[len(prefix) - keep_last :]
+        limit = self.settings.max_model_len - 1 if limit < 0 else limit
+        return truncate(token_ids, limit, request.truncation_side or "left", empty_ids)
 
     def limit_tokens(self, num_prompt_tokens: int, requested: int | None, clamp: bool = False) -> int:
         """`max_tokens` of a prompt.

@@ -67,7 +67,7 @@ class ServingChat(ServingBase):
             tools=self.settings.parsers.tools_in_prompt(request),
         )
         request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
-        token_ids = await self.encode_prompt(text, request.add_special_tokens, request.truncate_prompt_tokens)
+        token_ids = await self.encode_prompt(request, text, request.add_special_tokens)
         return Prompt(token_ids, text)
 
     def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:

@@ -64,14 +64,13 @@ class ServingCompletion(ServingBase):
         return [await self._prompt(request, prompt) for prompt in several]
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
-        last = request.truncate_prompt_tokens
         if isinstance(prompt, str):
-            token_ids = await self.encode_prompt(prompt, request.add_special_tokens, last)
+            token_ids = await self.encode_prompt(request, prompt, request.add_special_tokens)
             text: str | None = prompt
         else:
-            token_ids = prompt if last is None else prompt[-self.num_kept(last) :]
+            token_ids = self.cut_prompt(request, prompt, [])
             text = None
-        if request.echo and (text is None or last is not None):
+        if request.echo and (text is None or request.truncate_prompt_tokens is not None):
             text = await self.tokenizer().decode_async(token_ids)
         return Prompt(token_ids, text)
 

@@ -156,6 +156,8 @@ class ServingPooling(ServingBase):
     ) -> tuple[str, list[float], list[Output]]:
         """The answer's id, the scores of all pairs, and what was computed for them."""
         self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
+        first = await self._shorten(first, "max_tokens_per_query", request.max_tokens_per_query)
+        second = await self._shorten(second, "max_tokens_per_doc", request.max_tokens_per_doc)
         pairs = pair_up(first, second)
         if is_cross_encoder(self._pooler):
             prompts = [await self._pair_prompt(request, *pair) for pair in pairs]
@@ -166,6 +168,26 @@ class ServingPooling(ServingBase):
         vectors: list[npt.NDArray[np.float32]] = [output.outputs.data for output in outputs]
         scores = [similarity(*pair) for pair in pair_up(vectors[: len(first)], vectors[len(first) :])]
         return response_id, scores, outputs
+
+    async def _shorten(self, texts: list[str], name: str, most: int | None) -> list[str]:
+        """Texts of so many tokens at most; 0 or None: as they are.
+
+        Args:
+            texts: of one side.
+            name: of the field, for errors.
+            most: its value.
+
+        Raises:
+            RequestError: it is negative, or no less than the model's length.
+        """
+        if not most:
+            return texts
+        limit = self.settings.max_model_len
+        if most < 0:
+            raise RequestError(f"{name} must be a non-negative integer", name)
+        if most >= limit:
+            raise RequestError(f"{name} ({most}) must be less than max_model_len ({limit}).", name)
+        return [await self.tokenizer().shorten_async(text, most) for text in texts]
 
     async def _pool_prompts(self, request: PromptsRequest, http: Request, prefix: str) -> tuple[str, list[Output]]:
         prompts = await self._prompts(request)

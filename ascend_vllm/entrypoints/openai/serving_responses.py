@@ -353,7 +353,9 @@ class _Answer:
     async def _usage(self, output: RequestOutput) -> ResponseUsage:
         num_input = len(output.prompt_token_ids)
         thoughts = self._items.thoughts
-        num_thoughts = len(await self._serving.encode(thoughts, add_special_tokens=False)) if thoughts else 0
+        num_thoughts = (
+            len(await self._serving.tokenizer().encode_async(thoughts, add_special_tokens=False)) if thoughts else 0
+        )
         return ResponseUsage(
             num_input,
             InputTokensDetails(output.num_cached_tokens, self._num_newly_cached(num_input, output.num_cached_tokens)),

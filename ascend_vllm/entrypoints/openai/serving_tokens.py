@@ -44,7 +44,9 @@ class ServingTokens(ServingBase):
                 tools=request.tools or None,
             )
         special = request.add_special_tokens
-        token_ids = await self.encode(text, request.messages is None if special is None else special)
+        token_ids = await self.tokenizer().encode_async(
+            text, request.messages is None if special is None else special
+        )
         tokens = self.tokenizer().convert_ids_to_tokens(token_ids) if request.return_token_strs else None
         return TokenizeResponse(len(token_ids), self.settings.max_model_len, token_ids, tokens)
 
