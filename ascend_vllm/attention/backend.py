@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ascend_vllm.config.engine import EngineConfig
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -87,6 +89,10 @@ class AttentionBackend(abc.ABC):
     @abc.abstractmethod
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Shape of one layer's cache, keys and values together."""
+
+    def advice(self, config: EngineConfig) -> list[str]:  # noqa: ARG002 - most have none to give
+        """What an operator should know of how this model will be computed, as sentences; logged as warnings."""
+        return []
 
     def num_spare_blocks(self, max_num_rows: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
         """Blocks that a cache has behind those of the pool, for tokens that are stored nowhere; 0 if not needed.

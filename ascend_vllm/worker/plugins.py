@@ -16,7 +16,7 @@ from ascend_vllm.errors import ConfigError
 # device type → attention backends, the preferred one first
 ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("ascend_vllm.attention.cpu:CpuAttention",),
-    "npu": (),
+    "npu": ("ascend_vllm.attention.ascend:AscendAttention",),
 }
 
 

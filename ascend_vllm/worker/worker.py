@@ -106,7 +106,10 @@ class Worker:
         backend_class = select_attention_backend(
             self._platform.device_type, model.attention_specs, self._dtype, config.cache.block_size
         )
-        self._loaded = _Loaded(model, backend_class(config.cache.block_size))
+        backend = backend_class(config.cache.block_size)
+        for sentence in backend.advice(config):
+            logger.warning("%s", sentence)
+        self._loaded = _Loaded(model, backend)
         logger.info(
             "Model loaded in %.2f s: %s, %s, attention backend %s",
             time.monotonic() - start,

@@ -191,13 +191,16 @@ def test_all_backends_in_the_table_can_be_imported() -> None:
     spec = AttentionSpec(4, 2, 64, 0.125)
     for device, paths in ATTENTION_BACKENDS.items():
         if paths:
-            select_attention_backend(device, [spec], torch.float32, 64)
+            select_attention_backend(device, [spec], torch.float16, 64)
 
 
-def test_a_refusal_carries_its_reason() -> None:
+def test_a_refusal_carries_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     fine, odd = AttentionSpec(4, 2, 64, 0.125), AttentionSpec(4, 2, 63, 0.125)
     with pytest.raises(ConfigError, match=r"no attention backend of device 'cpu' .*\(cpu: head size 63"):
         select_attention_backend("cpu", [fine, odd], torch.float32, 64)
+    with pytest.raises(ConfigError, match=r"\(ascend: dtype torch.float32 is not one of"):
+        select_attention_backend("npu", [fine], torch.float32, 128)
+    monkeypatch.setitem(ATTENTION_BACKENDS, "npu", ())
     with pytest.raises(ConfigError, match="it has none"):
         select_attention_backend("npu", [fine], torch.float16, 128)
 

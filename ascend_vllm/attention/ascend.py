@@ -1,0 +1,165 @@
+"""Attention on Ascend NPUs, over torch_npu's fused operators.
+
+Letters: T tokens of a step, R rows of a step, N query heads, K KV heads, D head size, P blocks of the cache,
+S tokens of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ascend_vllm import envs
+from ascend_vllm.attention.ascend_advice import precision_advice
+from ascend_vllm.attention.ascend_calls import (
+    AttentionOps,
+    DevicePart,
+    FlashAttention,
+    FusedAttention,
+    LayerInput,
+    compressed_mask,
+    window_masks,
+)
+from ascend_vllm.attention.ascend_plan import Part, Precision, split_rows
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.config.engine import EngineConfig
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_BLOCK_SIZES = (64, 128)
+_HEAD_SIZES = range(16, 257, 16)
+# limits of the operators
+_MAX_HEADS = 256
+_MAX_GROUP = 64
+_MAX_KV_WIDTH = 65535
+
+_FAMILIES: dict[str, type[AttentionOps]] = {"fused": FusedAttention, "flash": FlashAttention}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AscendStep:
+    """What all layers of a step share."""
+
+    # [T] int64, each in [0, P*S): tokens that are stored nowhere have places in the spare blocks
+    slots: torch.Tensor
+    # in the order of the step's rows
+    parts: list[DevicePart]
+
+
+class AscendAttention(AttentionBackend):
+    """A layer's cache is [2, P, S, K, D] in the model's dtype: all heads of a token lie together.
+
+    The last blocks are spare: the operator that stores keys takes no negative slots, so that tokens which are not
+    to be stored go there, each to a place of its own. No row reads them.
+    """
+
+    name = "ascend"
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.precision = Precision(
+            decode=envs.use_ifa_high_precision_mode(),
+            prefix=envs.use_prefix_high_precision_mode(),
+            prompt=envs.use_pfa_high_precision_mode(),
+        )
+        self._ops = _FAMILIES[envs.ascend_attention_ops()](block_size)
+        self._windows: tuple[int, ...] = ()
+        # made by `bind`: [spare blocks * S] int64, and the compressed mask
+        self._spare_slots: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        if dtype not in _DTYPES:
+            return f"dtype {dtype} is not one of {', '.join(map(str, _DTYPES))}"
+        if spec.head_size not in _HEAD_SIZES:
+            return (
+                f"head size {spec.head_size} is not a multiple of {_HEAD_SIZES.step} "
+                f"from {_HEAD_SIZES[0]} to {_HEAD_SIZES[-1]}"
+            )
+        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
+        if spec.num_heads > _MAX_HEADS or spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
+            return (
+                f"{spec.num_heads} query heads on {spec.num_kv_heads} KV heads are more than the operators take: "
+                f"{_MAX_HEADS}, and {_MAX_GROUP} on each"
+            )
+        if spec.num_kv_heads * spec.head_size > _MAX_KV_WIDTH:
+            return f"{spec.num_kv_heads} KV heads of {spec.head_size} are wider than {_MAX_KV_WIDTH} elements"
+        if block_size not in _BLOCK_SIZES:
+            return f"block size {block_size} is not one of {', '.join(map(str, _BLOCK_SIZES))}"
+        if spec.sliding_window is not None and spec.sliding_window < 1:
+            return f"sliding window {spec.sliding_window} is below one token"
+        return None
+
+    def advice(self, config: EngineConfig) -> list[str]:
+        return precision_advice(self.precision, config)
+
+    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
+        return (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
+
+    def num_spare_blocks(self, max_num_rows: int) -> int:
+        return -(-max_num_rows // self.block_size)
+
+    def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+        device, size = kv_caches[0].device, kv_caches[0].shape[1]
+        self._windows = tuple(dict.fromkeys(spec.sliding_window for spec in specs if spec.sliding_window is not None))
+        self._spare_slots = torch.arange(num_blocks * self.block_size, size * self.block_size, device=device)
+        if self._mask is None:
+            self._mask = compressed_mask(device)
+
+    def copy_blocks(
+        self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+    ) -> None:
+        blocks = source.index_select(1, source_blocks)
+        target.index_copy_(1, target_blocks, blocks.to(target.device))
+
+    def prepare(self, batch: ForwardBatch) -> AscendStep:
+        if self._spare_slots is None:
+            raise RuntimeError("the attention backend has no KV cache: call bind first")
+        slots = batch.slot_mapping
+        num_tokens = slots.shape[0]
+        # only rows of one token are ever stored nowhere, and there are as many spare places as rows
+        if num_tokens <= self._spare_slots.shape[0]:
+            slots = torch.where(slots < 0, self._spare_slots[:num_tokens], slots)
+        parts = split_rows(batch.query_start_np, batch.seq_lens_np, self.precision, by_kind=self._ops.splits_kinds)
+        return AscendStep(slots, [self._upload(part, batch) for part in parts])
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: ForwardBatch,  # noqa: ARG002 - all that is needed of it is prepared
+        metadata: AscendStep,
+    ) -> torch.Tensor:
+        if self._mask is None:
+            raise RuntimeError("the attention backend has no KV cache: call bind first")
+        num_tokens, head_size = query.shape[0], spec.head_size
+        # the operators read no strided rows, which the parts of a fused projection are
+        key = key.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
+        value = value.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
+        key_cache, value_cache = kv_cache.unbind(0)
+        torch.ops.npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, metadata.slots, cache_mode="Norm")
+        layer = LayerInput(
+            spec,
+            query.contiguous().view(num_tokens, spec.num_heads, head_size),
+            key,
+            value,
+            key_cache.flatten(2),
+            value_cache.flatten(2),
+        )
+        outputs = [
+            self._ops.attend(layer, part, self._mask).view(-1, spec.num_heads * head_size) for part in metadata.parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _upload(self, part: Part, batch: ForwardBatch) -> DevicePart:
+        block_table = batch.block_table[part.rows]
+        masks: dict[int, torch.Tensor] = {}
+        if self._windows and self._ops.needs_window_mask(part.kind):
+            masks = window_masks(self._windows, batch.seq_lens[part.rows], block_table.shape[1], self.block_size)
+        return DevicePart(part, block_table, masks)

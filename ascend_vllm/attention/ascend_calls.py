@@ -1,0 +1,234 @@
+"""The two families of attention operators of torch_npu, behind one form.
+
+Both compute causal attention of a part's rows, [t, N, D], over a layer's new keys or its paged cache. Which
+arguments mean what was read in the documentation of the operators that torch_npu carries.
+
+Letters: t tokens and r rows of a part, T tokens of the step, B most blocks of a row, N query heads, K KV heads,
+D head size, P blocks of the cache, S tokens of a block.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ascend_vllm.attention.ascend_plan import Part, RowKind
+from ascend_vllm.attention.backend import AttentionSpec
+
+# the operators' words for what they mask: at and below the diagonal that ends in the lower right corner; the same
+# without what is more than pre_tokens before it
+_CAUSAL = 3
+_BAND = 4
+# added to the two above, npu_prompt_flash_attention computes in high precision: it has no argument for that
+_PROMPT_HIGH_PRECISION = 10
+# the operators' names of how precise they are; they make no difference in bfloat16
+_HIGH_PRECISION = 0
+_HIGH_PERFORMANCE = 1
+# the fused operator's high-performance kernels know these head sizes only
+_FAST_HEAD_SIZES = (64, 128)
+_UNLIMITED = 2147483647
+# side of the one mask that stands for masks of all sizes
+_MASK_SIZE = 2048
+
+
+def compressed_mask(device: torch.device) -> torch.Tensor:
+    """[2048, 2048] int8 with 1 above the diagonal: the operators stretch it to any length."""
+    return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DevicePart:
+    """A part and what its call reads on the device."""
+
+    part: Part
+    # [r, B] int32
+    block_table: torch.Tensor
+    # window → [r, 1, 1, B*S] bool: what decoding rows no longer see; only of who needs it
+    window_masks: dict[int, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What one layer attends with."""
+
+    spec: AttentionSpec
+    # [T, N, D], contiguous
+    query: torch.Tensor
+    # [T, K, D], contiguous: of the step's tokens
+    key: torch.Tensor
+    value: torch.Tensor
+    # [P, S, K*D], contiguous: the cache, the step's tokens in it
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+
+
+class AttentionOps(abc.ABC):
+    """A family of operators.
+
+    Args:
+        block_size: S.
+    """
+
+    # whether rows of different kinds are different operators' business
+    splits_kinds: bool
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def needs_window_mask(self, kind: RowKind) -> bool:  # noqa: ARG002 - most operators know windows
+        """Whether a part of a kind reads `DevicePart.window_masks`."""
+        return False
+
+    @abc.abstractmethod
+    def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
+        """Attention of a part.
+
+        Args:
+            layer: of the whole step.
+            prepared: the part.
+            mask: `compressed_mask`.
+
+        Returns:
+            [t, N, D] or [t, N*D], contiguous.
+        """
+
+
+def _sparse(window: int | None) -> tuple[int, int]:
+    """sparse_mode, pre_tokens: a token sees itself and pre_tokens before it."""
+    return (_CAUSAL, _UNLIMITED) if window is None else (_BAND, window - 1)
+
+
+class FusedAttention(AttentionOps):
+    """npu_fused_infer_attention_score: one call for prompts, chunks and decoding rows alike."""
+
+    splits_kinds = False
+
+    def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
+        """See `AttentionOps.attend`."""
+        part, spec = prepared.part, layer.spec
+        sparse_mode, pre_tokens = _sparse(spec.sliding_window)
+        precise = part.high_precision or spec.head_size not in _FAST_HEAD_SIZES
+        if part.only_prompts:
+            key, value, block_table = layer.key[part.tokens], layer.value[part.tokens], None
+            # without a block table the lengths of keys are summed up as those of queries always are
+            kv_lens = part.query_ends
+        else:
+            key, value, block_table = layer.key_cache, layer.value_cache, prepared.block_table
+            kv_lens = part.seq_lens
+        output: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
+            layer.query[part.tokens],
+            key,
+            value,
+            atten_mask=mask,
+            actual_seq_lengths=part.query_ends,
+            actual_seq_lengths_kv=kv_lens,
+            block_table=block_table,
+            num_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads,
+            scale=spec.scale,
+            pre_tokens=pre_tokens,
+            next_tokens=0,
+            input_layout="TND",
+            sparse_mode=sparse_mode,
+            inner_precise=_HIGH_PRECISION if precise else _HIGH_PERFORMANCE,
+            block_size=0 if block_table is None else self.block_size,
+        )[0]
+        return output
+
+
+class FlashAttention(AttentionOps):
+    """npu_prompt_flash_attention and npu_incre_flash_attention, as before there was the fused operator.
+
+    The first knows no blocks and pads rows to one length, so that it is called row by row, and what the cache holds
+    of a row is gathered for it. The second decodes over the blocks.
+    """
+
+    splits_kinds = True
+
+    def needs_window_mask(self, kind: RowKind) -> bool:
+        """See `AttentionOps.needs_window_mask`: the incremental operator knows no windows."""
+        return kind == RowKind.DECODE
+
+    def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
+        """See `AttentionOps.attend`."""
+        part = prepared.part
+        if part.kind == RowKind.DECODE:
+            return self._decode(layer, prepared)
+        starts = [0, *part.query_ends[:-1]]
+        rows = [
+            self._prompt(layer, prepared, row, slice(part.tokens.start + start, part.tokens.start + end), mask)
+            for row, (start, end) in enumerate(zip(starts, part.query_ends, strict=True))
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _prompt(
+        self, layer: LayerInput, prepared: DevicePart, row: int, tokens: slice, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """[t of the row, N*D]."""
+        part, spec = prepared.part, layer.spec
+        seq_len = part.seq_lens[row]
+        if part.kind == RowKind.PROMPT:
+            key, value = layer.key[tokens].flatten(1), layer.value[tokens].flatten(1)
+        else:
+            blocks = prepared.block_table[row, : -(-seq_len // self.block_size)]
+            key, value = (
+                cache.index_select(0, blocks).flatten(0, 1)[:seq_len]
+                for cache in (layer.key_cache, layer.value_cache)
+            )
+        sparse_mode, pre_tokens = _sparse(spec.sliding_window)
+        output: torch.Tensor = torch.ops.npu.npu_prompt_flash_attention(
+            layer.query[tokens].flatten(1)[None],
+            key[None],
+            value[None],
+            atten_mask=mask,
+            actual_seq_lengths=[tokens.stop - tokens.start],
+            actual_seq_lengths_kv=[seq_len],
+            num_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads,
+            scale_value=spec.scale,
+            pre_tokens=pre_tokens,
+            next_tokens=0,
+            input_layout="BSH",
+            sparse_mode=sparse_mode + (_PROMPT_HIGH_PRECISION if part.high_precision else 0),
+        )
+        return output[0]
+
+    def _decode(self, layer: LayerInput, prepared: DevicePart) -> torch.Tensor:
+        """[t, N*D]."""
+        part, spec = prepared.part, layer.spec
+        window_mask = None if spec.sliding_window is None else prepared.window_masks[spec.sliding_window]
+        output: torch.Tensor = torch.ops.npu.npu_incre_flash_attention(
+            layer.query[part.tokens].flatten(1)[:, None],
+            layer.key_cache,
+            layer.value_cache,
+            atten_mask=window_mask,
+            actual_seq_lengths=part.seq_lens,
+            block_table=prepared.block_table,
+            num_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads,
+            scale_value=spec.scale,
+            input_layout="BSH",
+            block_size=self.block_size,
+            inner_precise=_HIGH_PRECISION if part.high_precision else _HIGH_PERFORMANCE,
+        )
+        return output[:, 0]
+
+
+def window_masks(
+    windows: Sequence[int], seq_lens: torch.Tensor, num_blocks: int, block_size: int
+) -> dict[int, torch.Tensor]:
+    """`DevicePart.window_masks` of rows with one token each.
+
+    Args:
+        windows: tokens that a token sees, itself included.
+        seq_lens: [r] int32, device.
+        num_blocks: B.
+        block_size: S.
+    """
+    if not windows:
+        return {}
+    positions = torch.arange(num_blocks * block_size, dtype=torch.int32, device=seq_lens.device)
+    return {window: (positions < (seq_lens - window)[:, None])[:, None, None] for window in windows}

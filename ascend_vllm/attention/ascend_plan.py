@@ -1,0 +1,97 @@
+"""Which calls of the Ascend operators a step's rows are computed in. Host integers only.
+
+Letters: R rows of a step, T tokens of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+# A switch of precision between neighbouring rows costs a call in every layer. Beyond this many calls the whole step
+# is computed in one, precisely.
+MAX_PARTS = 4
+
+
+class RowKind(enum.IntEnum):
+    """What a row does in a step."""
+
+    # one token, over what is in the cache
+    DECODE = 0
+    # several tokens, with others in the cache before them: a chunk, or a prompt whose prefix was cached
+    PREFIX = 1
+    # a prompt from its first token on, whole or as far as the step goes
+    PROMPT = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Precision:
+    """Which kinds of rows are computed in high precision."""
+
+    decode: bool = False
+    prefix: bool = False
+    prompt: bool = True
+
+    def table(self) -> npt.NDArray[np.bool_]:
+        """[kinds] bool, by `RowKind`."""
+        return np.array([self.decode, self.prefix, self.prompt])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring rows that one call computes. Lists are what the operators take, and a graph's replay updates."""
+
+    # of its first row
+    kind: RowKind
+    high_precision: bool
+    rows: slice
+    tokens: slice
+    # [rows] tokens of the part up to the end of each row
+    query_ends: list[int]
+    # [rows] tokens of each row in the cache after the step
+    seq_lens: list[int]
+    # all rows are PROMPT: their keys are the step's own
+    only_prompts: bool
+
+
+def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precision, *, by_kind: bool) -> list[Part]:
+    """Cuts a step into parts, in the order of its rows.
+
+    Args:
+        query_start: [R+1].
+        seq_lens: [R].
+        precision: of each kind.
+        by_kind: a part has rows of one kind; otherwise rows of one precision.
+
+    Returns:
+        At least one part; with by_kind, as many as the rows' order makes, otherwise at most MAX_PARTS.
+
+    Example::
+
+        split_rows(np.array([0, 1, 6]), np.array([9, 5]), Precision(), by_kind=False)   # a decoding row, a prompt
+    """
+    query_lens = np.diff(query_start)
+    kinds = np.where(query_lens == 1, RowKind.DECODE, np.where(query_lens < seq_lens, RowKind.PREFIX, RowKind.PROMPT))
+    precise = precision.table()[kinds]
+    differs = np.diff(kinds) if by_kind else np.diff(precise)
+    edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(kinds)]
+    if not by_kind and len(edges) > MAX_PARTS + 1:
+        edges, precise = [0, len(kinds)], np.ones_like(precise)
+    return [
+        Part(
+            kind=RowKind(int(kinds[first])),
+            high_precision=bool(precise[first]),
+            rows=slice(first, last),
+            tokens=slice(int(query_start[first]), int(query_start[last])),
+            query_ends=(query_start[first + 1 : last + 1] - query_start[first]).tolist(),
+            seq_lens=seq_lens[first:last].tolist(),
+            only_prompts=bool((kinds[first:last] == RowKind.PROMPT).all()),
+        )
+        for first, last in itertools.pairwise(edges)
+    ]

@@ -1,0 +1,72 @@
+"""How a step's rows are cut into calls of the Ascend attention operators."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from ascend_vllm.attention.ascend_plan import MAX_PARTS, Part, Precision, RowKind, split_rows
+
+ROWS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=30)
+
+
+def split(rows: list[tuple[int, int]], precision: Precision, *, by_kind: bool) -> list[Part]:
+    """Parts of rows given as (tokens of the step, tokens cached before)."""
+    query_start = np.cumsum([0, *(count for count, _ in rows)], dtype=np.int32)
+    return split_rows(query_start, np.array([sum(row) for row in rows], np.int32), precision, by_kind=by_kind)
+
+
+def kind_of(count: int, cached: int) -> RowKind:
+    """What a row does."""
+    if count == 1:
+        return RowKind.DECODE
+    return RowKind.PREFIX if cached else RowKind.PROMPT
+
+
+@hypothesis.given(rows=ROWS, precise=st.tuples(st.booleans(), st.booleans(), st.booleans()), by_kind=st.booleans())
+def test_parts_are_the_rows_in_their_order(
+    rows: list[tuple[int, int]], precise: tuple[bool, bool, bool], by_kind: bool
+) -> None:
+    parts = split(rows, Precision(*precise), by_kind=by_kind)
+    assert [row for part in parts for row in rows[part.rows]] == rows
+    assert parts[0].tokens.start == 0
+    for part, after in itertools.pairwise(parts):
+        assert part.tokens.stop == after.tokens.start
+        assert part.rows.stop == after.rows.start
+    for part in parts:
+        mine = rows[part.rows]
+        kinds = {kind_of(*row) for row in mine}
+        assert part.query_ends == np.cumsum([count for count, _ in mine]).tolist()
+        assert part.query_ends[-1] == part.tokens.stop - part.tokens.start
+        assert part.seq_lens == [sum(row) for row in mine]
+        assert part.only_prompts == (kinds == {RowKind.PROMPT})
+        # a row may be computed more precisely than asked for, never less
+        assert part.high_precision >= any(precise[kind] for kind in kinds)
+        if by_kind:
+            assert kinds == {part.kind}
+            assert part.high_precision == precise[part.kind]
+    assert by_kind or len(parts) <= MAX_PARTS
+
+
+@pytest.mark.parametrize("by_kind", [True, False])
+def test_decoding_rows_are_one_part(by_kind: bool) -> None:
+    [part] = split([(1, 5), (1, 0), (1, 900)], Precision(), by_kind=by_kind)
+    assert part == Part(RowKind.DECODE, False, slice(0, 3), slice(0, 3), [1, 2, 3], [6, 1, 901], only_prompts=False)
+
+
+def test_rows_of_one_precision_are_one_part() -> None:
+    rows = [(1, 5), (3, 8), (4, 0), (2, 0)]
+    assert [part.rows for part in split(rows, Precision(), by_kind=False)] == [slice(0, 2), slice(2, 4)]
+    assert [part.rows for part in split(rows, Precision(), by_kind=True)] == [slice(0, 1), slice(1, 2), slice(2, 4)]
+    assert [part.rows for part in split(rows, Precision(prompt=False), by_kind=False)] == [slice(0, 4)]
+
+
+def test_many_changes_of_precision_make_one_precise_call() -> None:
+    rows = [(1, 5), (4, 0)] * 2
+    assert [part.high_precision for part in split(rows, Precision(), by_kind=False)] == [False, True, False, True]
+    [part] = split([*rows, (1, 5)], Precision(), by_kind=False)
+    assert part.high_precision
