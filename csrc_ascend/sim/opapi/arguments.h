@@ -25,6 +25,9 @@ inline const Dtypes kBitwise = {at::kBool, at::kChar, at::kByte, at::kShort, at:
 inline const Dtypes kReal = {at::kFloat, at::kHalf,  at::kBFloat16, at::kDouble, at::kChar,
                              at::kByte,  at::kShort, at::kInt,      at::kLong};
 
+inline const Dtypes kAny = {at::kFloat, at::kHalf,  at::kBFloat16, at::kDouble, at::kChar,
+                            at::kByte,  at::kShort, at::kInt,      at::kLong,   at::kBool};
+
 // A tensor that an operator reads. It is an at::Tensor and goes into ATen expressions as it is.
 struct In : at::Tensor {
   In() = default;

@@ -22,6 +22,9 @@
 #include "sim/opapi/arguments.h"
 #include "sim/runtime.h"
 
+// A row lists all arguments of the interface, also those that do not matter here.
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 namespace ascend_sim {
 
 using Work = std::function<void()>;
