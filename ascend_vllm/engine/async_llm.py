@@ -219,9 +219,7 @@ class AsyncLLM:
         """
 
         def process() -> Awaitable[ProcessedRequest]:
-            return self._input.process_pooling_async(
-                request_id, prompt, pooling_params, priority, cache_salt=cache_salt
-            )
+            return self._input.process_async(request_id, prompt, pooling_params, priority, cache_salt=cache_salt)
 
         queue = await self._add_request(request_id, process, 1)
         async with contextlib.aclosing(self._outputs(request_id, queue)) as outputs:

@@ -86,6 +86,35 @@ class ProcessedRequest:
     trace_headers: Mapping[str, str] | None = None
 
 
+@dataclasses.dataclass
+class _Draft:
+    """A request whose fields are checked, but whose text may still have to become ids.
+
+    Attributes:
+        token_ids: None: of `text`, which has to be tokenised.
+        params: the caller's; those of pooling with all that the model decides.
+    """
+
+    request_id: str
+    text: str | None
+    token_ids: list[int] | None
+    params: SamplingParams | PoolingParams
+    priority: int
+    arrival_time: float
+    cache_salt: str | None
+
+    @property
+    def content_keys(self) -> list[tuple[int, str]]:
+        """What its cached blocks depend on beside their tokens."""
+        return [] if self.cache_salt is None else [(0, f"salt:{self.cache_salt}")]
+
+    def processed(
+        self, token_ids: list[int], params: SamplingParams, core_requests: list[EngineCoreRequest]
+    ) -> ProcessedRequest:
+        """The request that it has become."""
+        return ProcessedRequest(self.request_id, self.text, token_ids, params, self.arrival_time, core_requests)
+
+
 class InputProcessor:
     """Makes core requests.
 
@@ -113,7 +142,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         arrival_time: float | None = None,
         *,
@@ -124,119 +153,86 @@ class InputProcessor:
         Args:
             request_id: the caller's id.
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: as the caller gave them; not changed.
+            params: as the caller gave them; not changed. With `PoolingParams` the prompt is pooled.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             arrival_time: seconds of time.monotonic(); None: now.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
-            RequestError: the request is wrong; nothing has been queued.
+            RequestError: the request is wrong, or not what this kind of model does; nothing has been queued.
         """
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        refuse_generation(self._model)
-        self._check_params(params)
-        self._check_routing(priority, cache_salt)
-        text, token_ids = _parse_prompt(prompt)
-        if token_ids is None:
-            token_ids = self._encode(_need_text(text), params)
-        words = _with_and_without_space(params)
-        bad_words = [self._need_tokenizer().encode(word, add_special_tokens=False) for word in words]
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
+        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
+        if draft.token_ids is None:
+            draft.token_ids = self._encode(_need_text(draft.text), draft.params)
+        words = _with_and_without_space(draft.params)
+        return self._build(draft, [self._need_tokenizer().encode(word, add_special_tokens=False) for word in words])
 
     async def process_async(
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         arrival_time: float | None = None,
         *,
         cache_salt: str | None = None,
     ) -> ProcessedRequest:
         """`process`, tokenising off the event loop."""
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        refuse_generation(self._model)
-        self._check_params(params)
-        self._check_routing(priority, cache_salt)
-        text, token_ids = _parse_prompt(prompt)
-        if token_ids is None:
-            limit = self._limit(params)
-            token_ids = await self._need_tokenizer().encode_async(_need_text(text), max_tokens=limit)
-        words = _with_and_without_space(params)
-        bad_words = [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, bad_words)
+        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
+        if draft.token_ids is None:
+            text, limit = _need_text(draft.text), self._limit(draft.params)
+            draft.token_ids = await self._need_tokenizer().encode_async(text, max_tokens=limit)
+        words = _with_and_without_space(draft.params)
+        return self._build(
+            draft, [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
+        )
 
-    def process_pooling(
+    def _draft(
         self,
         request_id: str,
         prompt: PromptType,
-        params: PoolingParams,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> ProcessedRequest:
-        """`process` for a prompt that is pooled.
-
-        Raises:
-            RequestError: the request is wrong, or this is no pooling model; nothing has been queued.
-        """
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        arrival_time: float | None,
+        cache_salt: str | None,
+    ) -> _Draft:
+        """What can be checked before anything is tokenised."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        params = resolve_pooling_params(params, self._model)
+        if isinstance(params, PoolingParams):
+            params = resolve_pooling_params(params, self._model)
+        else:
+            refuse_generation(self._model)
+            self._check_params(params)
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
-        if token_ids is None:
-            token_ids = self._encode(_need_text(text), params)
-        return self._build_pooling(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+        return _Draft(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
 
-    async def process_pooling_async(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        params: PoolingParams,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        *,
-        cache_salt: str | None = None,
-    ) -> ProcessedRequest:
-        """`process_pooling`, tokenising off the event loop."""
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        params = resolve_pooling_params(params, self._model)
-        self._check_routing(priority, cache_salt)
-        text, token_ids = _parse_prompt(prompt)
-        if token_ids is None:
-            limit = self._limit(params)
-            token_ids = await self._need_tokenizer().encode_async(_need_text(text), max_tokens=limit)
-        return self._build_pooling(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+    def _build(self, draft: _Draft, bad_words: list[list[int]]) -> ProcessedRequest:
+        token_ids = draft.token_ids or []
+        if isinstance(draft.params, PoolingParams):
+            return self._build_pooling(draft, draft.params, token_ids)
+        return self._build_generation(draft, draft.params, token_ids, bad_words)
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
         config = self._model.generation_config
         return {ours: config[theirs] for theirs, ours in _DEFAULTS.items() if config.get(theirs) is not None}
 
-    def _build(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        priority: int,
-        arrival_time: float,
-        cache_salt: str | None,
-        bad_words: list[list[int]],
+    def _build_generation(
+        self, draft: _Draft, params: SamplingParams, token_ids: list[int], bad_words: list[list[int]]
     ) -> ProcessedRequest:
         bad_words = self._check_bad_words(bad_words)
         if params.truncate_prompt_tokens is not None:
-            token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=text is not None)
+            token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=draft.text is not None)
         self._check_prompt(token_ids, self.max_model_len - 1)
         core_params = self._make_core_params(params, len(token_ids))
         eos_id = None if params.ignore_eos else self._eos_id
         beam_search = _make_beam_search(params)
         # the sequences share the blocks of the first one's prompt
-        first_id = f"{request_id}.{next(self._serial)}"
+        first_id = f"{draft.request_id}.{next(self._serial)}"
         core_requests = [
             EngineCoreRequest(
-                request_id=f"{request_id}.{next(self._serial)}" if index else first_id,
+                request_id=f"{draft.request_id}.{next(self._serial)}" if index else first_id,
                 prompt_token_ids=token_ids,
                 sampling_params=core_params.clone(
                     seed=derive_seed(params.seed, index),
@@ -244,45 +240,36 @@ class InputProcessor:
                     prompt_logprobs=None if index else params.prompt_logprobs,
                 ),
                 eos_token_id=eos_id,
-                arrival_time=arrival_time,
-                priority=priority,
+                arrival_time=draft.arrival_time,
+                priority=draft.priority,
                 parent_id=first_id if index else None,
                 beam_search=beam_search,
                 bad_words=bad_words,
-                content_keys=[] if cache_salt is None else [(0, f"salt:{cache_salt}")],
+                content_keys=draft.content_keys,
             )
             for index in range(1 if beam_search is not None else params.num_sequences)
         ]
-        return ProcessedRequest(request_id, text, token_ids, params, arrival_time, core_requests)
+        return draft.processed(token_ids, params, core_requests)
 
-    def _build_pooling(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: PoolingParams,
-        priority: int,
-        arrival_time: float,
-        cache_salt: str | None,
-    ) -> ProcessedRequest:
+    def _build_pooling(self, draft: _Draft, params: PoolingParams, token_ids: list[int]) -> ProcessedRequest:
         limit = params.truncate_prompt_tokens
         if limit is not None:
             limit = truncation_limit(limit, self.max_model_len)
-            empty_ids = [] if text is None else self._need_tokenizer().encode("")
+            empty_ids = [] if draft.text is None else self._need_tokenizer().encode("")
             token_ids = truncate(token_ids, limit, "right", empty_ids)
         self._check_prompt(token_ids, self.max_model_len)
         core_request = EngineCoreRequest(
-            request_id=f"{request_id}.{next(self._serial)}",
+            request_id=f"{draft.request_id}.{next(self._serial)}",
             prompt_token_ids=token_ids,
             # to the scheduler it is a request for one token
             sampling_params=POOLED,
             eos_token_id=None,
-            arrival_time=arrival_time,
-            priority=priority,
-            content_keys=[] if cache_salt is None else [(0, f"salt:{cache_salt}")],
+            arrival_time=draft.arrival_time,
+            priority=draft.priority,
+            content_keys=draft.content_keys,
             pooling_params=params,
         )
-        return ProcessedRequest(request_id, text, token_ids, POOLED, arrival_time, [core_request])
+        return draft.processed(token_ids, POOLED, [core_request])
 
     def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """What the core needs to know: stop strings and the shape of the output are the front's business."""
@@ -445,9 +432,9 @@ def derive_seed(seed: int | None, index: int) -> int | None:
     return int.from_bytes(digest) & _SEED_MASK
 
 
-def _with_and_without_space(params: SamplingParams) -> list[str]:
+def _with_and_without_space(params: SamplingParams | PoolingParams) -> list[str]:
     """Each of bad_words as it begins a text, and as it stands within one."""
-    words = params.bad_words or []
+    words = [] if isinstance(params, PoolingParams) else params.bad_words or []
     for word in words:
         _check_unicode("bad_words", word)
     return [space + word.lstrip() for word in words for space in ("", " ")]

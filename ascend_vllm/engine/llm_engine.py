@@ -113,11 +113,7 @@ class LLMEngine:
             RequestError: the request is wrong; nothing was queued.
         """
         refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
-        salt = cache_salt
-        if isinstance(params, PoolingParams):
-            request = self._input.process_pooling(request_id, prompt, params, priority, arrival_time, cache_salt=salt)
-        else:
-            request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=salt)
+        request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt)
         request.trace_headers = trace_headers
         self._output.add(request)
         for core_request in request.core_requests:
