@@ -9,73 +9,22 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from ascend_vllm.engine.args_server import FrontendArgs
-from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.openai.api_server import make_parser, run_server
-from ascend_vllm.entrypoints.openai.app import build_app
-from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
-from ascend_vllm.outputs import CompletionOutput, Logprob, RequestOutput
-from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.engine_for_tests import make_config
 from tests.entrypoints.conftest import ENGINE_FLAGS
+from tests.scripted_engine import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine, client_of
 from tests.server import OPENAI_SERVER, Server, running
 from tests.tiny_models import tiny_model
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 BASE: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL]}
-ARGUMENTS = '{"text": "a \\"b\\"", "count": 3}'
-CALL = f'<tool_call>\n{{"name": "find", "arguments": {ARGUMENTS}}}\n</tool_call>'
-TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
-    "{% for message in messages %}{{ message.content }}{% endfor %}"
-)
-
-
-class ScriptedEngine:
-    """An engine's front whose model writes a given text, cut into given pieces, for every choice."""
-
-    def __init__(self, pieces: Sequence[str], finish_reason: str = "stop") -> None:
-        self.config = make_config(max_model_len=512)
-        self.max_model_len = 512
-        self.tokenizer = Tokenizer.from_directory(tiny_model("qwen2"))
-        self.params: list[SamplingParams] = []
-        self.prompts: list[str] = []
-        self._pieces = pieces
-        self._finish_reason = finish_reason
-
-    def default_sampling_params(self) -> dict[str, Any]:
-        return {}
-
-    async def generate(
-        self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        self.params.append(params)
-        self.prompts.append(self.tokenizer.decode(prompt["prompt_token_ids"]))
-        pieces = self._pieces if params.output_kind is RequestOutputKind.DELTA else ["".join(self._pieces)]
-        for position, text in enumerate(pieces):
-            reason = self._finish_reason if position == len(pieces) - 1 else None
-            outputs = [
-                CompletionOutput(index, text, [40], None, [{40: Logprob(-1.0, 1, "x")}], reason)
-                for index in range(params.n)
-            ]
-            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, outputs, reason is not None)
-
-
-def client_of(engine: ScriptedEngine, **flags: Any) -> httpx.AsyncClient:
-    """A client of the real application on a scripted engine."""
-    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", **flags}
-    reasoning = flags.pop("reasoning_parser", None)
-    args = FrontendArgs(**flags)
-    app = build_app(engine, args, parsers=ChatParsers.from_flags(args, reasoning))  # type: ignore[arg-type]
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 async def ask(engine: ScriptedEngine, flags: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

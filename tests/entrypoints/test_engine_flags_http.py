@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.entrypoints.test_server_lifecycle import post_raw, read_events
+from tests.raw_requests import post_raw, read_events
 from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
 
 EXTENSION = """

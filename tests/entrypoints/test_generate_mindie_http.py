@@ -18,8 +18,9 @@ import pytest
 from ascend_vllm.entrypoints.generate_mindie import MAX_PROMPT_CHARACTERS, MindieFormat, to_mindie_error
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.sampling_params import RequestOutputKind
+from tests.certificates import make_certificates
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.entrypoints.test_server_lifecycle import make_certificates, post_raw, read_rest
+from tests.raw_requests import post_raw, read_rest
 from tests.server import GENERATE_SERVER, Server, needs_curl, needs_openssl, wait_until
 
 pytestmark = [needs_openssl, needs_curl]

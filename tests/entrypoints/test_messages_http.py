@@ -16,7 +16,7 @@ from ascend_vllm.engine.args_server import FrontendArgs
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from tests.entrypoints.conftest import KEY
-from tests.entrypoints.test_chat_tools_http import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine
+from tests.scripted_engine import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine
 from tests.server import Server, is_idle, wait_until
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hello!"}]

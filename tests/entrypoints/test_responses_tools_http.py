@@ -13,8 +13,8 @@ import pytest
 
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
-from tests.entrypoints.test_chat_tools_http import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine, client_of
 from tests.entrypoints.test_responses_http import ANSWERED, FIND, HELLO, WHO, events_of
+from tests.scripted_engine import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine, client_of
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "Hello!", "tools": [FIND]}
 

@@ -10,13 +10,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from ascend_vllm.entrypoints.demo import demo_model_path
+from tests.certificates import make_certificates
 from tests.entrypoints.conftest import ENGINE_FLAGS
+from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import (
     GENERATE_SERVER,
     OPENAI_SERVER,
@@ -39,31 +41,6 @@ def count_aborted(http: httpx.Client) -> float:
     """Requests that ended early so far."""
     found = re.search(r'^vllm:request_success_total\{.*"abort".*\} (\S+)$', http.get("/metrics").text, re.MULTILINE)
     return float(found[1]) if found else 0.0
-
-
-def post_raw(server: Server, path: str, body: dict[str, object], headers: Sequence[str] = ()) -> socket.socket:
-    """A connection with a request sent and nothing read."""
-    data = json.dumps(body).encode()
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
-    sock.sendall("\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data)
-    return sock
-
-
-def read_events(sock: socket.socket, count: int) -> bytes:
-    """What came until there were so many events."""
-    received = b""
-    while received.count(b"data: ") < count:
-        data = sock.recv(65536)
-        assert data, received
-        received += data
-    return received
-
-
-def read_rest(sock: socket.socket) -> bytes:
-    """What comes until the server closes the connection, which is closed here too."""
-    with sock:
-        return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
 @pytest.fixture(scope="module")
@@ -375,19 +352,6 @@ def test_errors_before_anything_is_loaded(tiny_dir: str, tmp_path: pathlib.Path)
     code, log = ends_without_listening(["--model", str(tmp_path / "nowhere")])
     assert code != 0
     assert "nowhere" in errors(log)[-1]
-
-
-def make_certificates(directory: pathlib.Path) -> None:
-    """An authority, and a key and certificate for a server and a client, by openssl."""
-    script = """
-    openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca
-    for name in server client; do
-      openssl req -newkey rsa:2048 -nodes -keyout $name.key -out $name.csr -subj /CN=$name
-      printf 'subjectAltName=IP:127.0.0.1\n' > ext
-      openssl x509 -req -in $name.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out $name.pem -days 2 -extfile ext
-    done
-    """
-    subprocess.run(["sh", "-ec", script], cwd=directory, check=True, capture_output=True, timeout=60)
 
 
 @needs_openssl

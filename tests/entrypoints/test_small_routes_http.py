@@ -22,8 +22,8 @@ from ascend_vllm.engine.args_server import FrontendArgs
 from ascend_vllm.entrypoints import launcher, tls
 from ascend_vllm.entrypoints.openai.api_server import make_parser, run_server
 from ascend_vllm.errors import ConfigError
+from tests.certificates import make_certificates
 from tests.entrypoints.conftest import ENGINE_FLAGS, KEY, Collector
-from tests.entrypoints.test_server_lifecycle import make_certificates
 from tests.server import OPENAI_SERVER, Server, is_idle, needs_openssl, wait_until
 from tests.tiny_models import tiny_model
 
