@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -43,6 +44,10 @@ logger = init_logger(__name__)
 _DEFAULT_IF_NULL = ("use_beam_search", "length_penalty", "early_stopping")
 
 
+_PLACE = re.compile(r"`\$\.(\w+)")
+_FIRST_WORD = re.compile(r"(\w+) ")
+
+
 def parse_request(body: bytes) -> tuple[str, bool, SamplingParams]:
     """Prompt, whether to stream, and sampling parameters of a body; its content-type does not matter.
 
@@ -55,7 +60,7 @@ def parse_request(body: bytes) -> tuple[str, bool, SamplingParams]:
     prompt = fields.pop("prompt", None)
     if not isinstance(prompt, str):
         raise RequestError("`prompt` must be given as a string.", param="prompt")
-    stream = fields.pop("stream", False)
+    stream = fields.pop("stream", None) or False
     if not isinstance(stream, bool):
         raise RequestError("`stream` must be true or false.", param="stream")
     return prompt, stream, _sampling_params(fields, stream)
@@ -75,10 +80,16 @@ def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
         # checks the types; the constructor then checks the ranges
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(str(error), _field_of(error, known)) from error
     check_num_sequences(params.num_sequences)
     params.output_kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
     return params
+
+
+def _field_of(error: msgspec.ValidationError, known: Set[str]) -> str | None:
+    """The field at fault: findings about types end with its place, those about ranges begin with its name."""
+    found = _PLACE.search(str(error)) or _FIRST_WORD.match(str(error))
+    return found[1] if found is not None and found[1] in known else None
 
 
 def _check_constraint(name: str, value: Any) -> None:

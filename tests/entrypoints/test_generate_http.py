@@ -145,10 +145,19 @@ def test_bad_requests(plain: httpx.Client, stream: bool) -> None:
         response = plain.post("/generate", json={"stream": stream} | body)
         assert response.status_code == 400, (body, response.text)
         assert text in response.json()["message"]
+    for fields, param in (
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "x"}, "temperature"),
+        ({"stop": [1]}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ):
+        error = plain.post("/generate", json=BASE | fields | {"stream": stream}).json()["error"]
+        assert error["param"] == param, error
     assert plain.post("/generate", content=b"{x").status_code == 400
     assert plain.post("/generate", content=b"[]").status_code == 400
     neutral = {"use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "early_stopping": False}
-    nulls = {"use_beam_search": None, "best_of": None, "length_penalty": None, "early_stopping": None}
+    nulls = {"stream": None, "use_beam_search": None, "best_of": None, "length_penalty": None, "early_stopping": None}
     for fields in (neutral, nulls):
         assert plain.post("/generate", json=BASE | fields).status_code == 200
 
