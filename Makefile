@@ -15,19 +15,29 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 # Without --no-compile pip turns thousands of modules into bytecode of which only a few are ever imported.
 INSTALL := $(PY) -m pip install --no-build-isolation --no-compile
-NATIVE_SOURCES := $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) 2>/dev/null)
+TORCH_NPU := $(shell grep -o 'torch_npu==[0-9.]*' pyproject.toml)
+NATIVE_SOURCES := $(shell find csrc_ascend -path csrc_ascend/sim -prune -o -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) -print 2>/dev/null)
+SIM_SOURCES := $(shell find csrc_ascend/sim -type f 2>/dev/null) csrc_ascend/build.py
 CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
 
+PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
+PYTEST_CPU = $(PYTEST) $(ARGS)
+# the same suite in a process that sees simulated devices: tests/npu and nothing else
+PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTEST) -o testpaths=tests/npu $(ARGS)
+# two devices of 1 GiB; a test that wants others starts a process of its own
+SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format build clients docs clean distclean
+.PHONY: help serve test test-cpu test-npu lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   install everything and build the kernels, run nothing"
 	@echo "make clients install the clients that the tests use"
+	@echo "make sim     install torch_npu beside the environment and build the simulated Ascend runtime"
 	@echo "make docs    write docs/flags.md and docs/environment.md again"
 	@echo "make clean   remove what was built;  make distclean  remove the virtual environment too"
 
@@ -40,8 +50,18 @@ serve: build
 	@echo
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: build $(STAMPS)/test clients
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+# Both suites run, so that one round shows every failure. With ARGS a suite may have no test left (exit code 5).
+test: build $(STAMPS)/test clients sim
+	@cpu=0; npu=0; run() { echo "$$@"; "$$@"; }; \
+	run $(PYTEST_CPU) || cpu=$$?; \
+	run $(PYTEST_NPU) || npu=$$?; \
+	case "$$cpu $$npu" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
+
+test-cpu: build $(STAMPS)/test clients
+	$(PYTEST_CPU)
+
+test-npu: build $(STAMPS)/test sim
+	$(PYTEST_NPU)
 
 # every linter runs, so that one round shows all there is to mend
 lint: build $(STAMPS)/dev
@@ -91,12 +111,24 @@ $(STAMPS)/clients: tests/clients/requirements.txt | $(STAMPS)/torch
 	$(VENV)/clients/bin/python -m pip install --no-compile -r $<
 	@touch $@
 
+# beside the environment: an ordinary process must not find it, since torch would import it
+npu: $(STAMPS)/npu
+$(STAMPS)/npu: pyproject.toml | $(STAMPS)/torch
+	rm -rf $(VENV)/npu
+	$(PY) -m pip install --no-compile --no-deps --target $(VENV)/npu $(TORCH_NPU) decorator attrs
+	@touch $@
+
+sim: $(STAMPS)/sim
+$(STAMPS)/sim: $(STAMPS)/npu $(SIM_SOURCES) | $(STAMPS)/package
+	$(PY) csrc_ascend/sim/build.py
+	@touch $@
+
 $(STAMPS)/dev: $(STAMPS)/package
 	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ascend_vllm/*.so $(addprefix $(STAMPS)/,native package test dev clients)
+	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim $(addprefix $(STAMPS)/,native package test dev clients npu sim)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean

@@ -5,6 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ascend_vllm import envs as _envs
+
+# before anything imports torch; the platform imports the backend it has chosen
+_envs.keep_device_backends_out()
+
 __version__ = "0.1.0"
 
 # public name → module that defines it; imported on first use, so that `import ascend_vllm` stays instant

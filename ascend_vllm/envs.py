@@ -192,3 +192,15 @@ def torch_profiler_dir() -> str | None:
     """`VLLM_TORCH_PROFILER_DIR`: directory for traces of the workers; adds routes that begin and end them."""
     value = os.environ.get("VLLM_TORCH_PROFILER_DIR")
     return str(pathlib.Path(value).expanduser()) if value else None
+
+
+def export(values: dict[str, str], paths: dict[str, pathlib.Path]) -> None:
+    """Sets variables for the program this process becomes: values, and directories in front of search paths."""
+    os.environ.update(values)
+    for name, path in paths.items():
+        os.environ[name] = os.pathsep.join(filter(None, (str(path), os.environ.get(name))))
+
+
+def keep_device_backends_out() -> None:
+    """Lets `import torch` not import torch_npu by itself, which fails where it is installed without CANN."""
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -155,7 +155,8 @@ def object_path(unit: Unit, compiler_id: str) -> pathlib.Path:
     return CACHE / f"{unit.name}-{digest.hexdigest()[:16]}.o"
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
+    """What a program prints; BuildError, with its words, if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(" ".join(command) + "\n" + done.stderr)
@@ -172,10 +173,10 @@ def _check_symbols(unit: Unit, path: pathlib.Path) -> None:
     if unit.kernel is None or nm is None:
         return
     own = re.compile(rf"ascend_vllm_\w+_{unit.source.stem}$")
-    for line in _run([nm, "-g", "--defined-only", str(path)]).splitlines():
+    for line in run([nm, "-g", "--defined-only", str(path)]).splitlines():
         *_, kind, name = line.split()
         if kind != "T" or not own.match(name):
-            demangled = _run(["c++filt", name]).strip() if shutil.which("c++filt") else name
+            demangled = run(["c++filt", name]).strip() if shutil.which("c++filt") else name
             raise BuildError(
                 f"{unit.kernel.name} for {unit.source.stem} defines the mergeable symbol {demangled}: keep code in"
                 " anonymous namespaces and out of the standard library's inline functions"
@@ -187,7 +188,7 @@ def compile_unit(compiler: str, unit: Unit, target: pathlib.Path) -> str:
     partial = target.with_suffix(f".{os.getpid()}.tmp.o")
     includes = [f"-I{SOURCE_ROOT}"] + [f"-isystem{path}" for path in unit.include_dirs]
     try:
-        output = _run([compiler, *unit.flags, *includes, "-c", str(unit.source), "-o", str(partial)])
+        output = run([compiler, *unit.flags, *includes, "-c", str(unit.source), "-o", str(partial)])
         _check_symbols(unit, partial)
         partial.replace(target)
     finally:
@@ -206,14 +207,14 @@ def link(compiler: str, objects: list[pathlib.Path], output: pathlib.Path) -> No
         "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-rpath,$ORIGIN/../torch/lib", "-o", str(partial),
     ]  # fmt: skip
     try:
-        _run(command)
+        run(command)
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _locked(directory: pathlib.Path) -> Iterator[None]:
+def locked(directory: pathlib.Path) -> Iterator[None]:
     """One build at a time; the second finds the first one's objects."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as handle:
@@ -222,7 +223,7 @@ def _locked(directory: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
+def progress(total: int, title: str = "CPU kernels") -> Iterator[Callable[[str], None]]:
     """Gives a function to call after each finished unit: a tqdm bar, or lines where tqdm is not installed."""
     try:
         from tqdm import tqdm
@@ -236,7 +237,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
         yield line
         return
-    with tqdm(total=total, desc="CPU kernels", unit="file", mininterval=0.5, dynamic_ncols=True) as bar:
+    with tqdm(total=total, desc=title, unit="file", mininterval=0.5, dynamic_ncols=True) as bar:
 
         def advance(name: str) -> None:
             bar.set_postfix_str(name, refresh=False)
@@ -247,7 +248,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def _compile(compiler: str, missing: dict[Unit, pathlib.Path], jobs: int | None) -> None:
     workers = jobs or len(os.sched_getaffinity(0))
-    with _progress(len(missing)) as advance, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with progress(len(missing)) as advance, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         running = {pool.submit(compile_unit, compiler, unit, path): unit for unit, path in missing.items()}
         try:
             for future in concurrent.futures.as_completed(running):
@@ -281,9 +282,9 @@ def build_library(output: pathlib.Path = DEFAULT_OUTPUT, jobs: int | None = None
     if compiler is None:
         print(NO_COMPILER, file=sys.stderr, flush=True)
         return False
-    compiler_id = _run([compiler, "--version"])
+    compiler_id = run([compiler, "--version"])
     _included.cache_clear()
-    with _locked(CACHE):
+    with locked(CACHE):
         targets = {unit: object_path(unit, compiler_id) for unit in units()}
         missing = {unit: path for unit, path in targets.items() if force or not path.exists()}
         if missing:

@@ -114,6 +114,18 @@ def _bench(namespace: argparse.Namespace) -> int:
     return run(namespace)
 
 
+def _add_sim_run_arguments(parser: FlexibleArgumentParser) -> None:
+    from ascend_vllm.entrypoints.sim_run import add_arguments
+
+    add_arguments(parser)
+
+
+def _sim_run(namespace: argparse.Namespace) -> int:
+    from ascend_vllm.entrypoints.sim_run import run
+
+    return run(namespace)
+
+
 def _add_collect_env_arguments(parser: FlexibleArgumentParser) -> None:
     parser.description = "Prints what a bug report should say of this machine and of what is installed."
 
@@ -134,6 +146,7 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("measure a server or the engine", _add_bench_arguments, _bench),
     "run-batch": Command("answer a file of requests", _add_run_batch_arguments, _run_batch),
     "collect-env": Command("describe this machine for a report", _add_collect_env_arguments, _collect_env),
+    "sim-run": Command("run a command on simulated Ascend devices", _add_sim_run_arguments, _sim_run),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }
 

@@ -1,0 +1,43 @@
+// Device memory as address ranges: each device has a large range of addresses, and an address that was given
+// back is not given out again until the range is used up, so that a stale pointer is found out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "state.h"
+
+namespace ascend_sim {
+
+// What an address belongs to.
+struct Range {
+  std::uintptr_t begin;
+  std::size_t bytes;
+  int device;
+};
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kHugePage = 2u << 20;
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// All of these take the memory lock themselves; none may be called with the state's lock held.
+
+// Addresses without memory behind them. RuntimeError if there are none left.
+void* reserve_addresses(int device, std::size_t bytes);
+void release_addresses(void* begin);
+
+// Takes bytes from a device's memory, or throws ACL_ERROR_RT_MEMORY_ALLOCATION.
+void charge(int device, std::size_t bytes, const char* what);
+void refund(int device, std::size_t bytes);
+
+// Makes a range count as device memory, or no longer.
+void add_live(void* begin, std::size_t bytes, int device);
+Range remove_live(const void* begin, const char* what);
+
+// Whether the address lies in any device's range of addresses, live or not.
+bool in_arena(const void* pointer);
+// Whether all of the host range came from aclrtMallocHost or was registered.
+bool is_pinned(const void* pointer, std::size_t bytes);
+
+}  // namespace ascend_sim

@@ -1,0 +1,136 @@
+// The seam to the other libraries, the options, and the error text.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+
+#include "state.h"
+
+namespace ascend_sim {
+
+std::mutex g_mutex;
+
+namespace {
+
+std::string environment(const char* name, const char* fallback) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0' ? value : fallback;
+}
+
+template <class T>
+T number(const char* name, const char* fallback) {
+  std::istringstream text(environment(name, fallback));
+  T value{};
+  if (!(text >> value) || !text.eof() || value < 0) {
+    std::cerr << "[ascend-sim] " << name << " must be a number, not " << text.str() << std::endl;
+    std::abort();
+  }
+  return value;
+}
+
+thread_local std::string t_error;
+
+}  // namespace
+
+const Options& options() {
+  static const Options once{
+      number<int>("ASCEND_SIM_DEVICES", "1"),
+      number<std::size_t>("ASCEND_SIM_MEMORY", "8589934592"),
+      environment("ASCEND_SIM_SOC", "Ascend910B3"),
+      number<double>("ASCEND_SIM_SYNC_TIMEOUT", "30"),
+  };
+  return once;
+}
+
+Soc soc() {
+  const std::string& name = options().soc_name;
+  if (name.rfind("Ascend310P", 0) == 0) return Soc::P310;
+  if (name.rfind("Ascend910_93", 0) == 0) return Soc::A3;
+  if (name.rfind("Ascend910B", 0) == 0) return Soc::A2;
+  std::cerr << "[ascend-sim] ASCEND_SIM_SOC=" << name
+            << " is not simulated: choose an Ascend910B, an Ascend910_93 or an Ascend310P" << std::endl;
+  std::abort();
+}
+
+void set_error(const std::string& text) {
+  t_error = text;
+  std::cerr << "[ascend-sim] " << text << std::endl;
+}
+
+bool tracing() { return !environment("ASCEND_SIM_TRACE", "").empty(); }
+
+void trace(const std::string& json_line) {
+  if (!tracing()) return;
+  static std::mutex mutex;
+  static std::ofstream file(environment("ASCEND_SIM_TRACE", ""), std::ios::app);
+  std::lock_guard<std::mutex> guard(mutex);
+  // one write for a line: several processes may share the file
+  file << json_line + "\n" << std::flush;
+}
+
+void poison(void* pointer, std::size_t bytes) {
+  auto* words = static_cast<std::uint16_t*>(pointer);
+  std::fill(words, words + bytes / 2, std::uint16_t{0x7FFF});
+  if (bytes % 2 != 0) static_cast<unsigned char*>(pointer)[bytes - 1] = 0x7F;
+}
+
+void submit(aclrtStream handle, std::string name, std::function<void()> work) {
+  Stream* stream = nullptr;
+  {
+    Lock lock(g_mutex);
+    stream = stream_of(handle);
+    if (stream->update) {
+      Update& update = *stream->update;
+      TaskGroup* group = update.group;
+      std::size_t at = group->begin + update.position;
+      if (at >= group->end)
+        throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                           "the update of a task group brings more work than the group has: " + name);
+      Node& node = group->graph->nodes.at(at);
+      if (node.name != name)
+        throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                           "the update of a task group brings " + name + " where it has " + node.name);
+      node.work = std::move(work);
+      ++update.position;
+      return;
+    }
+    if (stream->capture) {
+      Capture& capture = *stream->capture;
+      if (capture.invalidated)
+        throw RuntimeError(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, name + ": the capture is broken");
+      capture.graph->nodes.push_back({std::move(name), std::move(work)});
+      ++capture.streams.at(stream)[stream];
+      return;
+    }
+  }
+  enqueue(stream, std::move(name), [work = std::move(work)] {
+    work();
+    return true;
+  });
+}
+
+bool is_capturing(aclrtStream handle) {
+  Lock lock(g_mutex);
+  return stream_of(handle)->capture != nullptr;
+}
+
+}  // namespace ascend_sim
+
+extern "C" {
+
+const char* aclGetRecentErrMsg() {
+  // the caller reads it before the thread's next call
+  thread_local std::string given;
+  given = std::exchange(ascend_sim::t_error, {});
+  return given.c_str();
+}
+
+const char* aclrtGetSocName() {
+  ascend_sim::soc();  // refuses a chip that is not simulated
+  return ascend_sim::options().soc_name.c_str();
+}
+
+void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...) {}
+}
