@@ -1,0 +1,273 @@
+// One simulated vector core of an Ascend chip (architecture 2201: 910B, 910_93) and the order of its pipes.
+//
+// A core executes a kernel's block from start to end in one thread, so every value is what the program order
+// says. What the hardware does out of order is tracked beside it: each instruction belongs to a pipe (MTE2
+// copies into the unified buffer, V computes, MTE3 copies out, S is the scalar unit), pipes run side by side,
+// and only event flags, queues and barriers order them. Every 32-byte block of memory remembers which pipe
+// wrote and read it last; an access that no flag orders behind the access it depends on is a violation, though
+// its value would be right here. The rules are those of Ascend C's programming guide; speed and bank conflicts
+// are not simulated.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_FIX, PIPE_ALL };
+
+namespace ascend_sim::ascendc {
+
+constexpr int kNumPipes = PIPE_ALL;
+constexpr std::size_t kBlockBytes = 32;
+// The unified buffer holds 192 KiB, of which the toolchain keeps 256 bytes.
+constexpr std::size_t kUnifiedBufferBytes = 192 * 1024 - 256;
+
+// What a kernel does wrong; the text names the call.
+struct Violation : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] inline void violate(const std::string& call, const std::string& why) {
+  throw Violation(call + ": " + why);
+}
+
+inline void require(bool condition, const std::string& call, const std::string& why) {
+  if (!condition) violate(call, why);
+}
+
+inline const char* name_of(pipe_t pipe) {
+  static constexpr const char* names[] = {"S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX", "ALL"};
+  return names[pipe];
+}
+
+// How many instructions of each pipe are known to be over.
+using Clock = std::array<std::uint64_t, kNumPipes>;
+
+inline void join(Clock& into, const Clock& other) {
+  for (int pipe = 0; pipe < kNumPipes; ++pipe) into[pipe] = std::max(into[pipe], other[pipe]);
+}
+
+// Who touched a block of memory last.
+struct BlockState {
+  pipe_t writer = PIPE_S;
+  std::uint64_t written = 0;  // number of the writing instruction in its pipe; 0: nobody
+  Clock read{};               // of each pipe, its last reading instruction
+};
+
+// Global memory as the host handed it to a launch: outside of it nothing may be touched.
+struct GlobalBuffer {
+  std::uint8_t* begin;
+  std::size_t bytes;
+  bool writable;
+  // of each byte, the core that wrote it in this launch; -1: none
+  std::vector<int> writer;
+};
+
+// What all cores of a launch share.
+class GlobalMemory {
+ public:
+  void add(void* begin, std::size_t bytes, bool writable) {
+    buffers_.push_back({static_cast<std::uint8_t*>(begin), bytes, writable, std::vector<int>(bytes, -1)});
+  }
+
+  // Raises Violation: the bytes are not all in one buffer, may not be written, or another core has written
+  // them, which nothing orders within a launch. `is_sum`: atomic addition, in which cores may meet.
+  void check(const void* pointer, std::size_t bytes, bool is_write, bool is_sum, int core,
+             const std::string& call) {
+    if (bytes == 0) return;
+    GlobalBuffer& buffer = find(pointer, bytes, call);
+    if (is_write) require(buffer.writable, call, "this global memory is an input of the kernel");
+    const std::size_t first = static_cast<const std::uint8_t*>(pointer) - buffer.begin;
+    for (std::size_t byte = first; byte < first + bytes; ++byte) {
+      const int writer = buffer.writer[byte];
+      if (writer != -1 && writer != core && !is_sum)
+        violate(call, "core " + std::to_string(core) + " touches global memory that core " +
+                          std::to_string(writer) + " wrote in the same launch");
+      if (is_write && !is_sum) buffer.writer[byte] = core;
+    }
+  }
+
+ private:
+  GlobalBuffer& find(const void* pointer, std::size_t bytes, const std::string& call) {
+    const auto* begin = static_cast<const std::uint8_t*>(pointer);
+    for (GlobalBuffer& buffer : buffers_)
+      if (begin >= buffer.begin && begin + bytes <= buffer.begin + buffer.bytes) return buffer;
+    violate(call, std::to_string(bytes) + " bytes outside of the global memory that the kernel was given");
+  }
+
+  std::vector<GlobalBuffer> buffers_;
+};
+
+// A range that an instruction reads or writes.
+struct Access {
+  const void* pointer;
+  std::size_t bytes;
+  bool is_write;
+};
+
+class Core {
+ public:
+  Core(int index, int count, GlobalMemory& memory)
+      : index_(index), count_(count), memory_(memory), written_(kUnifiedBufferBytes) {}
+
+  int index() const { return index_; }
+  int count() const { return count_; }
+  std::uint8_t* buffer() { return buffer_.bytes; }
+  GlobalMemory& memory() { return memory_; }
+
+  // Takes part of the unified buffer for a queue or a TBuf; there is no giving back.
+  std::size_t allocate(std::size_t bytes, const std::string& call) {
+    require(bytes > 0 && bytes % kBlockBytes == 0, call,
+            std::to_string(bytes) + " bytes: a multiple of 32 is due");
+    require(used_ + bytes <= kUnifiedBufferBytes, call,
+            "the unified buffer is full: " + std::to_string(used_) + " bytes are taken, " +
+                std::to_string(bytes) + " more wanted, " + std::to_string(kUnifiedBufferBytes) + " there");
+    return std::exchange(used_, used_ + bytes);
+  }
+
+  bool owns(const void* pointer) const {
+    const auto* byte = static_cast<const std::uint8_t*>(pointer);
+    return byte >= buffer_.bytes && byte < buffer_.bytes + kUnifiedBufferBytes;
+  }
+
+  // Counts an instruction of a pipe and checks that all it touches is ordered before it.
+  void execute(pipe_t pipe, const std::string& call, std::initializer_list<Access> accesses) {
+    const std::uint64_t number = ++issued_[pipe];
+    if (pipe == PIPE_S) known_[PIPE_S][PIPE_S] = number;  // the scalar unit waits for itself
+    for (const Access& access : accesses) check(pipe, call, access);
+    for (const Access& access : accesses) mark(pipe, number, access);
+  }
+
+  void barrier(pipe_t pipe) {
+    if (pipe != PIPE_ALL) {
+      known_[pipe][pipe] = issued_[pipe];
+      return;
+    }
+    for (int each = 0; each < kNumPipes; ++each) join(known_[each], issued_);
+  }
+
+  // A flag: everything that `from` has issued so far.
+  Clock snapshot(pipe_t from) const {
+    Clock clock = known_[from];
+    clock[from] = issued_[from];
+    return clock;
+  }
+
+  void wait(pipe_t to, const Clock& clock) { join(known_[to], clock); }
+
+  void set_flag(pipe_t from, pipe_t to, int id) {
+    check_flag("SetFlag", id);
+    const auto [_, is_new] = flags_.emplace(std::array<int, 3>{from, to, id}, snapshot(from));
+    require(is_new, "SetFlag", describe(from, to, id) + " is set already and nobody waited for it");
+  }
+
+  void wait_flag(pipe_t from, pipe_t to, int id) {
+    check_flag("WaitFlag", id);
+    const auto flag = flags_.find({from, to, id});
+    require(flag != flags_.end(), "WaitFlag", describe(from, to, id) + " was never set: the core hangs");
+    wait(to, flag->second);
+    flags_.erase(flag);
+  }
+
+  // Raises Violation: the kernel ends with flags nobody waited for.
+  void finish() const {
+    for (const auto& [key, _] : flags_)
+      violate("end of kernel",
+              describe(pipe_t(key[0]), pipe_t(key[1]), key[2]) + " is set and nobody waited for it");
+  }
+
+  bool is_summing = false;  // SetAtomicAdd
+
+ private:
+  static std::string describe(pipe_t from, pipe_t to, int id) {
+    return std::string("event ") + name_of(from) + "_" + name_of(to) + " " + std::to_string(id);
+  }
+
+  static void check_flag(const char* call, int id) {
+    require(id >= 0 && id < 8, call, "event id " + std::to_string(id) + " is not in [0, 8)");
+  }
+
+  void check(pipe_t pipe, const std::string& call, const Access& access) {
+    const bool is_local = owns(access.pointer);
+    if (is_local)
+      check_local(call, access);
+    else
+      memory_.check(access.pointer, access.bytes, access.is_write, is_summing, index_, call);
+    for_each_block(access, [&](const BlockState& state) {
+      if (state.written > known_[pipe][state.writer])
+        violate(call, std::string("pipe ") + name_of(pipe) + (access.is_write ? " overwrites" : " reads") +
+                          " what pipe " + name_of(state.writer) +
+                          " may still be writing: " + due(state.writer, pipe));
+      if (!access.is_write) return;
+      for (int reader = 0; reader < kNumPipes; ++reader)
+        if (reader != pipe && state.read[reader] > known_[pipe][reader])
+          violate(call, std::string("pipe ") + name_of(pipe) + " overwrites what pipe " +
+                            name_of(pipe_t(reader)) + " may still be reading: " + due(pipe_t(reader), pipe));
+    });
+  }
+
+  static std::string due(pipe_t from, pipe_t to) {
+    if (from == to) return std::string("PipeBarrier<PIPE_") + name_of(to) + "> is due";
+    return std::string("an event ") + name_of(from) + "_" + name_of(to) + " or a queue is due";
+  }
+
+  void check_local(const std::string& call, const Access& access) {
+    const std::size_t first = static_cast<const std::uint8_t*>(access.pointer) - buffer_.bytes;
+    require(first + access.bytes <= used_, call, "beyond what is allocated of the unified buffer");
+    if (access.is_write) return;
+    for (std::size_t byte = first; byte < first + access.bytes; ++byte)
+      require(written_[byte], call, "reads a part of the unified buffer that nobody has written");
+  }
+
+  void mark(pipe_t pipe, std::uint64_t number, const Access& access) {
+    for_each_block(access, [&](BlockState& state) {
+      if (access.is_write) {
+        state = BlockState{pipe, number, {}};
+      } else {
+        state.read[pipe] = number;
+      }
+    });
+    if (access.is_write && owns(access.pointer))
+      std::memset(written_.data() + (static_cast<const std::uint8_t*>(access.pointer) - buffer_.bytes), 1,
+                  access.bytes);
+  }
+
+  template <class Visit>
+  void for_each_block(const Access& access, Visit visit) {
+    if (access.bytes == 0) return;
+    const auto address = reinterpret_cast<std::uintptr_t>(access.pointer);
+    for (auto block = address / kBlockBytes; block <= (address + access.bytes - 1) / kBlockBytes; ++block)
+      visit(blocks_[block]);
+  }
+
+  const int index_, count_;
+  GlobalMemory& memory_;
+  struct alignas(kBlockBytes) Buffer {
+    std::uint8_t bytes[kUnifiedBufferBytes];
+  } buffer_;
+  std::vector<std::uint8_t> written_;
+  std::size_t used_ = 0;
+  Clock issued_{};
+  std::array<Clock, kNumPipes> known_{};
+  std::unordered_map<std::uintptr_t, BlockState> blocks_;
+  std::map<std::array<int, 3>, Clock> flags_;
+};
+
+// The core that the calling thread simulates; null outside of a launch.
+inline thread_local Core* current_core = nullptr;
+
+inline Core& core() {
+  if (current_core == nullptr) violate("Ascend C", "called outside of a kernel's launch");
+  return *current_core;
+}
+
+}  // namespace ascend_sim::ascendc
