@@ -203,15 +203,14 @@ class Core {
     else
       memory_.check(access.pointer, access.bytes, access.is_write, is_summing, index_, call);
     for_each_block(access, [&](const BlockState& state) {
+      for (int reader = 0; access.is_write && reader < kNumPipes; ++reader)
+        if (reader != pipe && state.read[reader] > known_[pipe][reader])
+          violate(call, std::string("pipe ") + name_of(pipe) + " overwrites what pipe " +
+                            name_of(pipe_t(reader)) + " may still be reading: " + due(pipe_t(reader), pipe));
       if (state.written > known_[pipe][state.writer])
         violate(call, std::string("pipe ") + name_of(pipe) + (access.is_write ? " overwrites" : " reads") +
                           " what pipe " + name_of(state.writer) +
                           " may still be writing: " + due(state.writer, pipe));
-      if (!access.is_write) return;
-      for (int reader = 0; reader < kNumPipes; ++reader)
-        if (reader != pipe && state.read[reader] > known_[pipe][reader])
-          violate(call, std::string("pipe ") + name_of(pipe) + " overwrites what pipe " +
-                            name_of(pipe_t(reader)) + " may still be reading: " + due(pipe_t(reader), pipe));
     });
   }
 
