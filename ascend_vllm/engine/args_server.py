@@ -238,8 +238,9 @@ class FrontendArgs(HttpArgs):
     )
     trust_request_chat_template: bool = flag(
         False,
-        "Lets requests bring a chat template of their own. It runs in a sandbox without files and network, but takes "
-        "as long as it likes: for clients that are trusted.",
+        "Lets requests bring a chat template of their own. It runs in a sandbox, in a process beside the server that "
+        "is ended after 3 seconds, or when it needs too much memory or writes too long a text; two of them run at a "
+        "time, and others wait.",
         kind="flag",
     )
     response_role: str = flag(

@@ -95,6 +95,11 @@ class Tokenizer:
         template: str | dict[str, str] | None = getattr(self.hf, "chat_template", None)
         return template
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens that have a name, such as ``bos_token``: what chat templates know of a tokenizer."""
+        return dict(self.hf.special_tokens_map)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, never truncated.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jinja2
 from jinja2 import nodes
 
-from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import ConfigError, RequestError
 
 ContentFormat = Literal["auto", "string", "openai"]
@@ -39,6 +38,17 @@ _RESERVED_KWARGS = frozenset(
         "tools",
     }
 )
+
+
+class Renderer(Protocol):
+    """What renders templates: a `Tokenizer`, or the process for the templates of requests."""
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The model's own template, or several by name; None: it has none."""
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+        """The prompt's text; see `Tokenizer.apply_chat_template`."""
 
 
 def load_chat_template(value: str | None) -> str | None:
@@ -88,7 +98,7 @@ def parse_messages(
 
 
 def render_chat(
-    tokenizer: Tokenizer,
+    tokenizer: Renderer,
     messages: Sequence[Mapping[str, Any]],
     *,
     model_name: str,

@@ -37,6 +37,7 @@ PROCESSES = {
     "worker.worker": {"entrypoints", "engine", "core", "executor"},
     "entrypoints.openai.app": {"core", "executor", "worker", "models", "layers"},
     "entrypoints.openai.api_server": {"executor", "worker", "models", "layers"},
+    "entrypoints.template_process": {"engine", "core", "executor", "worker", "models", "layers"},
 }
 DEVICE_MODULES = {"torch_npu"}
 DEVICE_FILES = ("platforms/npu", "attention/ascend", "ops/ascend")

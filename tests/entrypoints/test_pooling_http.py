@@ -39,8 +39,8 @@ def embedding_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def cross_encoder() -> Iterator[Server]:
-    """A classifier of one label."""
-    flags = ["--model", classifier("llama", num_labels=1)]
+    """A classifier of one label, which trusts the templates of requests."""
+    flags = ["--model", classifier("llama", num_labels=1), "--trust-request-chat-template"]
     with running(OPENAI_SERVER, [*FLAGS, *flags]) as server:
         yield server
 
@@ -183,6 +183,18 @@ def test_ids_cached_tokens_and_unknown_fields(embedder: httpx.Client) -> None:
     assert ok(embedder.post(EMBEDDINGS, json=body))["id"] == "embd-abc"
     answer = embedder.post(EMBEDDINGS, json={"input": "a"}, headers={"x-request-id": "xyz"})
     assert answer.json()["id"] == "embd-xyz"
+
+
+@pytest.mark.parametrize("path", ["/pooling", "/classify"])
+def test_a_request_brings_its_own_chat_template(scorer: httpx.Client, path: str) -> None:
+    body = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}{{ word }}"}
+    answer = scorer.post(path, json=body | {"chat_template_kwargs": {"word": " fox"}})
+    assert answer.status_code == 200, answer.text
+    plain = scorer.post(path, json={"input": "hi fox", "add_special_tokens": False})
+    assert answer.json()["data"] == plain.json()["data"]
+    error = scorer.post(path, json=body | {"chat_template": "{{ 'a' * 10 ** 10 }}"})
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == "chat_template"
 
 
 LIMIT = "This model's maximum context length is 512 tokens. However, your prompt contains 513 input tokens"

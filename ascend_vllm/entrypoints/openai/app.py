@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import prometheus_client
@@ -194,7 +197,7 @@ def _add_token_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings)
 
     @app.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
-        return json_response(await tokens.tokenize(await read_body(http, TokenizeRequest)))
+        return json_response(await tokens.tokenize(await read_body(http, TokenizeRequest), http))
 
     @app.post("/detokenize", openapi_extra=_documented_body(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
@@ -315,6 +318,14 @@ async def _client_gone(_http: Request, _error: Exception) -> Response:
     return Response(status_code=499)
 
 
+@contextlib.asynccontextmanager
+async def _life(settings: ServingSettings, _app: FastAPI) -> AsyncGenerator[None, None]:
+    """What ends with the server."""
+    yield
+    if settings.request_templates is not None:
+        settings.request_templates.close()
+
+
 def build_app(
     engine: AsyncLLM, args: FrontendArgs, *, log_requests: bool = False, parsers: ChatParsers | None = None
 ) -> FastAPI:
@@ -335,6 +346,7 @@ def build_app(
         title="ascend-vllm",
         version=ascend_vllm.__version__,
         root_path=args.root_path or "",
+        lifespan=functools.partial(_life, settings),
         **(docs if args.disable_fastapi_docs else {}),
     )
     # what this process counts itself; the engine has a registry of its own

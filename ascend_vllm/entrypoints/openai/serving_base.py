@@ -29,6 +29,7 @@ from ascend_vllm.entrypoints.openai.streaming import (
     run_unless_disconnected,
     with_keep_alive,
 )
+from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
 from ascend_vllm.errors import ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -59,7 +60,7 @@ class ServingSettings:
         response_role: role of generated messages.
         chat_template: template that replaces the tokenizer's own.
         content_format: "auto", "string" or "openai", see `chat_template.render_chat`.
-        trust_request_chat_template: requests may bring their own template.
+        request_templates: renders the templates that requests bring; None: they may not bring any.
         default_chat_template_kwargs: variables every template gets.
         return_tokens_as_token_ids: log-probabilities name tokens ``token_id:123``.
         enable_prompt_tokens_details: usage tells cached tokens.
@@ -80,7 +81,7 @@ class ServingSettings:
     response_role: str = "assistant"
     chat_template: str | None = None
     content_format: ContentFormat = "auto"
-    trust_request_chat_template: bool = False
+    request_templates: TemplatePool | None = None
     default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     return_tokens_as_token_ids: bool = False
     enable_prompt_tokens_details: bool = False
@@ -109,7 +110,9 @@ class ServingSettings:
             response_role=args.response_role,
             chat_template=args.chat_template,
             content_format=cast("ContentFormat", args.chat_template_content_format),
-            trust_request_chat_template=args.trust_request_chat_template,
+            request_templates=(
+                TemplatePool(limits_for(engine.max_model_len)) if args.trust_request_chat_template else None
+            ),
             default_chat_template_kwargs=args.default_chat_template_kwargs or {},
             return_tokens_as_token_ids=args.return_tokens_as_token_ids,
             enable_prompt_tokens_details=args.enable_prompt_tokens_details,
@@ -264,30 +267,50 @@ class ServingBase:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        http: Request | None = None,
     ) -> str:
         """The prompt's text for a conversation, made off the event loop.
 
+        A request's own template is rendered in a process of its own, the server's in a thread.
+
+        Args:
+            messages: the conversation.
+            request_template: the template that came with the request.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: leave the last message open.
+            template_kwargs: further variables of the template.
+            tools: functions the model may call.
+            http: whose client ends the rendering of `request_template` by going away; None: nothing does.
+
         Raises:
-            RequestError: the request may not bring a template, or the template refuses the messages.
+            RequestError: the request may not bring a template, the template refuses the messages, or takes more
+                than it may.
+            ClientDisconnectedError: the client went away.
         """
-        if request_template is not None and not self.settings.trust_request_chat_template:
+        tokenizer, pool = self.tokenizer(), self.settings.request_templates
+        if request_template is not None and pool is None:
             raise RequestError(
                 "Chat template is passed with request, but --trust-request-chat-template is not set. Refused "
                 "request with untrusted chat template.",
                 param="chat_template",
             )
-        return await asyncio.to_thread(
-            render_chat,
-            self.tokenizer(),
-            [message.model_dump(exclude_unset=True) for message in messages],
-            model_name=self.model_name,
-            chat_template=request_template or self.settings.chat_template,
-            content_format=self.settings.content_format,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=None if tools is None else [described_tool(tool) for tool in tools],
-            template_kwargs={**self.settings.default_chat_template_kwargs, **template_kwargs},
-        )
+        options: dict[str, Any] = {
+            "messages": [message.model_dump(exclude_unset=True) for message in messages],
+            "model_name": self.model_name,
+            "chat_template": request_template or self.settings.chat_template,
+            "content_format": self.settings.content_format,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": None if tools is None else [described_tool(tool) for tool in tools],
+            "template_kwargs": {**self.settings.default_chat_template_kwargs, **template_kwargs},
+        }
+        own = tokenizer.chat_template
+        # a request may also name one of several templates of the model
+        is_own = not request_template or (isinstance(own, dict) and request_template in own)
+        if is_own or pool is None:
+            return await asyncio.to_thread(render_chat, tokenizer, **options)
+        rendering = pool.render(tokenizer.special_tokens, options)
+        return await (rendering if http is None else run_unless_disconnected(http.receive, rendering))
 
     async def encode_prompt(self, request: GenerationRequest, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt, off the event loop, cut if the request says so.

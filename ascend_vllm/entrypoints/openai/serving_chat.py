@@ -39,7 +39,7 @@ class ServingChat(ServingBase):
             EngineDeadError: the engine is gone.
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
-        prompt = await self.prepare(request)
+        prompt = await self.prepare(request, http)
         max_tokens = self.max_tokens(request, len(prompt.token_ids))
         generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
         answer = ChatAnswer(self, request, response_id, prompt)
@@ -49,11 +49,16 @@ class ServingChat(ServingBase):
             outputs = await run_unless_disconnected(http.receive, self.collect(generators))
         return json_response(answer.complete(outputs[0]))
 
-    async def prepare(self, request: ChatCompletionRequest) -> Prompt:
+    async def prepare(self, request: ChatCompletionRequest, http: Request | None = None) -> Prompt:
         """Check a request and render its conversation; what the flags want of it is set in the request.
+
+        Args:
+            request: of a client.
+            http: what it came with, if it can bring a chat template.
 
         Raises:
             RequestError: the request is wrong.
+            ClientDisconnectedError: the client went away while its own template was rendered.
         """
         self.check_model(request.model)
         request.check_supported()
@@ -65,6 +70,7 @@ class ServingChat(ServingBase):
             continue_final_message=request.continue_final_message,
             template_kwargs=request.template_kwargs(),
             tools=self.settings.parsers.tools_in_prompt(request),
+            http=http,
         )
         request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
         token_ids = await self.encode_prompt(request, text, request.add_special_tokens)

@@ -57,7 +57,7 @@ class ServingChatBatch:
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
         chat, requests = self._chat, batch.to_chat()
-        prompts = [await chat.prepare(request) for request in requests]
+        prompts = [await chat.prepare(request, http) for request in requests]
         max_tokens = [
             chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)
         ]

@@ -190,7 +190,7 @@ class ServingPooling(ServingBase):
         return [await self.tokenizer().shorten_async(text, most) for text in texts]
 
     async def _pool_prompts(self, request: PromptsRequest, http: Request, prefix: str) -> tuple[str, list[Output]]:
-        prompts = await self._prompts(request)
+        prompts = await self._prompts(request, http)
         return await self._pool(request, http, prompts, request.pooling_params(), prefix)
 
     async def _pool(
@@ -224,7 +224,7 @@ class ServingPooling(ServingBase):
 
         return response_id, await run_unless_disconnected(http.receive, collect())
 
-    async def _prompts(self, request: PromptsRequest) -> list[Prompt]:
+    async def _prompts(self, request: PromptsRequest, http: Request) -> list[Prompt]:
         """The prompts of a request.
 
         Raises:
@@ -240,6 +240,7 @@ class ServingPooling(ServingBase):
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 template_kwargs=request.chat_template_kwargs or {},
+                http=http,
             )
             return [await self._text_prompt(request, text, add_special_tokens=bool(special))]
         given = request.input

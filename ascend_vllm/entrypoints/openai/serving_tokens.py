@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import ValidationError
+from starlette.requests import Request
 
 from ascend_vllm.entrypoints.openai.protocol_misc import (
     DetokenizeRequest,
@@ -17,12 +18,13 @@ from ascend_vllm.errors import RequestError
 class ServingTokens(ServingBase):
     """Answers requests about tokens."""
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(self, request: TokenizeRequest, http: Request) -> TokenizeResponse:
         """Token ids of a prompt, or of a conversation under the chat template.
 
         Raises:
             RequestError: both prompt and messages, or an unknown model.
             ValidationError: neither.
+            ClientDisconnectedError: the client went away while its own template was rendered.
         """
         self.check_model(request.model)
         if request.messages is None:
@@ -42,6 +44,7 @@ class ServingTokens(ServingBase):
                 continue_final_message=request.continue_final_message,
                 template_kwargs=request.chat_template_kwargs or {},
                 tools=request.tools or None,
+                http=http,
             )
         special = request.add_special_tokens
         token_ids = await self.tokenizer().encode_async(
