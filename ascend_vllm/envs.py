@@ -204,3 +204,34 @@ def export(values: dict[str, str], paths: dict[str, pathlib.Path]) -> None:
 def keep_device_backends_out() -> None:
     """Lets `import torch` not import torch_npu by itself, which fails where it is installed without CANN."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def ascend_rt_visible_devices() -> str | None:
+    """`ASCEND_RT_VISIBLE_DEVICES`: which NPUs of the container may be used, counted from 0, such as 0,1; else all."""
+    return os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or None
+
+
+def pytorch_npu_alloc_conf() -> str:
+    """`PYTORCH_NPU_ALLOC_CONF`: settings of torch_npu's memory allocator; default expandable_segments:True."""
+    # it is for torch_npu, which reads it when it first allocates memory
+    return os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+
+
+def cpu_affinity_conf() -> str:
+    """`CPU_AFFINITY_CONF`: how torch_npu binds a worker's threads to CPU cores; 0 leaves them unbound.
+
+    It is 1 if it is not set: the cores are shared out evenly among the NPUs.
+    """
+    # read by torch_npu when a device is first used
+    return os.environ.setdefault("CPU_AFFINITY_CONF", "1")
+
+
+def ascend_home_path() -> pathlib.Path | None:
+    """`ASCEND_HOME_PATH`: where CANN is installed; set by its set_env.sh."""
+    value = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
+    return pathlib.Path(value) if value else None
+
+
+def hccl_op_expansion_mode() -> str | None:
+    """`HCCL_OP_EXPANSION_MODE`: where HCCL expands collective operations: AIV, AI_CPU, HOST or HOST_TS."""
+    return os.environ.get("HCCL_OP_EXPANSION_MODE") or None

@@ -134,7 +134,7 @@ def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
         return facts.default_block_size
     if requested not in facts.block_sizes:
         sizes = ", ".join(map(str, facts.block_sizes))
-        raise ConfigError(f"--block-size must be one of {sizes} on {facts.name}, got {requested}.")
+        raise ConfigError(f"--block-size must be one of {sizes} on {facts.label}, got {requested}.")
     return requested
 
 

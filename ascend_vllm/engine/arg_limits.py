@@ -68,7 +68,7 @@ def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFac
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"Unknown dtype: {requested}")
     if dtype not in facts.dtypes:
-        raise ConfigError(f"--dtype {dtype} does not run on {facts.name}; possible are {', '.join(facts.dtypes)}.")
+        raise ConfigError(f"--dtype {dtype} does not run on {facts.label}; possible are {', '.join(facts.dtypes)}.")
     return dtype
 
 

@@ -27,7 +27,7 @@ from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
 from ascend_vllm.engine.tracing import check_tracing
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import resolve_device
-from ascend_vllm.platforms.facts import FACTS, npu_unusable_reason
+from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
 
 # of the memory that would be taken now; the rest absorbs what changes until the engine takes it
 _AUTO_LENGTH_SHARE = 0.9
@@ -96,9 +96,10 @@ class EngineArgs(
         """
         arg_checks.check_flags(self)
         refuse_unsupported(EngineArgs, vars(self))
-        facts = FACTS[resolve_device(self.device)]
-        if facts.name == "npu" and (reason := npu_unusable_reason()):
+        device = resolve_device(self.device)
+        if device == "npu" and (reason := npu_unusable_reason()):
             raise ConfigError(reason)
+        facts = device_facts(device)
         block_size = arg_checks.check_block_size(self.block_size, facts)
         max_model_len = _as_length(self.max_model_len)
         arg_checks.check_length("--max-model-len", max_model_len, auto_allowed=True)
@@ -269,7 +270,7 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, device: str) -> int:
         # only here the configuration depends on the machine's memory, which platforms measure with torch loaded
         from ascend_vllm.platforms import get_platform
 
-        available = get_platform(device).kv_cache_bytes(cache, arg_hf_config.weight_bytes(model.model))
+        available = get_platform(device).expected_kv_cache_bytes(cache, arg_hf_config.weight_bytes(model.model))
         per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]
         blocks = int(available * _AUTO_LENGTH_SHARE) // (per_token * cache.block_size)
     if blocks < 1:

@@ -22,6 +22,9 @@ logger = init_logger(__name__)
 
 LIBRARY_PATH = pathlib.Path(__file__).resolve().parent.parent / "_C.so"
 
+# beginnings of the names of modules that hold kernels for one kind of device
+_DEVICE_PREFIXES = ("ascend",)
+
 
 @functools.cache
 def load_native_library() -> bool:
@@ -85,12 +88,14 @@ def set_cpu_isa(name: str) -> None:
         raise ConfigError(f"ASCEND_VLLM_CPU_ISA={name!r} is not possible on this machine; it has {available}")
 
 
-def import_op_modules() -> None:
+def import_op_modules(device_prefix: str | None = None) -> None:
     """Imports every module of ops that runs on any machine, so that `registry.OPS` holds all their ops.
 
-    Modules named ``ascend*`` need torch_npu and are left to the NPU platform.
+    Args:
+        device_prefix: imports the modules whose names begin so in their place: they hold kernels for one kind of
+            device, and need its software. Those of ``ascend*`` need torch_npu.
     """
     package = importlib.import_module("ascend_vllm.ops")
     for module in pkgutil.iter_modules(package.__path__):
-        if not module.name.startswith("ascend"):
+        if module.name.startswith(device_prefix or _DEVICE_PREFIXES) == (device_prefix is not None):
             importlib.import_module(f"ascend_vllm.ops.{module.name}")

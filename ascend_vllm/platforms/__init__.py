@@ -5,13 +5,17 @@ Implementations are imported when they are asked for: nobody pays for a device t
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import npu_unusable_reason
 
 if TYPE_CHECKING:
     from ascend_vllm.platforms.interface import Platform
+
+logger = init_logger(__name__)
 
 # what --device accepts; "auto" is an NPU if one can be used, else the CPU
 DEVICES = ("auto", "cpu", "npu")
@@ -25,13 +29,21 @@ def resolve_device(device: str) -> str:
 
     Example::
 
-        resolve_device("auto")      # "cpu" on a machine without an NPU
+        resolve_device("auto")      # "cpu" on a machine without an NPU, and the log says why
     """
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}.")
     if device != "auto":
         return device
-    return "cpu" if npu_unusable_reason() else "npu"
+    reason = npu_unusable_reason()
+    if reason is None:
+        return "npu"
+    if importlib.util.find_spec("torch_npu") is not None:
+        # somebody wanted NPUs on this machine
+        logger.warning("--device auto takes the CPU, for no NPU can be used. %s", reason)
+    else:
+        logger.info("--device auto takes the CPU: torch_npu is not installed")
+    return "cpu"
 
 
 def get_platform(device: str) -> Platform:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -35,6 +36,8 @@ class CpuPlatform(Platform):
     dtypes = tuple(getattr(torch, name) for name in CPU.dtypes)
     block_sizes = CPU.block_sizes
     default_block_size = CPU.default_block_size
+    distributed_backend = "gloo"
+    cache_size_flags = "--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE"
 
     def initialize(self, local_rank: int) -> torch.device:
         """Gives torch one thread per core this process may use, or OMP_NUM_THREADS."""
@@ -51,6 +54,22 @@ class CpuPlatform(Platform):
             with contextlib.suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """The same as on the device."""
+        return self.allocate(num_bytes, torch.device("cpu"))
+
+    def free_bytes(self) -> int:
+        """What this process may still take of the machine's."""
+        return available_memory_bytes()
+
+    def peak_bytes(self, largest_step: Callable[[], None]) -> int:  # noqa: ARG002 - the interface's
+        """0: the cache takes a part of the free memory, activations are in the other part."""
+        return 0
+
+    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int) -> int:
+        """The same rule, on a machine without the weights."""
+        return self.kv_cache_bytes(config, weight_bytes)
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
         """--kv-cache-memory-bytes, else VLLM_CPU_KVCACHE_SPACE, else a share of the free memory, at most 4 GiB.

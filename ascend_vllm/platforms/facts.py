@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+from ascend_vllm import envs
+
+_PROBE = pathlib.Path(__file__).with_name("npu_probe.py")
+# a driver whose card is being reset answers late, a broken one never
+_PROBE_TIMEOUT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +29,8 @@ class DeviceFacts:
         default_block_size: the fastest of them.
         iteration_timeout_s: seconds of a step beyond which the engine counts as hung, unless the environment says
             otherwise.
+        model: what kind of the device it is; empty if that is not known or there is only one.
+        nz_kv_cache: the KV cache lies in the fractal format NZ, the only one that the attention kernels read.
     """
 
     name: str
@@ -24,6 +38,13 @@ class DeviceFacts:
     block_sizes: tuple[int, ...]
     default_block_size: int
     iteration_timeout_s: float
+    model: str = ""
+    nz_kv_cache: bool = False
+
+    @property
+    def label(self) -> str:
+        """The device for the text of an error: "cpu", or "npu (Ascend310P3)"."""
+        return f"{self.name} ({self.model})" if self.model else self.name
 
 
 # bfloat16 first on CPU: its instructions (AVX-512 BF16, AMX) are common, float16 ones are not. 60 s are vLLM's limit
@@ -32,12 +53,100 @@ CPU = DeviceFacts("cpu", ("bfloat16", "float16", "float32"), (16, 32, 64, 128), 
 NPU = DeviceFacts("npu", ("bfloat16", "float16"), (64, 128), 128, 60.0)
 FACTS = {facts.name: facts for facts in (CPU, NPU)}
 
+# Kinds of NPU by the runtime's names for them. Ascend910B1 to B4 are the A2 generation and Ascend910_93xx the A3;
+# Ascend910A, Ascend910B without a number and their like are the first generation, which the operators that this
+# server is made of do not run on. Atlas 300I Duo and its like (310P) have no bfloat16 and keep the KV cache in NZ.
+_NPU_MODELS = (
+    (re.compile(r"Ascend910B\d"), NPU),
+    (re.compile(r"Ascend910_93"), NPU),
+    (re.compile(r"Ascend310P\d"), dataclasses.replace(NPU, dtypes=("float16",), nz_kv_cache=True)),
+)
+_NPU_FAMILIES = "Ascend910B1 to B4 (A2), Ascend910_93 (A3) and Ascend310P"
+
+
+def npu_facts(soc: str) -> DeviceFacts | None:
+    """Facts of a kind of NPU by the runtime's name for it; None if models cannot run on it.
+
+    Example::
+
+        npu_facts("Ascend310P3").dtypes     # ("float16",)
+    """
+    for pattern, facts in _NPU_MODELS:
+        if pattern.match(soc):
+            return dataclasses.replace(facts, model=soc)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class NpuProbe:
+    """What CANN's runtime says of the NPUs.
+
+    Attributes:
+        count: NPUs that may be used, after ASCEND_RT_VISIBLE_DEVICES.
+        soc: their kind, such as "Ascend910B3".
+        error: why it cannot be asked, as a clause; empty if it answered.
+        free_bytes: of the first NPU's memory; 0 unless asked for.
+        total_bytes: likewise.
+    """
+
+    count: int = 0
+    soc: str = ""
+    error: str = ""
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+
+@functools.cache
+def probe_npus(*, with_memory: bool = False) -> NpuProbe:
+    """Asks the runtime in a process of its own; later calls have the same answer.
+
+    Args:
+        with_memory: ask for the first device's memory too.
+    """
+    command = [sys.executable, "-I", str(_PROBE), *(["--memory"] if with_memory else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return NpuProbe(error=f"the runtime of CANN has not answered for {_PROBE_TIMEOUT_S:.0f} s")
+    # the runtime may write lines of its own to stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return NpuProbe(error=f"the runtime of CANN ended with exit code {done.returncode} ({last})")
+    return NpuProbe(**json.loads(lines[-1]))
+
 
 def npu_unusable_reason() -> str | None:
-    """Why no model can run on an NPU here, as a sentence; None if one can."""
+    """Why no model can run on an NPU here, as a sentence that says what to do; None if one can."""
     if importlib.util.find_spec("torch_npu") is None:
         return (
             "--device npu needs torch_npu, which is not installed: "
             "pip install 'ascend-vllm[npu]' on a machine with CANN, or use --device cpu."
         )
-    return "--device npu: this version has no Ascend kernels yet; use --device cpu."
+    found = probe_npus()
+    if found.error:
+        return (
+            f"--device npu: {found.error}. Install CANN and its driver, source CANN's set_env.sh in this shell, and "
+            "see `ascend-vllm doctor`; or use --device cpu."
+        )
+    if found.count == 0:
+        visible = envs.ascend_rt_visible_devices()
+        chosen = f"ASCEND_RT_VISIBLE_DEVICES={visible} leaves none" if visible else "none is in this container"
+        return (
+            f"--device npu: there is no NPU to use, {chosen}. Give the container its /dev/davinci devices, count "
+            "ASCEND_RT_VISIBLE_DEVICES from 0 within it, and see `ascend-vllm doctor`; or use --device cpu."
+        )
+    if npu_facts(found.soc) is None:
+        return f"--device npu: models run on {_NPU_FAMILIES}, and this is an {found.soc}. Use --device cpu."
+    return None
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """Facts of the device that models are to run on: of its kind, as far as this machine tells.
+
+    Args:
+        name: "cpu" or "npu".
+    """
+    if name != NPU.name:
+        return FACTS[name]
+    return npu_facts(probe_npus().soc) or NPU

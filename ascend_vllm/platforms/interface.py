@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,13 @@ class Platform(abc.ABC):
     Attributes:
         name: as in --device.
         device_type: torch's name of it.
-        dtypes: dtypes a model can run in, the preferred one for float32 checkpoints under --dtype auto first.
+        dtypes: dtypes a model can run in, the preferred one for float32 checkpoints under --dtype auto first; known
+            once the platform is initialised.
         block_sizes: allowed --block-size values.
         default_block_size: the fastest of them.
+        distributed_backend: torch.distributed's name of what connects several of these devices.
+        cache_size_flags: what sets the size of the KV cache, for the text of an error.
+        op_modules: prefix of the op modules that hold kernels for this device alone; None: there are none.
     """
 
     name: str
@@ -25,10 +30,25 @@ class Platform(abc.ABC):
     dtypes: tuple[torch.dtype, ...]
     block_sizes: tuple[int, ...]
     default_block_size: int
+    distributed_backend: str
+    cache_size_flags: str
+    op_modules: str | None = None
 
     @abc.abstractmethod
     def initialize(self, local_rank: int) -> torch.device:
-        """Binds this process to its device and returns it; called once, before anything is allocated."""
+        """Binds this process to its device and returns it; called once, before anything is allocated.
+
+        Raises:
+            ConfigError: the device cannot be used; the text says what to do.
+        """
+
+    @abc.abstractmethod
+    def peak_bytes(self, largest_step: Callable[[], None]) -> int:
+        """Memory that the largest step needs beyond what is allocated now.
+
+        Args:
+            largest_step: computes it. It is not called where the size of the cache does not depend on it.
+        """
 
     @abc.abstractmethod
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
@@ -36,9 +56,31 @@ class Platform(abc.ABC):
 
         Args:
             config: the cache's section of the configuration.
-            peak_bytes: memory a profiling run of the model needed beyond its weights.
+            peak_bytes: memory that is not allocated now and will be needed for other things.
+
+        Raises:
+            ConfigError: an explicit size is wrong, or is not there.
         """
+
+    @abc.abstractmethod
+    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int) -> int:
+        """What `kv_cache_bytes` will about be on the first device, said before it is initialised or a model loaded.
+
+        Raises:
+            ConfigError: the device cannot be asked, or an explicit size is wrong.
+        """
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody uses."""
+
+    def release_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
+        """Gives memory back that tensors of this process have been in and are no longer."""
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """[num_bytes] uint8 of zeros, for big buffers that live as long as the worker."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    @abc.abstractmethod
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 in CPU memory that the device copies to and from; its contents are void."""

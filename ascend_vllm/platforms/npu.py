@@ -1,44 +1,226 @@
-"""Ascend NPU: its facts. The kernels and device calls are not part of this version, and it says so."""
+"""Ascend NPUs through torch_npu: the only place that imports it, and only when a worker is bound to a device."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
-from ascend_vllm.platforms.facts import NPU, npu_unusable_reason
+from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus
+from ascend_vllm.platforms.host import usable_cores
 from ascend_vllm.platforms.interface import Platform
+
+logger = init_logger(__name__)
+
+GIB = 1 << 30
+# of the memory that a model's start may take, what activations need where nothing has been measured
+_EXPECTED_ACTIVATIONS_SHARE = 0.05
+_WHAT_TO_DO = "See `ascend-vllm doctor` for what is wrong with the installation, or use --device cpu."
 
 
 class NpuPlatform(Platform):
-    """Ascend devices through torch_npu."""
+    """Computes on one NPU of those that ASCEND_RT_VISIBLE_DEVICES leaves.
+
+    Attributes:
+        soc: the runtime's name of the device, such as "Ascend910B3"; known once it is initialised.
+        num_cube_cores: cores that multiply matrices.
+        num_vector_cores: the others.
+        nz_kv_cache: the KV cache lies in the fractal format NZ.
+    """
 
     name = "npu"
     device_type = "npu"
     dtypes = tuple(getattr(torch, name) for name in NPU.dtypes)
     block_sizes = NPU.block_sizes
     default_block_size = NPU.default_block_size
+    distributed_backend = "hccl"
+    cache_size_flags = "--gpu-memory-utilization or --kv-cache-memory-bytes"
+    op_modules = "ascend"
 
-    @staticmethod
-    def unusable_reason() -> str | None:
-        """Why no model can run on an NPU here, as a sentence; None if one can."""
-        return npu_unusable_reason()
+    def __init__(self) -> None:
+        self.soc = ""
+        self.num_cube_cores = 0
+        self.num_vector_cores = 0
+        self.nz_kv_cache = False
+        # torch_npu.npu, once it is imported; Any: the module has no annotations
+        self._npu: Any = None
+        self._device = torch.device("cpu")
+        # free when nothing of this process was on the device yet
+        self._free_at_start = 0
 
-    def initialize(self, local_rank: int) -> torch.device:  # noqa: ARG002 - the interface's
-        """Binds to an NPU.
+    def initialize(self, local_rank: int) -> torch.device:
+        """Binds to the NPU of a rank.
 
         Raises:
-            ConfigError: no NPU can be used; the text says what is missing.
+            ConfigError: torch_npu or CANN is missing or broken, there is no such NPU, or models do not run on it.
         """
-        raise self._refusal()
+        self._npu = _import_torch_npu().npu
+        count = self._npu.device_count()
+        if local_rank >= count:
+            raise ConfigError(_too_few(local_rank + 1, count))
+        logger.info(
+            "NPU memory allocator: %s; CPU affinity of the workers: %s",
+            envs.pytorch_npu_alloc_conf(),
+            envs.cpu_affinity_conf(),
+        )
+        self._device = torch.device("npu", local_rank)
+        try:
+            self._npu.set_device(self._device)
+            # weights may be kept in the layout that the matrix units read (NZ)
+            self._npu.config.allow_internal_format = True
+            # the first allocation is what makes the context
+            torch.zeros(1, device=self._device)
+            self._npu.synchronize()
+            properties = self._npu.get_device_properties(self._device)
+            self._free_at_start, total = self._npu.mem_get_info(self._device)
+        except RuntimeError as error:
+            raise ConfigError(f"--device npu: NPU {local_rank} does not answer: {error}. {_WHAT_TO_DO}") from error
+        self._take_facts(properties)
+        torch.set_num_threads(envs.omp_num_threads() or max(1, usable_cores() // count))
+        logger.info(
+            "NPU worker %d: %s, %d cube and %d vector cores, %.2f of %.2f GiB free",
+            local_rank,
+            self.soc,
+            self.num_cube_cores,
+            self.num_vector_cores,
+            self._free_at_start / GIB,
+            total / GIB,
+        )
+        return self._device
 
-    def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:  # noqa: ARG002 - the interface's
-        """--gpu-memory-utilization of the device's memory, less weights and activations.
+    def _take_facts(self, properties: Any) -> None:
+        facts = npu_facts(properties.name)
+        if facts is None:
+            raise ConfigError(npu_unusable_reason() or f"--device npu: models do not run on {properties.name}.")
+        self.soc = facts.model
+        self.dtypes = tuple(getattr(torch, name) for name in facts.dtypes)
+        self.nz_kv_cache = facts.nz_kv_cache
+        self.num_cube_cores = properties.cube_core_num
+        self.num_vector_cores = properties.vector_core_num
+
+    def peak_bytes(self, largest_step: Callable[[], None]) -> int:
+        """Measured while it is computed; what other processes do in the meantime does not count."""
+        self.release_memory()
+        allocated = int(self._npu.memory_allocated(self._device))
+        self._npu.reset_peak_memory_stats(self._device)
+        largest_step()
+        self._npu.synchronize()
+        peak = int(self._npu.max_memory_allocated(self._device)) - allocated
+        self.release_memory()
+        return peak
+
+    def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
+        """--kv-cache-memory-bytes, else what --gpu-memory-utilization leaves beside weights and activations.
 
         Raises:
-            ConfigError: no NPU can be used.
+            ConfigError: an explicit size is not positive, or more than is free.
         """
-        raise self._refusal()
+        free, total = self._npu.mem_get_info(self._device)
+        used = self._free_at_start - free
+        size = size_of_cache(config, free, total, used, peak_bytes)
+        logger.info(
+            "NPU memory: %.2f GiB in all, %.2f GiB free; %.2f GiB for weights and runtime, %.2f GiB for activations, "
+            "%.2f GiB for the KV cache",
+            total / GIB,
+            free / GIB,
+            used / GIB,
+            peak_bytes / GIB,
+            size / GIB,
+        )
+        return size
 
-    def _refusal(self) -> ConfigError:
-        return ConfigError(self.unusable_reason() or "--device npu: the device did not initialise.")
+    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int) -> int:
+        """By the memory of the first NPU, with a guess at activations.
+
+        Raises:
+            ConfigError: it cannot be asked, or an explicit size is wrong.
+        """
+        found = probe_npus(with_memory=True)
+        if found.error or not found.total_bytes:
+            raise ConfigError(f"--device npu: {found.error or 'there is no NPU'}. {_WHAT_TO_DO}")
+        activations = int(found.total_bytes * _EXPECTED_ACTIVATIONS_SHARE)
+        free = found.free_bytes - weight_bytes
+        return size_of_cache(config, free, found.total_bytes, weight_bytes, activations)
+
+    def free_bytes(self) -> int:
+        """Of the whole device, whoever uses the rest."""
+        return int(self._npu.mem_get_info(self._device)[0])
+
+    def release_memory(self) -> None:
+        """Empties the allocator's cache."""
+        self._npu.synchronize()
+        self._npu.empty_cache()
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """Pinned, so that copies need no detour and nobody waits for them."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def size_of_cache(config: CacheConfig, free: int, total: int, used: int, peak_bytes: int) -> int:
+    """Bytes for the KV cache; 0 or less if there is no room.
+
+    Args:
+        config: the cache's section of the configuration.
+        free: bytes of the device that nobody uses now.
+        total: bytes of the device.
+        used: bytes that this process has taken.
+        peak_bytes: bytes it will need beside the cache.
+
+    Raises:
+        ConfigError: an explicit size is not positive, or more than is free.
+    """
+    available = free - peak_bytes
+    size = config.kv_cache_memory_bytes
+    if size is None:
+        share = int(total * config.gpu_memory_utilization)
+        if share - used > free:
+            logger.warning(
+                "--gpu-memory-utilization %g asks for %.2f GiB of the NPU, but other processes leave %.2f GiB; "
+                "the KV cache gets what is there",
+                config.gpu_memory_utilization,
+                share / GIB,
+                (free + used) / GIB,
+            )
+        return min(share - used - peak_bytes, available)
+    if size <= 0:
+        raise ConfigError(f"--kv-cache-memory-bytes must be positive, got {size} bytes.")
+    if size > available:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes asks for a KV cache of {size / GIB:.2f} GiB, but only "
+            f"{max(0, available) / GIB:.2f} GiB of the NPU's memory are free beside the model and its activations: "
+            "lower it, or leave it out and set --gpu-memory-utilization."
+        )
+    return size
+
+
+def _import_torch_npu() -> Any:
+    """The module, with the settings it reads from the environment in place.
+
+    Raises:
+        ConfigError: it is missing, or it does not load.
+    """
+    envs.pytorch_npu_alloc_conf()
+    envs.cpu_affinity_conf()
+    try:
+        return importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        # the probe's sentence is better where it knows the cause; else torch_npu and torch do not fit each other
+        reason = npu_unusable_reason() or f"--device npu: torch_npu cannot be loaded: {error}. {_WHAT_TO_DO}"
+        raise ConfigError(reason) from error
+
+
+def _too_few(wanted: int, found: int) -> str:
+    visible = envs.ascend_rt_visible_devices()
+    cause = f"ASCEND_RT_VISIBLE_DEVICES={visible} leaves {found}" if visible else f"this container has {found}"
+    return (
+        f"--tensor-parallel-size: {wanted} NPUs are needed and {cause}. Lower it, or make more NPUs visible; "
+        "ASCEND_RT_VISIBLE_DEVICES counts from 0 within the container."
+        if wanted > 1
+        else f"--device npu: there is no NPU to use, {cause}. {_WHAT_TO_DO}"
+    )

@@ -85,6 +85,24 @@ class ModelRunner:
             logprobs=logprobs,
         )
 
+    @torch.inference_mode()
+    def compute_largest(self, step: SchedulerOutput) -> None:
+        """Computes a step whose rows all sample, though only some of them compute tokens, and forgets the rows.
+
+        It takes the memory that the largest step of all takes, without the KV cache that its rows would need.
+
+        Args:
+            step: of `make_largest_step`.
+        """
+        self._batch.apply(step)
+        slots = np.array(step.slots, np.int64)
+        host_batch = self._batch.build(slots, np.array(step.num_scheduled_tokens, np.int64))
+        hidden = self._hidden(host_batch.to_device(self._device))
+        rows = np.array([row.slot for row in step.new_rows], np.int64)[: len(hidden)]
+        num_tokens = upload(self._batch.num_tokens[rows], self._device)
+        self._sampler.sample(self._model.compute_logits(hidden[: len(rows)]), self._sampler.plan(rows), num_tokens)
+        self._batch.apply(SchedulerOutput(step.step_id, [row.slot for row in step.new_rows], [], [], [], []))
+
     def _forward_and_sample(self, step: SchedulerOutput, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
         """Computes the rows' next tokens and samples for those that have no more."""
         host_batch = self._batch.build(slots, num_scheduled)

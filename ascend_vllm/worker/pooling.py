@@ -209,6 +209,11 @@ class PoolingRunner:
             output.pooled = self._pool(host_batch.sampling_slots, states, counts)
         return output
 
+    def compute_largest(self, step: SchedulerOutput) -> None:
+        """See `ModelRunner.compute_largest`."""
+        self.execute(step)
+        self.execute(SchedulerOutput(step.step_id, [row.slot for row in step.new_rows], [], [], [], []))
+
     def _enter(self, rows: Sequence[NewRow]) -> None:
         self._gatherer.enter(rows)
         for row in rows:

@@ -23,15 +23,15 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.loader import load_model
-from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.native import import_op_modules, load_native_library
 from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
-from ascend_vllm.platforms.host import available_memory_bytes
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
@@ -77,8 +77,6 @@ class Worker:
         self._config = config
         self._platform = get_platform(config.device.device)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        if self._dtype not in self._platform.dtypes:
-            raise ConfigError(f"--dtype {config.model.dtype} is not available on --device {self._platform.name}.")
         if config.cache.cache_dtype not in ("auto", config.model.dtype):
             raise ConfigError(
                 f"--kv-cache-dtype {config.cache.cache_dtype} differs from the model's {config.model.dtype}: "
@@ -86,6 +84,12 @@ class Worker:
             )
         self._parallel = ParallelContext(tp_rank=local_rank, tp_size=config.parallel.tensor_parallel_size)
         self._device = self._platform.initialize(local_rank)
+        if self._dtype not in self._platform.dtypes:
+            possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._platform.dtypes)
+            raise ConfigError(
+                f"--dtype {config.model.dtype} is not available on --device {self._platform.name}; possible here: "
+                f"{possible}."
+            )
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
         self._cache_size: KVCacheSize | None = None
@@ -100,9 +104,17 @@ class Worker:
         """
         config = self._config
         load_native_library()
+        if self._platform.op_modules is not None:
+            import_op_modules(self._platform.op_modules)
         start = time.monotonic()
         context = BuildContext(dtype=self._dtype, device=self._device, parallel=self._parallel)
-        model = load_model(config.model, config.load, context)
+        try:
+            model = load_model(config.model, config.load, context)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the weights do not fit in the memory of the device: {_first_line(error)}; use a smaller or a "
+                "quantised model, or free memory that other processes hold."
+            ) from error
         backend_class = select_attention_backend(
             self._platform.device_type, model.attention_specs, self._dtype, config.cache.block_size
         )
@@ -131,16 +143,15 @@ class Worker:
         cache = self._config.cache
         if cache.num_gpu_blocks_override is not None:
             return cache.num_gpu_blocks_override
-        # no profiling run on CPU: the cache takes a part of the free memory, activations are in the other part
-        num_bytes = self._platform.kv_cache_bytes(cache, peak_bytes=0)
+        num_bytes = max(0, self._platform.kv_cache_bytes(cache, self._peak_bytes()))
         num_spare = self._num_spare_blocks()
         num_blocks = num_bytes // self._block_bytes() - num_spare
         if num_blocks < 1:
             beside = f" beside {num_spare} spare ones" if num_spare else ""
             raise ConfigError(
                 f"A KV cache of {num_bytes} bytes has no room for one block of {cache.block_size} tokens "
-                f"({self._block_bytes()} bytes){beside}: set --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE "
-                "higher, or --block-size lower."
+                f"({self._block_bytes()} bytes){beside}: set {self._platform.cache_size_flags} higher, or "
+                "--block-size lower."
             )
         if cache.kv_cache_memory_bytes is None and not cache.enable_prefix_caching:
             scheduler = self._config.scheduler
@@ -165,26 +176,15 @@ class Worker:
         Raises:
             ConfigError: the memory is not there.
         """
-        config, backend = self._config, self._model_in_use.backend
+        config = self._config
         self._cache_size = KVCacheSize(num_blocks, num_cpu_blocks)
-        kv_caches = self._allocate_caches(
-            num_blocks + self._num_spare_blocks(),
-            self._device,
-            "KV cache",
-            "--num-gpu-blocks-override or --kv-cache-memory-bytes",
+        kv_caches = self._bound_caches(
+            num_blocks, "KV cache", f"--num-gpu-blocks-override, {self._platform.cache_size_flags}"
         )
-        backend.bind(self._model_in_use.model.attention_specs, kv_caches, num_blocks)
         cpu_caches = []
         if num_cpu_blocks:
-            cpu_caches = self._allocate_caches(num_cpu_blocks, torch.device("cpu"), "swap pool", "--swap-space")
-        batch = InputBatch(
-            num_slots=config.scheduler.max_num_seqs,
-            max_model_len=config.scheduler.max_model_len,
-            block_size=config.cache.block_size,
-            vocab_size=config.model.vocab_size,
-        )
-        mover = BlockMover(backend, kv_caches, cpu_caches)
-        self._runner = self._make_runner(kv_caches, mover, batch)
+            cpu_caches = self._allocate_caches(num_cpu_blocks, "swap pool", "--swap-space", on_host=True)
+        self._runner = self._make_runner(kv_caches, cpu_caches)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
             num_blocks,
@@ -196,10 +196,17 @@ class Worker:
         self._warm_up(self._runner, num_blocks)
 
     def _make_runner(
-        self, kv_caches: list[torch.Tensor], mover: BlockMover, batch: InputBatch
+        self, kv_caches: list[torch.Tensor], cpu_caches: list[torch.Tensor]
     ) -> ModelRunner | PoolingRunner:
         """What runs the steps of a model that generates, or of one that pools."""
         config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
+        mover = BlockMover(backend, kv_caches, cpu_caches)
+        batch = InputBatch(
+            num_slots=config.scheduler.max_num_seqs,
+            max_model_len=config.scheduler.max_model_len,
+            block_size=config.cache.block_size,
+            vocab_size=config.model.vocab_size,
+        )
         if config.model.pooler is None:
             return ModelRunner(model, backend, kv_caches, mover, batch, config.model.logprobs_mode, self._device)
         gatherer = make_gatherer(
@@ -238,12 +245,12 @@ class Worker:
         Args:
             level: 1: the KV cache and the swap pool; 2: the weights, too.
         """
-        before = available_memory_bytes()
-        self._runner = None
+        before = self._platform.free_bytes()
         if level >= 2:
             self._loaded = None
-        gc.collect()
-        logger.info("Asleep at level %d: %.2f GiB given back", level, (available_memory_bytes() - before) / GIB)
+        self._let_go_of_caches()
+        self._platform.release_memory()
+        logger.info("Asleep at level %d: %.2f GiB given back", level, (self._platform.free_bytes() - before) / GIB)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Takes memory again: reads weights that are not there, allocates the KV cache.
@@ -284,7 +291,20 @@ class Worker:
     def _num_spare_blocks(self) -> int:
         return self._model_in_use.backend.num_spare_blocks(self._config.scheduler.max_num_seqs)
 
-    def _allocate_caches(self, num_blocks: int, device: torch.device, what: str, flags: str) -> list[torch.Tensor]:
+    def _bound_caches(self, num_blocks: int, what: str, flags: str) -> list[torch.Tensor]:
+        """A cache on the device for each attention layer, with spare blocks, that the backend knows of.
+
+        Raises:
+            ConfigError: the memory is not there.
+        """
+        loaded = self._model_in_use
+        kv_caches = self._allocate_caches(num_blocks + self._num_spare_blocks(), what, flags)
+        loaded.backend.bind(loaded.model.attention_specs, kv_caches, num_blocks)
+        return kv_caches
+
+    def _allocate_caches(
+        self, num_blocks: int, what: str, flags: str, *, on_host: bool = False
+    ) -> list[torch.Tensor]:
         """A cache for each attention layer.
 
         Raises:
@@ -294,11 +314,14 @@ class Worker:
         shapes = [loaded.backend.kv_cache_shape(num_blocks, spec) for spec in loaded.model.attention_specs]
         sizes = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
         try:
-            memory = self._platform.allocate(sum(sizes), device)
-        except (OSError, MemoryError) as error:
+            if on_host:
+                memory = self._platform.allocate_host(sum(sizes))
+            else:
+                memory = self._platform.allocate(sum(sizes), self._device)
+        except (OSError, MemoryError, RuntimeError) as error:
             raise ConfigError(
-                f"cannot allocate a {what} of {num_blocks} blocks ({sum(sizes) / GIB:.2f} GiB): {error}; "
-                f"lower {flags}."
+                f"cannot allocate a {what} of {num_blocks} blocks ({sum(sizes) / GIB:.2f} GiB): "
+                f"{_first_line(error)}; lower {flags}."
             ) from error
         parts = torch.split(memory, sizes)
         return [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -321,6 +344,42 @@ class Worker:
         runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
         logger.info("Warmed up in %.2f s", time.monotonic() - start)
 
+    def _peak_bytes(self) -> int:
+        """Memory that steps need beside the weights and the KV cache, as far as the platform wants it measured.
+
+        Raises:
+            ConfigError: the largest step does not fit in the memory of the device.
+        """
+        config = self._config
+        step = make_largest_step(config.scheduler, config.cache.block_size, pools=config.model.pooler is not None)
+        cache_bytes = (num_blocks_of(step) + self._num_spare_blocks()) * self._block_bytes()
+        return max(0, self._platform.peak_bytes(lambda: self._run_alone(step)) - cache_bytes)
+
+    def _run_alone(self, step: SchedulerOutput) -> None:
+        """Computes a step of `make_largest_step` in a KV cache of its own."""
+        flags = "--max-num-batched-tokens or --max-num-seqs"
+        kv_caches = self._bound_caches(num_blocks_of(step), "KV cache for the largest step", flags)
+        try:
+            self._make_runner(kv_caches, []).compute_largest(step)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {sum(step.num_scheduled_tokens)} tokens and {len(step.new_rows)} sequences does not fit "
+                f"in the memory of the device beside the weights: {_first_line(error)}; lower {flags}."
+            ) from error
+        finally:
+            del kv_caches
+            self._let_go_of_caches()
+
+    def _let_go_of_caches(self) -> None:
+        """Frees the KV cache and what works with it."""
+        self._runner = None
+        if self._loaded is not None:
+            # a backend may keep the caches that it was told of
+            backend = type(self._loaded.backend)(self._config.cache.block_size)
+            self._loaded = dataclasses.replace(self._loaded, backend=backend)
+        # a runner is part of a cycle of references
+        gc.collect()
+
     def _log_ops(self) -> None:
         device_type = self._platform.device_type
         on_reference = ops_on_reference(device_type)
@@ -331,3 +390,8 @@ class Worker:
             device_type,
             f": {', '.join(on_reference)}" if on_reference else "",
         )
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the tables that follow."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.machinery
 import importlib.util
+import logging
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.engine.arg_checks import check_block_size
+from ascend_vllm.engine.arg_limits import resolve_dtype
 from ascend_vllm.errors import ConfigError
-from ascend_vllm.platforms import cpu, get_platform, resolve_device
+from ascend_vllm.platforms import cpu, facts, get_platform, npu, resolve_device
 from ascend_vllm.platforms.cpu import GIB, CpuPlatform
+from ascend_vllm.platforms.facts import NpuProbe
 from ascend_vllm.platforms.npu import NpuPlatform
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def ascend_vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The package's log, which does not reach the root logger, is caught."""
+    logger = logging.getLogger("ascend_vllm")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger="ascend_vllm"):
+        yield
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def torch_npu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be found, as it seems; nobody gets so far as to import it."""
+    find, spec = importlib.util.find_spec, importlib.machinery.ModuleSpec("torch_npu", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "torch_npu" else find(name))
 
 
 @pytest.fixture
@@ -23,10 +53,22 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return state
 
 
-def test_auto_is_the_cpu_here() -> None:
+def test_auto_is_the_cpu_here(caplog: pytest.LogCaptureFixture, ascend_vllm_log: None) -> None:
     assert resolve_device("auto") == "cpu"
+    assert "--device auto takes the CPU: torch_npu is not installed" in caplog.text
     assert isinstance(get_platform("auto"), CpuPlatform)
     assert isinstance(get_platform("npu"), NpuPlatform)
+
+
+def test_auto_without_cann_says_what_is_missing(
+    caplog: pytest.LogCaptureFixture, ascend_vllm_log: None, torch_npu_is_there: None
+) -> None:
+    """The runtime is really asked, and is really not there."""
+    assert resolve_device("auto") == "cpu"
+    assert re.search(
+        r"takes the CPU, for no NPU can be used\. .*libascendcl\.so of CANN cannot be loaded", caplog.text
+    )
+    assert "source CANN's set_env.sh" in caplog.text
 
 
 def test_an_unknown_device_names_the_flag() -> None:
@@ -74,13 +116,91 @@ def test_the_cpu_gets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
-def test_the_npu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_npu_says_what_is_missing(torch_npu_is_there: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"libascendcl\.so of CANN cannot be loaded.*ascend-vllm doctor"):
+        NpuPlatform().initialize(0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'ascend-vllm\[npu\]'"):
         NpuPlatform().initialize(0)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    with pytest.raises(ConfigError, match="no Ascend kernels"):
-        NpuPlatform().initialize(0)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (NpuProbe(count=2, soc="Ascend910B3"), None),
+        (NpuProbe(count=1, soc="Ascend910_9391"), None),
+        (NpuProbe(count=1, soc="Ascend310P3"), None),
+        (NpuProbe(count=1, soc="Ascend910B"), "this is an Ascend910B. Use --device cpu"),
+        (NpuProbe(count=1, soc="Ascend310B1"), "models run on Ascend910B1 to B4"),
+        (NpuProbe(count=0, soc="Ascend910B3"), "ASCEND_RT_VISIBLE_DEVICES=7 leaves none"),
+        (NpuProbe(error="aclInit of CANN failed with 507008"), "--device npu: aclInit of CANN failed with 5"),
+    ],
+)
+def test_which_npus_can_be_used(
+    found: NpuProbe, message: str | None, torch_npu_is_there: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr(facts, "probe_npus", lambda: found)
+    reason = facts.npu_unusable_reason()
+    assert reason is None if message is None else reason is not None and message in reason
+    assert resolve_device("auto") == ("npu" if message is None else "cpu")
+
+
+def test_facts_are_those_of_the_kind_of_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "probe_npus", lambda: NpuProbe(count=1, soc="Ascend310P3"))
+    found = facts.device_facts("npu")
+    assert (found.name, found.dtypes, found.nz_kv_cache) == ("npu", ("float16",), True)
+    with pytest.raises(ConfigError, match=r"bfloat16 does not run on npu \(Ascend310P3\); possible are float16"):
+        resolve_dtype("auto", {"dtype": "bfloat16"}, found)
+    assert resolve_dtype("auto", {"dtype": "float32"}, found) == "float16"
+    with pytest.raises(ConfigError, match=r"one of 64, 128 on npu \(Ascend310P3\), got 16"):
+        check_block_size(16, found)
+    assert facts.npu_facts("Ascend910B4") == dataclasses.replace(facts.NPU, model="Ascend910B4")
+    assert facts.device_facts("cpu") is facts.CPU
+
+
+def test_a_runtime_that_crashes_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "probe.py"
+    script.write_text("import sys\nprint('some banner')\nsys.exit('driver version too old')\n")
+    monkeypatch.setattr(facts, "_PROBE", script)
+    assert facts.probe_npus.__wrapped__() == NpuProbe(
+        error="the runtime of CANN ended with exit code 1 (driver version too old)"
+    )
+    script.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(facts, "_PROBE_TIMEOUT_S", 0.2)
+    assert "has not answered" in facts.probe_npus.__wrapped__().error
+
+
+@pytest.mark.parametrize(
+    ("utilization", "used", "peak", "expected"),
+    [(0.9, 2 * GIB, GIB, int(57.6 * GIB) - 3 * GIB), (0.5, 30 * GIB, 3 * GIB, -GIB)],
+)
+def test_the_npus_cache_is_what_the_share_leaves(utilization: float, used: int, peak: int, expected: int) -> None:
+    config = CacheConfig(block_size=128, gpu_memory_utilization=utilization)
+    assert npu.size_of_cache(config, 64 * GIB - used, 64 * GIB, used, peak) == expected
+
+
+def test_the_npus_cache_is_not_more_than_there_is(caplog: pytest.LogCaptureFixture, ascend_vllm_log: None) -> None:
+    config = CacheConfig(block_size=128, gpu_memory_utilization=0.9)
+    assert npu.size_of_cache(config, 10 * GIB, 64 * GIB, 2 * GIB, GIB) == 9 * GIB
+    assert "asks for 57.60 GiB of the NPU, but other processes leave 12.00 GiB" in caplog.text
+    config = CacheConfig(block_size=128, kv_cache_memory_bytes=10 * GIB)
+    assert npu.size_of_cache(config, 11 * GIB, 64 * GIB, 2 * GIB, GIB) == 10 * GIB
+    with pytest.raises(ConfigError, match=r"of 10\.00 GiB, but only 9\.00 GiB of the NPU's memory"):
+        npu.size_of_cache(config, 10 * GIB, 64 * GIB, 2 * GIB, GIB)
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes must be positive"):
+        npu.size_of_cache(CacheConfig(block_size=128, kv_cache_memory_bytes=0), GIB, GIB, 0, 0)
+
+
+def test_importing_the_package_keeps_torch_from_loading_torch_npu(tmp_path: pathlib.Path) -> None:
+    """An installed torch_npu without CANN breaks every import of torch, unless torch is told not to load it."""
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
+    entry_points = tmp_path / "torch_npu-2.13.0.dist-info"
+    entry_points.mkdir()
+    (entry_points / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (entry_points / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    subprocess.run([sys.executable, "-c", "import ascend_vllm, torch"], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("platform", [CpuPlatform(), NpuPlatform()])

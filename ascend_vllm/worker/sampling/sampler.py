@@ -14,7 +14,7 @@ import dataclasses
 
 import torch
 
-from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, sample_tokens
+from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_max, sample_tokens
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
@@ -62,8 +62,6 @@ class Sampler:
         self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory)
         # [up to M, V] float32, grown when needed and kept: fresh pages each step cost more than the arithmetic
         self._float_logits = torch.empty(0)
-        # number of rows → arguments of sample_tokens that make all of them greedy
-        self._greedy_filters: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def plan(self, slots: Int64Array, num_steps: int = 1) -> SamplingPlan:
         """Reads the parameters of some slots, [S], for as many tokens as the step gives them."""
@@ -82,7 +80,7 @@ class Sampler:
             num_tokens: [S] int64, tokens that each row has, the next one not counted.
         """
         if plan.needed == 0:
-            return Sampled(self._greedy(logits), None)
+            return Sampled(arg_max(logits), None)
         logprobs = None
         if self._raw and len(plan.asking):
             asking = _asking_rows(logits, plan)
@@ -145,23 +143,13 @@ class Sampler:
             self._float_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         return self._float_logits[: len(logits)].copy_(logits)
 
-    def _draw(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _draw(logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
         if plan.filters is None or plan.seeds is None:
-            return self._greedy(logits)
+            return arg_max(logits)
         # keyed by seed and place in the sequence: a row's draws depend on nothing else in the batch, nor on
         # how its prompt was cut, nor on whether it was preempted
         ids: torch.Tensor = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
-        return ids
-
-    def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        # the op's arg-max, not torch's: the lowest id wins on ties in both, and on CPU it is ten times as fast
-        num_rows = len(logits)
-        filters = self._greedy_filters.get(num_rows)
-        if filters is None:
-            zeros = torch.zeros(num_rows, device=self._device)
-            none = zeros.long()
-            filters = self._greedy_filters[num_rows] = (zeros, zeros.int(), zeros + 1, zeros, none, none)
-        ids: torch.Tensor = sample_tokens(logits, *filters)
         return ids
 
 
