@@ -6,6 +6,9 @@ import dataclasses
 
 from ascend_vllm.errors import ConfigError
 
+# rows of a rank's part of a vocabulary come in multiples of this, which matrix units like
+_VOCABULARY_MULTIPLE = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -64,3 +67,31 @@ class ParallelContext:
         if self.tp_size % total:
             raise ConfigError(f"the model's {total} {what} do not divide --tensor-parallel-size {self.tp_size}")
         return Shard(self.tp_rank * total // self.tp_size, 1)
+
+    def padded_part(self, total: int) -> int:
+        """Entries of every rank's part of a vocabulary, those included that only the last ranks lack.
+
+        Example:
+            >>> ParallelContext(tp_rank=1, tp_size=2).padded_part(50257)
+            25136
+        """
+        part = -(-total // self.tp_size)
+        rounded = -(-part // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        # a tiny vocabulary must not leave the last rank with nothing
+        return rounded if self.tp_size > 1 and rounded * (self.tp_size - 1) < total else part
+
+    def shard_vocabulary(self, total: int) -> Shard:
+        """The entries of a vocabulary that this rank holds: `padded_part` of them, the last rank what is left.
+
+        Example:
+            >>> ParallelContext(tp_rank=1, tp_size=2).shard_vocabulary(50257)
+            Shard(start=25136, size=25121)
+
+        Raises:
+            ConfigError: there are fewer entries than the ranks need.
+        """
+        part = self.padded_part(total)
+        if part * (self.tp_size - 1) >= total:
+            raise ConfigError(f"--tensor-parallel-size {self.tp_size} is too much for a vocabulary of {total}")
+        start = self.tp_rank * part
+        return Shard(start, min(part, total - start))

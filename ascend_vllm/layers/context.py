@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from ascend_vllm.distributed.collectives import Alone, Collectives
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.layers.quantization.base import QuantScheme
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
@@ -19,6 +20,7 @@ class BuildContext:
         dtype: of weights and activations.
         device: where weights live.
         parallel: which part of each layer is held here.
+        collectives: how the ranks that hold the other parts are reached.
         quant: chooses how each linear layer keeps its weights.
 
     Example:
@@ -29,4 +31,5 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     parallel: ParallelContext = dataclasses.field(default_factory=ParallelContext)
+    collectives: Collectives = dataclasses.field(default_factory=Alone)
     quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)

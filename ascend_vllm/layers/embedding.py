@@ -1,4 +1,7 @@
-"""Token and position embeddings, and the LM head. Letters: T tokens, S sampling rows, H hidden, V vocabulary."""
+"""Token and position embeddings, and the LM head.
+
+Letters: T tokens, S sampling rows, H hidden, V vocabulary, W entries of it in a rank's part.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,75 @@ class Embedding(Layer):
         return torch.embedding(self.weight, indices)
 
 
+class VocabParallelEmbedding(Layer):
+    """The vectors of the vocabulary's tokens, split over ranks.
+
+    Args:
+        context: surroundings.
+        prefix: name of the table in the checkpoint, without ".weight".
+        num_embeddings: V.
+        width: H.
+    """
+
+    def __init__(self, context: BuildContext, prefix: str, num_embeddings: int, width: int) -> None:
+        self.prefix = prefix
+        self.num_embeddings = num_embeddings
+        self.gather = LogitsGather(context, num_embeddings)
+        self._shard = context.parallel.shard_vocabulary(num_embeddings)
+        self._is_whole = context.parallel.tp_size == 1
+        self._collectives = context.collectives
+        # [V, H] in the model's dtype, or a rank's part of it
+        self.weight = torch.empty(self._shard.size, width, dtype=context.dtype, device=context.device)
+
+    def slots(self) -> list[WeightSlot]:
+        """The table."""
+        shape = (self.num_embeddings, self.weight.shape[1])
+        return [WeightSlot(f"{self.prefix}.weight", shape, self.weight, start=self._shard.start)]
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """indices [T] int64 → [T, H], complete on every rank."""
+        if self._is_whole:
+            return torch.embedding(self.weight, indices)
+        places = indices - self._shard.start
+        is_elsewhere = (places < 0) | (places >= self._shard.size)
+        vectors = torch.embedding(self.weight, places.masked_fill(is_elsewhere, 0))
+        return self._collectives.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
+
+
+class LogitsGather:
+    """Puts the logits of all ranks together.
+
+    Args:
+        context: surroundings.
+        vocab_size: V.
+    """
+
+    def __init__(self, context: BuildContext, vocab_size: int) -> None:
+        self._collectives = context.collectives
+        self._vocab_size = vocab_size
+        self._part = context.parallel.padded_part(vocab_size)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """[S, W], a rank's own, or fewer columns on the last rank → [S, V] on every rank."""
+        missing = self._part - logits.shape[1]
+        if missing:
+            logits = torch.nn.functional.pad(logits, (0, missing))
+        return self._collectives.gather_columns(logits, self._vocab_size)
+
+
 class LMHead(Linear):
-    """Logits over the vocabulary, with its own weight in the checkpoint."""
+    """Logits over the vocabulary, with its own weight in the checkpoint; the vocabulary is split over ranks."""
 
     def __init__(
         self, context: BuildContext, prefix: str, hidden_size: int, vocab_size: int, *, bias: bool = False
     ) -> None:
-        shard = context.parallel.shard(vocab_size, "vocabulary entries")
+        shard = context.parallel.shard_vocabulary(vocab_size)
         super().__init__(context, prefix, [LinearOutput(prefix, vocab_size, shard)], hidden_size, bias=bias)
+        self._gather = LogitsGather(context, vocab_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, H] → [S, V] on every rank."""
+        return self._gather(self._method.apply(self, x))
 
 
 class NoLMHead(Layer):
@@ -68,7 +132,7 @@ class TiedLMHead(Layer):
     The look-up reads rows and the GEMM its own arrangement, so both forms are kept.
     """
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
         self._embedding = embedding
         self._packed: PackedLinear | None = None
 
@@ -77,7 +141,7 @@ class TiedLMHead(Layer):
         self._packed = PackedLinear(self._embedding.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, H] → [S, V]."""
+        """hidden [S, H] → [S, V] on every rank."""
         if self._packed is None:
             raise RuntimeError("the tied LM head is used before the embedding is loaded")
-        return self._packed(hidden, None)
+        return self._embedding.gather(self._packed(hidden, None))

@@ -189,7 +189,7 @@ class QKVParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """One matrix, its inputs split over ranks."""
+    """One matrix, its inputs split over ranks; what the ranks make of them is added up."""
 
     split_dim = 1
 
@@ -199,3 +199,26 @@ class RowParallelLinear(Linear):
         output = LinearOutput(prefix, out_features, Shard(0, out_features))
         in_shard = context.parallel.shard(in_features, f"inputs of {prefix}")
         super().__init__(context, prefix, [output], in_features, bias=bias, in_shard=in_shard)
+        self._collectives = context.collectives
+        # one rank alone adds the bias, or it would be there once for each
+        self._adds_bias = context.parallel.tp_rank == 0
+
+    def after_load(self) -> None:
+        """See `Linear.after_load`."""
+        super().after_load()
+        if not self._adds_bias:
+            self.bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in], this rank's inputs → [T, out], complete on every rank."""
+        return self._collectives.all_reduce(self._method.apply(self, x))
+
+
+class ReplicatedLinear(Linear):
+    """One matrix, whole on every rank."""
+
+    def __init__(
+        self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
+        output = LinearOutput(prefix, out_features, Shard(0, out_features))
+        super().__init__(context, prefix, [output], in_features, bias=bias)

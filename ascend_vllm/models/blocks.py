@@ -19,7 +19,7 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
 from ascend_vllm.layers.base import Layer
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.embedding import Embedding, LMHead, NoLMHead, TiedLMHead
+from ascend_vllm.layers.embedding import LMHead, NoLMHead, TiedLMHead, VocabParallelEmbedding
 from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from ascend_vllm.layers.norm import RMSNorm
 from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
@@ -218,7 +218,7 @@ class CausalLM(Layer, abc.ABC):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...
 
     def _make_lm_head(
-        self, config: ModelConfig, context: BuildContext, embedding: Embedding, *, tied: bool
+        self, config: ModelConfig, context: BuildContext, embedding: VocabParallelEmbedding, *, tied: bool
     ) -> LMHead | TiedLMHead | NoLMHead:
         """A head as wide as the embedding, with its weight or with one of its own, "lm_head".
 
@@ -269,7 +269,7 @@ class DecoderForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         hf_config = config.hf_config
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embed_tokens = Embedding(context, "model.embed_tokens", vocab, hidden)
+        self.embed_tokens = VocabParallelEmbedding(context, "model.embed_tokens", vocab, hidden)
         self.rotary = make_rotary_embedding(hf_config, config.head_size, config.max_model_len, context.device)
         self.decoder_layers = [
             DecoderLayer(config, context, index, self.layer_options(hf_config, index), self.rotary)

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from ascend_vllm.config.model import LoadConfig, ModelConfig
-from ascend_vllm.errors import ModelLoadError, UnsupportedFlagError
+from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
@@ -45,11 +45,8 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
     Raises:
         ModelLoadError: an unsupported architecture or feature, or a wrong, missing or damaged file or tensor; the
             message names it.
-        UnsupportedFlagError: more than one rank.
     """
     start = time.monotonic()
-    if context.parallel.tp_size > 1:
-        raise UnsupportedFlagError("--tensor-parallel-size", "models run on one device in this version")
     if model_config.hf_config.get("quantization_config"):
         raise ModelLoadError(f"{model_config.model}: config.json has a quantization_config, which is not supported")
     model_class = resolve_model_class(model_config.architecture)

@@ -16,8 +16,8 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
 from ascend_vllm.layers.base import Layer
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.embedding import Embedding
-from ascend_vllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from ascend_vllm.layers.embedding import Embedding, VocabParallelEmbedding
+from ascend_vllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from ascend_vllm.layers.norm import LayerNorm
 from ascend_vllm.models.blocks import CausalLM
 
@@ -96,7 +96,9 @@ class OPTForCausalLM(CausalLM):
             raise ModelLoadError(
                 f"max_model_len {config.max_model_len} exceeds the {num_positions} learned positions of the model"
             )
-        self.embed_tokens = Embedding(context, "model.decoder.embed_tokens", config.vocab_size, embed_width)
+        self.embed_tokens = VocabParallelEmbedding(
+            context, "model.decoder.embed_tokens", config.vocab_size, embed_width
+        )
         self.embed_positions = Embedding(
             context,
             "model.decoder.embed_positions",
@@ -104,11 +106,11 @@ class OPTForCausalLM(CausalLM):
             hidden,
             offset=_POSITION_OFFSET,
         )
-        self.project_in: ColumnParallelLinear | None = None
-        self.project_out: ColumnParallelLinear | None = None
+        self.project_in: ReplicatedLinear | None = None
+        self.project_out: ReplicatedLinear | None = None
         if embed_width != hidden:
-            self.project_in = ColumnParallelLinear(context, "model.decoder.project_in", embed_width, hidden)
-            self.project_out = ColumnParallelLinear(context, "model.decoder.project_out", hidden, embed_width)
+            self.project_in = ReplicatedLinear(context, "model.decoder.project_in", embed_width, hidden)
+            self.project_out = ReplicatedLinear(context, "model.decoder.project_out", hidden, embed_width)
         self.decoder_layers = [OPTDecoderLayer(config, context, index) for index in range(config.num_layers)]
         self.final_layer_norm: LayerNorm | None = None
         # the second name marks checkpoints from before the final norm was part of the conversion

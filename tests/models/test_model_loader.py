@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ascend_vllm.config.model import LoadConfig
-from ascend_vllm.distributed.parallel_context import ParallelContext
-from ascend_vllm.errors import ModelLoadError, UnsupportedFlagError
+from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models import registry
 from ascend_vllm.models.loader import load_model
@@ -329,12 +328,6 @@ def test_opt_is_as_long_as_its_positions(tmp_path: pathlib.Path) -> None:
 def test_qwen_layers_of_another_kind_are_refused(tmp_path: pathlib.Path) -> None:
     directory = _copy("qwen2-window", tmp_path)
     _refused(directory, "'linear_attention'", layer_types=["linear_attention"] * 3)
-
-
-def test_several_ranks_are_refused(checkpoint: pathlib.Path) -> None:
-    context = BuildContext(torch.float32, torch.device("cpu"), ParallelContext(0, 2))
-    with pytest.raises(UnsupportedFlagError, match="--tensor-parallel-size"):
-        load_model(make_model_config(checkpoint), LoadConfig(use_tqdm=False), context)
 
 
 # ---- plug-ins ----------------------------------------------------------------------------------------------
