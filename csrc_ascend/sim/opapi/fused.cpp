@@ -150,6 +150,21 @@ OPERATOR(aclnnFastGelu, (In self, Out out), {
   };
 })
 
+// gelu(a) * b of the halves of the last axis.
+OPERATOR(aclnnGeluMul, (In input, Text approximate, Out out), {
+  input.in(chip_floats()).rank(2, 8);
+  require(approximate == "none" || approximate == "tanh", "approximate",
+          "\"" + approximate + "\" is neither none nor tanh");
+  std::vector<int64_t> half = input.sizes().vec();
+  require(half.back() % 2 == 0 && half.back() <= 1024 * 1024, "input", "its last axis cannot be halved");
+  half.back() /= 2;
+  out.like(input).shaped(half);
+  return [=] {
+    const std::vector<at::Tensor> halves = input.to(at::kFloat).chunk(2, -1);
+    out.set(at::gelu(halves[0], approximate) * halves[1]);
+  };
+})
+
 // Merges partial results of attention over parts of the keys, weighted by their log sums of exponentials.
 OPERATOR(aclnnAttentionUpdate, (InList lse, InList local_out, int64_t update_type, Out out, MaybeOut lse_out), {
   require(soc() != Soc::P310, "lse", "the operator does not exist on Ascend310P");
