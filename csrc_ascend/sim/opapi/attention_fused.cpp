@@ -50,9 +50,10 @@ void require_packed_dims(const AttentionCall& call) {
   if (d == 192 && v == 128) return;
   require(call.layout == "TND", call.query.name,
           "head size " + std::to_string(d) + " must be 64 or 128 in the layout " + call.layout);
-  require(d == v && d <= 256, call.query.name,
-          "head sizes " + std::to_string(d) + " and " + std::to_string(v) +
-              " must be 192 and 128, or equal and at most 256");
+  require(d == v, call.value.name,
+          "head size " + std::to_string(v) + " is not the query's " + std::to_string(d) +
+              ", which only values of 128 to queries of 192 may");
+  require(d <= 256, call.query.name, "head size " + std::to_string(d) + " exceeds 256 in TND");
   const bool half_of_many = call.query.scalar_type() == at::kHalf && call.heads == call.kv_heads;
   require(call.inner_precise == 0 || (call.inner_precise == 1 && half_of_many), "inner_precise",
           std::to_string(call.inner_precise) + " is not supported for the head size " + std::to_string(d) +

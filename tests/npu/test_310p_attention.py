@@ -1,0 +1,64 @@
+"""What Atlas inference cards (Ascend310P) take of attention and refuse, in a process that simulates one."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).with_name("calls_on_310p.py")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("310p") / "trace"
+
+
+@pytest.fixture(scope="module")
+def outcomes(trace: pathlib.Path) -> dict[str, str]:
+    """The error of each call, empty where there was none."""
+    simulator = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "sim-run", "--soc", "Ascend310P3"]
+    command = [*simulator, "--trace", str(trace), "--", sys.executable, "-m", f"tests.npu.{PROGRAM.stem}"]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=PROGRAM.parents[2], timeout=300, check=False)
+    assert child.returncode == 0, child.stderr
+    result: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(
+    "call", ["prompt", "incremental", "incremental, fractal cache", "incremental, heads apart", "scatter"]
+)
+def test_taken(call: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[call] == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "operator", "argument"),
+    [
+        ("prompt in bfloat16", "aclnnPromptFlashAttentionV3", "query"),
+        ("prompt with key heads", "aclnnPromptFlashAttentionV3", "num_key_value_heads"),
+        ("prompt with lengths", "aclnnPromptFlashAttentionV3", "actual_seq_lengths"),
+        ("prompt with a compressed mask", "aclnnPromptFlashAttentionV3", "sparse_mode"),
+        ("prompt with a window", "aclnnPromptFlashAttentionV3", "pre_tokens"),
+        ("incremental in bfloat16", "aclnnIncreFlashAttentionV4", "query"),
+        ("scatter in bfloat16", "aclnnScatterPaKvCache", "key"),
+        ("fused", "aclnnFusedInferAttentionScoreV3", "query"),
+        ("norm in bfloat16", "aclnnRmsNorm", "x"),
+    ],
+)
+def test_refused(call: str, operator: str, argument: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[call].startswith("RuntimeError")
+    assert f"{operator}: {argument}: " in outcomes[call]
+
+
+def test_the_trace_shows_the_precision_of_each_call(outcomes: dict[str, str], trace: pathlib.Path) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in trace.read_text().splitlines()]
+    incremental = [line["args"] for line in lines if line["op"] == "aclnnIncreFlashAttentionV4"]
+    assert [args["inner_precise"] for args in incremental] == [1, 0, 1]
+    assert [args["block_size"] for args in incremental] == [128] * 3
+    assert incremental[0]["key"][0] == {"shape": [6, 128, 128], "dtype": "float16"}
+    assert [line["args"]["inner_precise"] for line in lines if line["op"] == "aclnnPromptFlashAttentionV3"] == [1]
