@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,7 @@ _UNLIMITED = 2147483647
 _MASK_SIZE = 2048
 
 
+@functools.cache
 def compressed_mask(device: torch.device) -> torch.Tensor:
     """[2048, 2048] int8 with 1 above the diagonal: the operators stretch it to any length."""
     return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.int8).triu_(1).to(device)

@@ -195,7 +195,8 @@ class RotaryEmbedding(Layer):
 
     def prepare(self, batch: ForwardBatch) -> RotaryStep:
         """What `forward` needs in a step; made once for all layers."""
-        return RotaryStep(batch.positions, self.cos_sin)
+        # a tensor of its own: the op may keep the angles of the positions that it saw last
+        return RotaryStep(batch.positions.view(-1), self.cos_sin)
 
     def forward(self, step: RotaryStep, query: torch.Tensor, key: torch.Tensor) -> None:
         """query [T, N*D] and key [T, K*D], in place; rows may be views of a wider tensor."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, pack_weight(weight.to(dtype)), bias, outputs
 
 
-@define_op(inputs=_linear_inputs)
+@define_op(inputs=_linear_inputs, devices=("cpu",))
 def packed_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
@@ -123,6 +123,15 @@ def packed_linear(
     return result.to(x.dtype)
 
 
+# device type → what arranges a weight [N, K] for the products of that device, which read it as [N, K] all the same
+_weight_forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+
+
+def set_weight_form(device_type: str, arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Tells how `PackedLinear` keeps weights on a kind of device."""
+    _weight_forms[device_type] = arrange
+
+
 class PackedLinear:
     """A linear layer whose weight is arranged once for the device's GEMM; the weight passed in is not kept.
 
@@ -133,7 +142,8 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self._has_kernel = weight.device.type == "cpu" and weight.dtype in FLOAT_DTYPES and load_native_library()
-        self._weight = pack_weight(weight) if self._has_kernel else weight
+        arrange = pack_weight if self._has_kernel else _weight_forms.get(weight.device.type)
+        self._weight = arrange(weight) if arrange else weight
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, K], dtype of the weight, rows may be strided; bias: [N] or None. Returns [T, N]."""

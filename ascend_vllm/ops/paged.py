@@ -48,7 +48,7 @@ def _store_kv_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield key, value, cache[0], cache[1], slots
 
 
-@define_op(inputs=_store_kv_inputs, mutates=("key_cache", "value_cache"), tolerance=0.0)
+@define_op(inputs=_store_kv_inputs, mutates=("key_cache", "value_cache"), tolerance=0.0, devices=("cpu",))
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -191,7 +191,7 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         )
 
 
-@define_op(inputs=_paged_attention_inputs, tolerance=2e-5)
+@define_op(inputs=_paged_attention_inputs, tolerance=2e-5, devices=("cpu",))
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

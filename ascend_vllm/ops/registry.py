@@ -39,6 +39,7 @@ class OpSpec:
         dtypes: dtypes the op is defined for.
         tolerance: absolute error allowed in float32 against float64; other dtypes are held to twice the
             reference's own error.
+        devices: types of devices on which it is used at all.
     """
 
     name: str
@@ -47,9 +48,10 @@ class OpSpec:
     mutates: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     tolerance: float
+    devices: tuple[str, ...]
 
     def has_kernel(self, device_type: str) -> bool:
-        """Whether a compiled kernel is registered for ``"cpu"`` or ``"npu"``."""
+        """Whether a kernel is registered for ``"cpu"`` or ``"npu"``."""
         key = {"cpu": "CPU", "npu": "PrivateUse1"}[device_type]
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{self.name}", key)
 
@@ -67,6 +69,7 @@ def define_op(
     mutates: Sequence[str] = (),
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
     tolerance: float = 1e-5,
+    devices: tuple[str, ...] = ("cpu", "npu"),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Defines an op from its reference; returns what callers call (the dispatcher's entry, not the reference)."""
 
@@ -75,7 +78,7 @@ def define_op(
         schema = torch.library.infer_schema(reference, mutates_args=list(mutates))
         _library.define(name + schema)
         _library.impl(name, reference, "CompositeExplicitAutograd")
-        OPS[name] = OpSpec(name, reference, inputs, tuple(mutates), dtypes, tolerance)
+        OPS[name] = OpSpec(name, reference, inputs, tuple(mutates), dtypes, tolerance, devices)
         overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
         return overload
 
@@ -83,5 +86,7 @@ def define_op(
 
 
 def ops_on_reference(device_type: str) -> list[str]:
-    """Names of the ops that have no compiled kernel on a device, sorted."""
-    return sorted(name for name, spec in OPS.items() if not spec.has_kernel(device_type))
+    """Names of the ops that a device uses and has no kernel for, sorted."""
+    return sorted(
+        name for name, spec in OPS.items() if device_type in spec.devices and not spec.has_kernel(device_type)
+    )

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ascend_vllm.ops.native import load_native_library
@@ -49,7 +51,8 @@ def _uniform_inputs(_dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield extremes, extremes.flip(0)
 
 
-@define_op(inputs=_uniform_inputs, dtypes=(torch.float64,), tolerance=0.0)
+# other devices are handed the numbers: they depend on nothing that these compute
+@define_op(inputs=_uniform_inputs, dtypes=(torch.float64,), tolerance=0.0, devices=("cpu",))
 def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The number in [0, 1) that a row draws: 53 bits of Philox4x32-10 keyed by the seed, at counter `position`.
 
@@ -113,14 +116,14 @@ def apply_penalties(
     if rows == 0:
         return
     tokens = token_ids[slots].to(torch.int64)
-    column = torch.arange(tokens.shape[1])
+    column = torch.arange(tokens.shape[1], device=tokens.device)
     valid = (tokens >= 0) & (tokens < vocab)
     tokens = tokens.clamp(0, vocab - 1)
     in_sequence = valid & (column < seq_lens[:, None])
     in_output = in_sequence & (column >= prompt_lens[:, None])
-    counts = torch.zeros(rows, vocab, dtype=torch.int64)
-    seen = counts.scatter_add(1, tokens, in_sequence.to(torch.int64)) > 0
-    counts = counts.scatter_add(1, tokens, in_output.to(torch.int64))
+    counts = torch.zeros(rows, vocab, dtype=torch.int32, device=tokens.device)
+    seen = counts.scatter_add(1, tokens, in_sequence.to(torch.int32)) > 0
+    counts = counts.scatter_add(1, tokens, in_output.to(torch.int32))
     factor = repetition[:, None]
     repeated = torch.where(logits > 0, logits / factor, logits * factor)
     result = torch.where(seen, repeated, logits)
@@ -196,7 +199,7 @@ def _sample_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield flat, temperature, top_k, top_p, min_p, seeds, positions
 
 
-@define_op(inputs=_sample_inputs)
+@define_op(inputs=_sample_inputs, devices=("cpu",))
 def sample_tokens(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -237,6 +240,18 @@ def sample_tokens(
         ...               torch.tensor([7]), torch.tensor([0]))
         tensor([1])
     """
+    return _draw(logits, temperature, top_k, top_p, min_p, philox_uniform(seeds, positions))
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """What `sample_tokens` says, with numbers, [S], drawn before."""
     rows, vocab = logits.shape
     greedy = logits.argmax(-1) if rows else torch.zeros(0, dtype=torch.int64)
     x = logits.to(torch.float64)
@@ -256,9 +271,61 @@ def sample_tokens(
     keep &= (z >= last) | (top_p >= 1)[:, None]
     kept = torch.where(keep, z.exp(), 0.0)
     cumulative = kept.cumsum(-1)
-    target = philox_uniform(seeds, positions)[:, None] * cumulative[:, -1:]
+    target = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
     drawn = (cumulative <= target).sum(-1)
     return torch.where(random, drawn.clamp(max=vocab - 1), greedy)
+
+
+def largest_top_k(top_k: npt.NDArray[np.int32], vocab_size: int) -> int:
+    """The argument of that name of `draw_tokens`.
+
+    Args:
+        top_k: [S], as the sampling parameters have it.
+        vocab_size: V.
+    """
+    if (top_k <= 0).all():
+        return 0
+    return int(np.where(top_k <= 0, vocab_size, top_k).max())
+
+
+def _draw_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for logits, temperature, top_k, top_p, min_p, seeds, positions in _sample_inputs(dtype):
+        # 24 bits, as many as float32 has
+        uniforms = (philox_uniform(seeds, positions) * 2**24).floor() * 2.0**-24
+        filters = [(top_k, top_p), (torch.zeros_like(top_k), top_p), (top_k.clamp(1, 40), torch.ones_like(top_p))]
+        for some_k, some_p in filters:
+            largest = largest_top_k(some_k.numpy(), logits.shape[1])
+            has_top_p = bool((some_p < 1).any())
+            yield logits, temperature, some_k, some_p, min_p, uniforms.float(), largest, has_top_p
+
+
+@define_op(inputs=_draw_inputs, devices=("npu",))
+def draw_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniforms: torch.Tensor,
+    largest_top_k: int,  # noqa: ARG001 - the definition looks at top_k and top_p themselves
+    has_top_p: bool,  # noqa: ARG001
+) -> torch.Tensor:
+    """`sample_tokens` with the numbers that decide, and what the host knows of the filters.
+
+    Args:
+        logits: see `sample_tokens`; this and the next four.
+        temperature: see there.
+        top_k: see there.
+        top_p: see there.
+        min_p: see there.
+        uniforms: [S] float32 in [0, 1).
+        largest_top_k: of the rows; 0 if it is off in all, and a row counts as V if it is off in some.
+        has_top_p: whether top_p is below 1 in some row.
+
+    Returns:
+        [S] int64.
+    """
+    return _draw(logits, temperature, top_k, top_p, min_p, uniforms)
 
 
 def arg_max(logits: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,7 @@ class MultiStepDecoder:
         for number, max_seq_len in enumerate(max_seq_lens):
             logits = self._forward(rows.batch(number, input_ids, max_seq_len))
             num_tokens = rows.num_tokens.select(0, number)
-            sampled = self._sampler.sample(logits, rows.plan, num_tokens)
+            sampled = self._sampler.sample(logits, rows.plan, num_tokens, number)
             passes.append((rows.index, rows.plan.asking, sampled))
             if number + 1 == len(max_seq_lens):
                 break

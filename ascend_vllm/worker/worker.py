@@ -386,7 +386,7 @@ class Worker:
         logger.info(
             "%d of %d ops run on their reference on %s%s",
             len(on_reference),
-            len(OPS),
+            sum(device_type in spec.devices for spec in OPS.values()),
             device_type,
             f": {', '.join(on_reference)}" if on_reference else "",
         )

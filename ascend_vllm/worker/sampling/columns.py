@@ -96,7 +96,7 @@ class SamplingColumns:
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         # [M] int32, host: the bits above
         self.features = np.zeros(num_slots, np.int32)
         # [M] float32, host: 0 is greedy
@@ -157,7 +157,7 @@ class SamplingColumns:
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         stop_ids = self._known(row.stop_token_ids)
-        bias = {token: value for token, value in (params.logit_bias or {}).items() if 0 <= token < self._vocab_size}
+        bias = {token: value for token, value in (params.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         self.stop_ids.set(slot, stop_ids)
         self.logit_bias.set(slot, list(bias), list(bias.values()))
         self.allowed_ids.set(slot, self._known(params.allowed_token_ids or ()))
@@ -193,7 +193,7 @@ class SamplingColumns:
                     self.bad_words[target] = words
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
-        return [token for token in token_ids if 0 <= token < self._vocab_size]
+        return [token for token in token_ids if 0 <= token < self.vocab_size]
 
     def _features_of(self, row: NewRow, *, has_bias: bool, has_stop_ids: bool) -> int:
         params = row.sampling_params

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ascend_vllm.ops.sampling import largest_top_k, philox_uniform
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling import columns
@@ -95,6 +96,16 @@ class Constraints:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Draws:
+    """Random numbers made on the host, and what it knows of the filters: arguments of `draw_tokens`."""
+
+    # [N, S] float32: of each token that the rows get in the step
+    uniforms: torch.Tensor
+    largest_top_k: int
+    has_top_p: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """Sampling parameters of some rows on the device. What no row needs is None."""
 
@@ -108,8 +119,9 @@ class SamplingPlan:
     num_logprobs: int
     # [S] each: temperature, top_k, top_p, min_p
     filters: Filters | None = None
-    # [S] int64
+    # of random rows: [S] int64 where the device's memory is the host's, and draws elsewhere
     seeds: torch.Tensor | None = None
+    draws: Draws | None = None
     allowed: AllowedIds | None = None
     forbidden: ForbiddenIds | None = None
     bias: LogitBias | None = None
@@ -138,6 +150,7 @@ class Planner:
         self._params = batch.sampling
         self._device = device
         self._raw_logprobs = raw_logprobs
+        self._host_memory = host_memory
         # [M, L+1] int32
         self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
 
@@ -163,7 +176,8 @@ class Planner:
             asking_index,
             num_logprobs,
             filters=self._filters(slots) if random or (len(asking) and not self._raw_logprobs) else None,
-            seeds=upload(params.seed[slots], device) if random else None,
+            seeds=upload(params.seed[slots], device) if random and self._host_memory else None,
+            draws=self._draws(slots, num_steps) if random and not self._host_memory else None,
             allowed=self._allowed(slots, features) if needed & columns.ALLOWED_IDS else None,
             forbidden=self._forbidden(slots, features) if needed & columns.MIN_TOKENS else None,
             bias=self._bias(slots) if needed & columns.LOGIT_BIAS else None,
@@ -191,6 +205,20 @@ class Planner:
             upload(params.top_k[slots], device),
             upload(params.top_p[slots], device),
             upload(params.min_p[slots], device),
+        )
+
+    def _draws(self, slots: Int64Array, num_steps: int) -> Draws:
+        """They depend on seeds and places alone, which the host knows: no device has to compute them."""
+        params = self._params
+        places = self._batch.num_tokens[slots] + np.arange(num_steps)[:, None]
+        seeds = np.tile(params.seed[slots], num_steps)
+        numbers: torch.Tensor = philox_uniform(torch.from_numpy(seeds), torch.from_numpy(places.ravel()))
+        # rounded down to what float32 holds, since rounding up may make 1
+        uniforms = ((numbers * 2**24).floor() * 2.0**-24).float().view(places.shape)
+        return Draws(
+            upload(uniforms.numpy(), self._device),
+            largest_top_k(params.top_k[slots], params.vocab_size),
+            bool((params.top_p[slots] < 1).any()),
         )
 
     def _allowed(self, slots: Int64Array, features: Features) -> AllowedIds:

@@ -14,7 +14,7 @@ import dataclasses
 
 import torch
 
-from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_max, sample_tokens
+from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_max, draw_tokens, sample_tokens
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
@@ -71,13 +71,14 @@ class Sampler:
         """A plan for one token, with masks, [G, ceil(V / 32)], for some rows of it, [G]."""
         return self._planner.constrain(plan, rows, bitmask)
 
-    def sample(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> Sampled:
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, number: int = 0) -> Sampled:
         """Draws the next token of each row.
 
         Args:
             logits: [S, V], any float dtype; may be changed.
             plan: of the rows.
             num_tokens: [S] int64, tokens that each row has, the next one not counted.
+            number: which of the plan's tokens it is, from 0.
         """
         if plan.needed == 0:
             return Sampled(arg_max(logits), None)
@@ -92,7 +93,7 @@ class Sampler:
             filters = (_asking_rows(column, plan) for column in plan.filters)
             filtered = filtered_logits if self._tells_logits else filtered_logprobs
             logprobs = filtered(_asking_rows(logits, plan).float(), *filters)
-        ids = self._draw(logits, plan, num_tokens)
+        ids = self._draw(logits, plan, num_tokens, number)
         reports = None
         if logprobs is not None:
             num_logprobs = min(plan.num_logprobs, logits.shape[-1])
@@ -144,12 +145,19 @@ class Sampler:
         return self._float_logits[: len(logits)].copy_(logits)
 
     @staticmethod
-    def _draw(logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
+    def _draw(logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, number: int) -> torch.Tensor:
+        ids: torch.Tensor
+        if plan.filters is not None and plan.draws is not None:
+            draws = plan.draws
+            ids = draw_tokens(
+                logits, *plan.filters, draws.uniforms.select(0, number), draws.largest_top_k, draws.has_top_p
+            )
+            return ids
         if plan.filters is None or plan.seeds is None:
             return arg_max(logits)
         # keyed by seed and place in the sequence: a row's draws depend on nothing else in the batch, nor on
         # how its prompt was cut, nor on whether it was preempted
-        ids: torch.Tensor = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
+        ids = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
         return ids
 
 
