@@ -356,10 +356,19 @@ class TestLatentAttention:
 
 
 class TestOutForm:
-    def test_workspace_and_out(self, triangle: Tensor) -> None:
-        sequences = Sequences([1, 1], [40, 150], (4, 2), 128, torch.float16)
+    """The form that graphs capture: workspace and outputs are given; the lengths are part of the recorded call."""
+
+    @pytest.fixture
+    def sequences(self) -> Sequences:
+        return Sequences([1, 1], [40, 150], (4, 2), 128, torch.float16)
+
+    @pytest.fixture
+    def call(self, sequences: Sequences, triangle: Tensor) -> dict[str, Any]:
         key, value, table = (tensor.npu() for tensor in sequences.paged(128))
-        options: dict[str, Any] = {
+        return {
+            "query": sequences.query.npu(),
+            "key": key,
+            "value": value,
             "atten_mask": triangle,
             "sparse_mode": 3,
             "block_table": table,
@@ -369,14 +378,35 @@ class TestOutForm:
             "num_key_value_heads": 2,
             "scale": sequences.scale,
             "actual_seq_lengths": sequences.query_ends,
-            "actual_seq_lengths_kv": sequences.kv_lengths,
         }
-        query = sequences.query.npu()
-        workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(query, key, value, **options)
+
+    def outs(self, call: dict[str, Any]) -> list[Tensor]:
+        return [torch.empty_like(call["query"]), torch.empty(1, dtype=torch.float32, device="npu")]
+
+    def run(self, call: dict[str, Any], lengths: list[int], outs: list[Tensor], workspace: Tensor) -> None:
+        torch_npu.npu_fused_infer_attention_score.out(
+            **call, actual_seq_lengths_kv=lengths, workspace=workspace, out=outs
+        )
+
+    def workspace(self, call: dict[str, Any], lengths: list[int]) -> Tensor:
+        return torch_npu._npu_fused_infer_attention_score_get_max_workspace(**call, actual_seq_lengths_kv=lengths)
+
+    def test_workspace_and_out(self, sequences: Sequences, call: dict[str, Any]) -> None:
+        workspace = self.workspace(call, sequences.kv_lengths)
         assert workspace.numel() > 0
-        out = [torch.empty_like(query), torch.empty(1, dtype=torch.float32, device="npu")]
-        torch_npu.npu_fused_infer_attention_score.out(query, key, value, workspace=workspace, out=out, **options)
-        sequences.check(out[0])
+        outs = self.outs(call)
+        self.run(call, sequences.kv_lengths, outs, workspace)
+        sequences.check(outs[0])
+
+    def test_lengths_of_a_captured_call_are_updated(self, sequences: Sequences, call: dict[str, Any]) -> None:
+        workspace = self.workspace(call, [1, 1])
+        outs = self.outs(call)
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph, auto_dispatch_capture=True):
+            self.run(call, [1, 1], outs, workspace)
+        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": sequences.kv_lengths}])
+        graph.replay()
+        sequences.check(outs[0])
 
 
 class TestPromptOperator:
