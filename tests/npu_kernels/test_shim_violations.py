@@ -40,13 +40,21 @@ MESSAGES = {
     "narrowing_half": "Cast: this shim rounds to half and bfloat16 with CAST_NONE and CAST_RINT only",
     "integer_without_a_mode": "Cast: float to integer needs a rounding mode",
     "gather_outside": "Gather: an offset outside of the source",
+    "too_many_repeats": "Add: 256 repeats, not 1 to 255",
+    "too_many_lanes": "Add: a mask of 65 lanes",
+    "stride_wraps_around": "BinaryRepeatParams: 256 does not fit into eight bits",
+    "repeats_beyond_the_tensor": "Add: repeats reach beyond the tensor of 64 elements",
+    "repeats_on_one_place": "Add: the destination's stride is 0: it would be written several times",
+    "accumulate_onto_nothing": "MulAddDst: reads a part of the unified buffer that nobody has written",
+    "reduction_of_the_unwritten": "WholeReduceSum: reads a part of the unified buffer that nobody has written",
+    "broadcast_onto_itself": "Brcb: destination and source are the same",
 }
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     """What the shim says of each kernel."""
-    library = compile_library([pathlib.Path(__file__).with_name("violations.cpp")])
+    library = compile_library(pathlib.Path(__file__).with_name("violations.cpp"))
     library.name_of_case.restype = library.message_of.restype = ctypes.c_char_p
     messages: dict[str, str] = {}
     while (name := library.name_of_case(len(messages))) is not None:

@@ -178,6 +178,44 @@ void gather_outside(Kernel& k) {
   Gather(k.out.AllocTensor<float>(), a, offsets.ReinterpretCast<std::uint32_t>(), 0u, kCount);
 }
 
+const BinaryRepeatParams kDense(1, 1, 1, 8, 8, 8);
+
+void too_many_repeats(Kernel& k) {
+  auto a = k.load();
+  Add(k.out.AllocTensor<float>(), a, a, 64, 256, kDense);
+}
+
+void too_many_lanes(Kernel& k) {
+  auto a = k.load();
+  Add(k.out.AllocTensor<float>(), a, a, 65, 1, kDense);
+}
+
+void stride_wraps_around(Kernel&) { BinaryRepeatParams(1, 1, 1, 8, 256, 8); }
+
+void repeats_beyond_the_tensor(Kernel& k) {
+  auto a = k.load();
+  Add(k.out.AllocTensor<float>(), a, a, 64, 2, kDense);
+}
+
+void repeats_on_one_place(Kernel& k) {
+  auto a = k.load();
+  Add(k.out.AllocTensor<float>(), a, a, 8, 2, BinaryRepeatParams(1, 1, 1, 0, 1, 1));
+}
+
+void accumulate_onto_nothing(Kernel& k) {
+  auto a = k.load();
+  MulAddDst(k.out.AllocTensor<float>(), a, a, 64, 1, kDense);
+}
+
+void reduction_of_the_unwritten(Kernel& k) {
+  WholeReduceSum(k.out.AllocTensor<float>(), k.buffer.Get<float>(), 64, 1, 1, 1, 8);
+}
+
+void broadcast_onto_itself(Kernel& k) {
+  auto a = k.load();
+  Brcb(a, a, 1, BrcbRepeatParams(1, 8));
+}
+
 struct Case {
   const char* name;
   void (*kernel)(Kernel&);
@@ -215,6 +253,14 @@ constexpr Case kCases[] = {
     {"narrowing_half", narrowing_half, 1},
     {"integer_without_a_mode", integer_without_a_mode, 1},
     {"gather_outside", gather_outside, 1},
+    {"too_many_repeats", too_many_repeats, 1},
+    {"too_many_lanes", too_many_lanes, 1},
+    {"stride_wraps_around", stride_wraps_around, 1},
+    {"repeats_beyond_the_tensor", repeats_beyond_the_tensor, 1},
+    {"repeats_on_one_place", repeats_on_one_place, 1},
+    {"accumulate_onto_nothing", accumulate_onto_nothing, 1},
+    {"reduction_of_the_unwritten", reduction_of_the_unwritten, 1},
+    {"broadcast_onto_itself", broadcast_onto_itself, 1},
 };
 
 std::string run(const Case& each) {

@@ -31,8 +31,8 @@ namespace detail {
 constexpr std::uint64_t kUnit = ascend_sim::ascendc::kBlockBytes;
 
 inline void require_aligned(const void* pointer, const char* call) {
-  require(reinterpret_cast<std::uintptr_t>(pointer) % kUnit == 0, call,
-          "the unified buffer's address is not a multiple of 32 bytes");
+  if (reinterpret_cast<std::uintptr_t>(pointer) % kUnit != 0)
+    violate(call, "the unified buffer's address is not a multiple of 32 bytes");
 }
 
 template <class T>
@@ -54,8 +54,12 @@ void store(const char* call, T* to, const T* from, std::size_t bytes) {
     std::memcpy(to, from, bytes);
     return;
   }
-  for (std::size_t index = 0; index < bytes / sizeof(T); ++index)
-    to[index] = static_cast<T>(to[index] + from[index]);
+  if constexpr (std::is_arithmetic_v<T> || std::is_same_v<T, half>) {
+    for (std::size_t index = 0; index < bytes / sizeof(T); ++index)
+      to[index] = static_cast<T>(to[index] + from[index]);
+  } else {
+    violate(call, "atomic addition of a type that it does not know");
+  }
 }
 
 }  // namespace detail

@@ -79,13 +79,17 @@ class GlobalMemory {
     buffers_.push_back({static_cast<std::uint8_t*>(begin), bytes, writable, std::vector<int>(bytes, -1)});
   }
 
+  // Launches on a stream come one after the other: what earlier ones wrote is there for all cores.
+  void begin_launch() {
+    for (GlobalBuffer& buffer : buffers_) std::fill(buffer.writer.begin(), buffer.writer.end(), -1);
+  }
+
   // Raises Violation: the bytes are not all in one buffer, may not be written, or another core has written
   // them, which nothing orders within a launch. `is_sum`: atomic addition, in which cores may meet.
-  void check(const void* pointer, std::size_t bytes, bool is_write, bool is_sum, int core,
-             const std::string& call) {
+  void check(const void* pointer, std::size_t bytes, bool is_write, bool is_sum, int core, const char* call) {
     if (bytes == 0) return;
     GlobalBuffer& buffer = find(pointer, bytes, call);
-    if (is_write) require(buffer.writable, call, "this global memory is an input of the kernel");
+    if (is_write && !buffer.writable) violate(call, "this global memory is an input of the kernel");
     const std::size_t first = static_cast<const std::uint8_t*>(pointer) - buffer.begin;
     for (std::size_t byte = first; byte < first + bytes; ++byte) {
       const int writer = buffer.writer[byte];
@@ -97,7 +101,7 @@ class GlobalMemory {
   }
 
  private:
-  GlobalBuffer& find(const void* pointer, std::size_t bytes, const std::string& call) {
+  GlobalBuffer& find(const void* pointer, std::size_t bytes, const char* call) {
     const auto* begin = static_cast<const std::uint8_t*>(pointer);
     for (GlobalBuffer& buffer : buffers_)
       if (begin >= buffer.begin && begin + bytes <= buffer.begin + buffer.bytes) return buffer;
@@ -117,7 +121,11 @@ struct Access {
 class Core {
  public:
   Core(int index, int count, GlobalMemory& memory)
-      : index_(index), count_(count), memory_(memory), written_(kUnifiedBufferBytes) {}
+      : index_(index),
+        count_(count),
+        memory_(memory),
+        written_(kUnifiedBufferBytes),
+        local_blocks_(kUnifiedBufferBytes / kBlockBytes) {}
 
   int index() const { return index_; }
   int count() const { return count_; }
@@ -140,11 +148,15 @@ class Core {
   }
 
   // Counts an instruction of a pipe and checks that all it touches is ordered before it.
-  void execute(pipe_t pipe, const std::string& call, std::initializer_list<Access> accesses) {
+  void execute(pipe_t pipe, const char* call, std::initializer_list<Access> accesses) {
+    execute(pipe, call, accesses.begin(), accesses.size());
+  }
+
+  void execute(pipe_t pipe, const char* call, const Access* first, std::size_t count) {
     const std::uint64_t number = ++issued_[pipe];
     if (pipe == PIPE_S) known_[PIPE_S][PIPE_S] = number;  // the scalar unit waits for itself
-    for (const Access& access : accesses) check(pipe, call, access);
-    for (const Access& access : accesses) mark(pipe, number, access);
+    for (const Access* access = first; access != first + count; ++access) check(pipe, call, *access);
+    for (const Access* access = first; access != first + count; ++access) mark(pipe, number, *access);
   }
 
   void barrier(pipe_t pipe) {
@@ -196,7 +208,7 @@ class Core {
     require(id >= 0 && id < 8, call, "event id " + std::to_string(id) + " is not in [0, 8)");
   }
 
-  void check(pipe_t pipe, const std::string& call, const Access& access) {
+  void check(pipe_t pipe, const char* call, const Access& access) {
     const bool is_local = owns(access.pointer);
     if (is_local)
       check_local(call, access);
@@ -219,12 +231,12 @@ class Core {
     return std::string("an event ") + name_of(from) + "_" + name_of(to) + " or a queue is due";
   }
 
-  void check_local(const std::string& call, const Access& access) {
+  void check_local(const char* call, const Access& access) {
     const std::size_t first = static_cast<const std::uint8_t*>(access.pointer) - buffer_.bytes;
-    require(first + access.bytes <= used_, call, "beyond what is allocated of the unified buffer");
+    if (first + access.bytes > used_) violate(call, "beyond what is allocated of the unified buffer");
     if (access.is_write) return;
-    for (std::size_t byte = first; byte < first + access.bytes; ++byte)
-      require(written_[byte], call, "reads a part of the unified buffer that nobody has written");
+    if (std::memchr(written_.data() + first, 0, access.bytes) != nullptr)
+      violate(call, "reads a part of the unified buffer that nobody has written");
   }
 
   void mark(pipe_t pipe, std::uint64_t number, const Access& access) {
@@ -243,9 +255,15 @@ class Core {
   template <class Visit>
   void for_each_block(const Access& access, Visit visit) {
     if (access.bytes == 0) return;
+    if (owns(access.pointer)) {
+      const std::size_t first = static_cast<const std::uint8_t*>(access.pointer) - buffer_.bytes;
+      for (auto block = first / kBlockBytes; block <= (first + access.bytes - 1) / kBlockBytes; ++block)
+        visit(local_blocks_[block]);
+      return;
+    }
     const auto address = reinterpret_cast<std::uintptr_t>(access.pointer);
     for (auto block = address / kBlockBytes; block <= (address + access.bytes - 1) / kBlockBytes; ++block)
-      visit(blocks_[block]);
+      visit(global_blocks_[block]);
   }
 
   const int index_, count_;
@@ -257,7 +275,8 @@ class Core {
   std::size_t used_ = 0;
   Clock issued_{};
   std::array<Clock, kNumPipes> known_{};
-  std::unordered_map<std::uintptr_t, BlockState> blocks_;
+  std::vector<BlockState> local_blocks_;
+  std::unordered_map<std::uintptr_t, BlockState> global_blocks_;
   std::map<std::array<int, 3>, Clock> flags_;
 };
 

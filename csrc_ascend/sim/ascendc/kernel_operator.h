@@ -3,9 +3,10 @@
 // they call it.
 #pragma once
 
+#define ASCENDC_HOST_SHIM
 #define __aicore__
 #define __global__
 #define __gm__
 #define GM_ADDR std::uint8_t*
 
-#include "vector.h"
+#include "repeat.h"

@@ -12,6 +12,7 @@ namespace ascend_sim::ascendc {
 // Raises Violation with the core's number.
 inline void launch(int count, GlobalMemory& memory, const std::function<void()>& kernel) {
   require(count > 0 && count <= 65535, "launch", std::to_string(count) + " cores");
+  memory.begin_launch();
   for (int index = 0; index < count; ++index) {
     const auto core = std::make_unique<Core>(index, count, memory);
     current_core = core.get();

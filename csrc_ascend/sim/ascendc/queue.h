@@ -14,6 +14,8 @@ namespace AscendC {
 
 using ascend_sim::ascendc::Clock;
 
+class TPipe;
+
 enum class TPosition { GM, VECIN, VECOUT, VECCALC };
 using QuePosition = TPosition;
 
@@ -98,21 +100,19 @@ void PipeBarrier() {
   core().barrier(pipe);
 }
 
-// A queue of `depth` buffers at most.
-template <TPosition position, int depth>
-class TQue {
-  static_assert(position == TPosition::VECIN || position == TPosition::VECOUT || position == TPosition::VECCALC,
-                "a vector core has queues VECIN, VECOUT and VECCALC");
+namespace detail {
 
+// What every queue does; `filler` and `user` are the pipes before and behind it.
+class Queue {
  public:
   template <class T>
   LocalTensor<T> AllocTensor() {
     require(bytes_ > 0, "TQue.AllocTensor", "the queue has no buffers: TPipe.InitBuffer comes first");
     for (Buffer& buffer : buffers_) {
       if (buffer.state != State::kFree) continue;
-      core().wait(detail::filler_of(position), buffer.clock);
+      core().wait(filler_, buffer.clock);
       buffer.state = State::kAllocated;
-      return detail::tensor_at<T>(buffer.offset, bytes_);
+      return tensor_at<T>(buffer.offset, bytes_);
     }
     violate("TQue.AllocTensor",
             "all " + std::to_string(buffers_.size()) + " buffers are in use: the core hangs");
@@ -121,8 +121,8 @@ class TQue {
   template <class T>
   bool EnQue(const LocalTensor<T>& tensor) {
     Buffer& buffer = find(tensor.data(), State::kAllocated, "TQue.EnQue");
-    require(waiting_.size() < std::size_t{depth}, "TQue.EnQue", "more than the queue's depth");
-    buffer.clock = core().snapshot(detail::filler_of(position));
+    require(waiting_.size() < depth_, "TQue.EnQue", "more than the queue's depth");
+    buffer.clock = core().snapshot(filler_);
     buffer.state = State::kQueued;
     waiting_.push_back(&buffer);
     return true;
@@ -134,19 +134,22 @@ class TQue {
     Buffer& buffer = *waiting_.front();
     waiting_.pop_front();
     buffer.state = State::kTaken;
-    core().wait(detail::user_of(position), buffer.clock);
-    return detail::tensor_at<T>(buffer.offset, bytes_);
+    core().wait(user_, buffer.clock);
+    return tensor_at<T>(buffer.offset, bytes_);
   }
 
   template <class T>
   void FreeTensor(const LocalTensor<T>& tensor) {
     Buffer& buffer = find(tensor.data(), State::kTaken, "TQue.FreeTensor");
-    buffer.clock = core().snapshot(detail::user_of(position));
+    buffer.clock = core().snapshot(user_);
     buffer.state = State::kFree;
   }
 
+ protected:
+  Queue(pipe_t filler, pipe_t user, std::size_t depth) : filler_(filler), user_(user), depth_(depth) {}
+
  private:
-  friend class TPipe;
+  friend class AscendC::TPipe;
   enum class State { kFree, kAllocated, kQueued, kTaken };
   struct Buffer {
     std::size_t offset;
@@ -161,9 +164,32 @@ class TQue {
     violate(call, std::string("the tensor is not one that this queue has ") + names[static_cast<int>(state)]);
   }
 
+  const pipe_t filler_, user_;
+  const std::size_t depth_;
   std::vector<Buffer> buffers_;
   std::deque<Buffer*> waiting_;
   std::size_t bytes_ = 0;
+};
+
+}  // namespace detail
+
+// A queue of `depth` buffers at most.
+template <TPosition position, int depth>
+class TQue : public detail::Queue {
+  static_assert(position == TPosition::VECIN || position == TPosition::VECOUT || position == TPosition::VECCALC,
+                "a vector core has queues VECIN, VECOUT and VECCALC");
+
+ public:
+  TQue() : Queue(detail::filler_of(position), detail::user_of(position), depth) {}
+};
+
+// A queue from the copy in straight to the copy out.
+template <TPosition from, TPosition to, int depth>
+class TQueBind : public detail::Queue {
+  static_assert(from == TPosition::VECIN && to == TPosition::VECOUT, "this shim binds VECIN to VECOUT only");
+
+ public:
+  TQueBind() : Queue(detail::filler_of(from), detail::user_of(to), depth) {}
 };
 
 // A buffer that is no queue: whoever shares it between pipes sets flags.
@@ -190,8 +216,7 @@ class TBuf {
 // Gives out the unified buffer, and event ids.
 class TPipe {
  public:
-  template <TPosition position, int depth>
-  bool InitBuffer(TQue<position, depth>& queue, int count, std::uint32_t bytes) {
+  bool InitBuffer(detail::Queue& queue, int count, std::uint32_t bytes) {
     require(queue.buffers_.empty(), "TPipe.InitBuffer", "the queue has buffers already");
     require(count > 0, "TPipe.InitBuffer", "a queue has one buffer at least");
     queue.bytes_ = round_up(bytes);

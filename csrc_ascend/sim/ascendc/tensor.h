@@ -22,19 +22,20 @@ class LocalTensor {
   LocalTensor(T* data, std::uint32_t size) : data_(data), size_(size) {}
 
   LocalTensor operator[](std::uint32_t offset) const {
-    require(offset <= size_, "LocalTensor[]",
-            "offset " + std::to_string(offset) + " of a tensor of " + std::to_string(size_) + " elements");
+    if (offset > size_)
+      violate("LocalTensor[]",
+              "offset " + std::to_string(offset) + " of a tensor of " + std::to_string(size_) + " elements");
     return {data_ + offset, size_ - offset};
   }
 
   T GetValue(std::uint32_t index) const {
-    require(index < size_, "LocalTensor.GetValue", "index beyond the tensor");
+    if (index >= size_) violate("LocalTensor.GetValue", "index beyond the tensor");
     core().execute(PIPE_S, "LocalTensor.GetValue", {{data_ + index, sizeof(T), false}});
     return data_[index];
   }
 
   void SetValue(std::uint32_t index, T value) const {
-    require(index < size_, "LocalTensor.SetValue", "index beyond the tensor");
+    if (index >= size_) violate("LocalTensor.SetValue", "index beyond the tensor");
     core().execute(PIPE_S, "LocalTensor.SetValue", {{data_ + index, sizeof(T), true}});
     data_[index] = value;
   }
@@ -66,15 +67,16 @@ class GlobalTensor {
   }
 
   GlobalTensor operator[](std::uint64_t offset) const {
-    require(offset <= size_, "GlobalTensor[]",
-            "offset " + std::to_string(offset) + " of a tensor of " + std::to_string(size_) + " elements");
+    if (offset > size_)
+      violate("GlobalTensor[]",
+              "offset " + std::to_string(offset) + " of a tensor of " + std::to_string(size_) + " elements");
     GlobalTensor tensor;
     tensor.SetGlobalBuffer(data_ + offset, size_ - offset);
     return tensor;
   }
 
   T GetValue(std::uint64_t index) const {
-    require(index < size_, "GlobalTensor.GetValue", "index beyond the tensor");
+    if (index >= size_) violate("GlobalTensor.GetValue", "index beyond the tensor");
     core().execute(PIPE_S, "GlobalTensor.GetValue", {{data_ + index, sizeof(T), false}});
     return data_[index];
   }

@@ -25,12 +25,12 @@ using Wide = std::conditional_t<is_float<T>, float, T>;
 
 template <class T>
 void require_operand(const LocalTensor<T>& tensor, std::uint32_t count, const char* call) {
-  require(count > 0, call, "a count of 0");
-  require(tensor.data() != nullptr, call, "an operand without memory");
+  if (count == 0) violate(call, "a count of 0");
+  if (tensor.data() == nullptr) violate(call, "an operand without memory");
   require_aligned(tensor.data(), call);
-  require(count <= tensor.GetSize(), call,
-          "more elements (" + std::to_string(count) + ") than the tensor has (" +
-              std::to_string(tensor.GetSize()) + ")");
+  if (count > tensor.GetSize())
+    violate(call, "more elements (" + std::to_string(count) + ") than the tensor has (" +
+                      std::to_string(tensor.GetSize()) + ")");
 }
 
 // Operands are the same tensor or lie apart.
@@ -39,8 +39,8 @@ void require_apart(const LocalTensor<T>& to, const LocalTensor<U>& from, std::ui
                    const char* call) {
   const auto* a = reinterpret_cast<const std::uint8_t*>(to.data());
   const auto* b = reinterpret_cast<const std::uint8_t*>(from.data());
-  require(a == b || a + count * sizeof(T) <= b || b + count * sizeof(U) <= a, call,
-          "destination and source overlap in part");
+  if (a != b && a + count * sizeof(T) > b && b + count * sizeof(U) > a)
+    violate(call, "destination and source overlap in part");
 }
 
 template <class T>

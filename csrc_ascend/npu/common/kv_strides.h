@@ -1,0 +1,17 @@
+// Strides of a paged cache, a part of the kernels' parameters; host and device.
+#pragma once
+
+#include <cstdint>
+
+namespace ascend_npu {
+
+// In elements; a part of the kernels' parameters.
+struct KvStrides {
+  int32_t block;  // from a block to the next one
+  int32_t head;
+  int32_t token;
+  int32_t piece;         // from a piece of a head to the next one
+  int32_t piece_length;  // elements of a piece
+};
+
+}  // namespace ascend_npu

@@ -1,0 +1,15 @@
+// Starting a kernel: the one place with the toolchain's launch syntax. Under the host shim the "stream" is the
+// simulated global memory, and the launch is over when it returns.
+#pragma once
+
+#include "kernel_operator.h"
+
+#ifdef ASCENDC_HOST_SHIM
+#include "sim/ascendc/launch.h"
+#define ASCEND_NPU_LAUNCH(kernel, cores, stream, ...)                                   \
+  ascend_sim::ascendc::launch(static_cast<int>(cores),                                  \
+                              *static_cast<ascend_sim::ascendc::GlobalMemory*>(stream), \
+                              [&] { kernel(__VA_ARGS__); })
+#else
+#define ASCEND_NPU_LAUNCH(kernel, cores, stream, ...) kernel<<<cores, nullptr, stream>>>(__VA_ARGS__)
+#endif

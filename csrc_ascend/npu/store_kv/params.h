@@ -1,0 +1,22 @@
+// Parameters of store_kv; host and device.
+#pragma once
+
+#include "npu/common/kv_strides.h"
+
+namespace ascend_npu {
+
+struct StoreKvParams {
+  int32_t tokens;
+  int32_t tile_tokens;   // tokens that are in the unified buffer at a time
+  int32_t width;         // elements of a token, K * D
+  int32_t key_stride;    // elements from a token of `key` to the next one
+  int32_t value_stride;  // likewise of `value`
+  int32_t block_size;
+  int32_t piece_count;   // pieces of a token in the cache
+  int32_t piece_length;  // elements of each
+  int32_t piece_stride;  // elements from one to the next
+  int32_t token_stride;  // in the cache
+  int32_t block_stride;
+};
+
+}  // namespace ascend_npu

@@ -1,0 +1,98 @@
+// Runs the kernels of csrc_ascend/npu on simulated cores; one translation unit, so that it compiles once.
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "npu/common/launch.h"
+#include "npu/decode_attention/op_host.cpp"
+#include "npu/decode_attention/op_kernel.cpp"
+#include "npu/prefix_attention/op_host.cpp"
+#include "npu/prefix_attention/op_kernel.cpp"
+#include "npu/store_kv/op_host.cpp"
+#include "npu/store_kv/op_kernel.cpp"
+
+namespace {
+
+using namespace ascend_npu;
+using ascend_sim::ascendc::GlobalMemory;
+
+// A tensor as the test hands it over.
+struct Buffer {
+  std::uint8_t* data;
+  std::int64_t bytes;
+  std::int64_t writable;
+};
+
+// The arguments of a call: tensors, whole numbers in the order that the op's host code lists them, and floats.
+struct Call {
+  const Buffer* buffers;
+  const std::int64_t* numbers;
+  const double* reals;
+  std::int64_t cores;
+  GlobalMemory memory;
+
+  std::uint8_t* data(int index) const { return buffers[index].data; }
+
+  // Parameters in global memory, which kernels read only.
+  template <class Params>
+  std::uint8_t* place(Params& params) {
+    auto* address = reinterpret_cast<std::uint8_t*>(&params);
+    memory.add(address, sizeof(Params), false);
+    return address;
+  }
+};
+
+AttentionProblem attention_problem(const Call& call) {
+  const auto* n = call.numbers;
+  return {n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], static_cast<float>(call.reals[0]), KvLayout(n[9])};
+}
+
+void run_store_kv(Call& call) {
+  const auto* n = call.numbers;
+  auto tiled = tile_store_kv({n[0], n[1], n[2], n[3], n[4], n[5], KvLayout(n[6])}, call.cores);
+  launch_store_kv(tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2), call.data(3),
+                  call.data(4), call.place(tiled.params));
+}
+
+void run_prefix(Call& call) {
+  auto tiled = tile_prefix_attention(attention_problem(call), call.numbers[10], call.cores);
+  launch_prefix_attention(DataType(call.numbers[0]), tiled.cores, &call.memory, call.data(0), call.data(1),
+                          call.data(2), call.data(3), call.data(4), call.data(5), call.data(6),
+                          call.place(tiled.params));
+}
+
+void run_decode(Call& call) {
+  auto tiled = tile_decode_attention(attention_problem(call), call.cores);
+  std::vector<std::uint8_t> workspace(tiled.workspace_bytes + 32, 0xFF);
+  std::uint8_t* tiling = call.place(tiled.params);
+  call.memory.add(workspace.data(), tiled.workspace_bytes, true);
+  launch_decode_attention(DataType(call.numbers[0]), tiled, &call.memory, call.data(0), call.data(1),
+                          call.data(2), call.data(3), call.data(4), workspace.data(), call.data(5), tiling);
+}
+
+const std::map<std::string, std::function<void(Call&)>> kRunners = {
+    {"store_kv", run_store_kv},
+    {"prefix_attention", run_prefix},
+    {"decode_attention", run_decode},
+};
+
+}  // namespace
+
+// Runs a kernel; returns what the host code or the shim objects to, else an empty string.
+extern "C" const char* run_kernel(const char* name, const Buffer* buffers, int num_buffers,
+                                  const std::int64_t* numbers, const double* reals, std::int64_t cores) {
+  static std::string message;
+  message.clear();
+  Call call{buffers, numbers, reals, cores, {}};
+  for (int index = 0; index < num_buffers; ++index)
+    if (buffers[index].bytes > 0)
+      call.memory.add(buffers[index].data, buffers[index].bytes, buffers[index].writable);
+  try {
+    kRunners.at(name)(call);
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  return message.c_str();
+}
