@@ -21,15 +21,16 @@ using namespace ascend_sim;
   OPERATOR(aclnn##name##Scalar, (In self, Number other, Out out), { \
     self.in(kBitwise);                                              \
     return [=] { out.set(function(self, other)); };                 \
-  })                                                                \
-  OPERATOR(aclnnInplace##name##Tensor, (Out self, In other), {      \
-    self.in(kBitwise);                                              \
-    other.in(kBitwise);                                             \
-    return [=] { self.set(function(self, other)); };                \
-  })                                                                \
-  OPERATOR(aclnnInplace##name##Scalar, (Out self, Number other), {  \
-    self.in(kBitwise);                                              \
-    return [=] { self.set(function(self, other)); };                \
+  })
+#define BITWISE_IN_PLACE(name, function)                           \
+  OPERATOR(aclnnInplace##name##Tensor, (Out self, In other), {     \
+    self.in(kBitwise);                                             \
+    other.in(kBitwise);                                            \
+    return [=] { self.set(function(self, other)); };               \
+  })                                                               \
+  OPERATOR(aclnnInplace##name##Scalar, (Out self, Number other), { \
+    self.in(kBitwise);                                             \
+    return [=] { self.set(function(self, other)); };               \
   })
 #define LOGICAL(name, function) \
   OPERATOR(aclnn##name, (In self, In other, Out out), { return [=] { out.set(function(self, other)); }; })
@@ -43,6 +44,8 @@ COMPARISON(Ne, at::ne)
 BITWISE(BitwiseAnd, at::bitwise_and)
 BITWISE(BitwiseOr, at::bitwise_or)
 BITWISE(BitwiseXor, at::bitwise_xor)
+BITWISE_IN_PLACE(BitwiseAnd, at::bitwise_and)
+BITWISE_IN_PLACE(BitwiseXor, at::bitwise_xor)
 LOGICAL(LogicalAnd, at::logical_and)
 LOGICAL(LogicalOr, at::logical_or)
 LOGICAL(LogicalXor, at::logical_xor)
@@ -64,8 +67,15 @@ OPERATOR(aclnnClamp, (In self, MaybeNumber min, MaybeNumber max, Out out), {
 OPERATOR(aclnnClampMin, (In self, Number min, Out out), { return [=] { out.set(at::clamp_min(self, min)); }; })
 OPERATOR(aclnnClampMax, (In self, Number max, Out out), { return [=] { out.set(at::clamp_max(self, max)); }; })
 OPERATOR(aclnnInplaceClampMax, (Out self, Number max), { return [=] { self.set(at::clamp_max(self, max)); }; })
-OPERATOR(aclnnClampTensor, (In self, In min, In max, Out out),
-         { return [=] { out.set(at::clamp(self, min, max)); }; })
+OPERATOR(aclnnClampTensor, (In self, Maybe min, Maybe max, Out out), {
+  require(min || max, "min", "one of min and max is required");
+  return [=] {
+    at::Tensor result = self;
+    if (min) result = at::clamp_min(result, *min);
+    if (max) result = at::clamp_max(result, *max);
+    out.set(result);
+  };
+})
 OPERATOR(aclnnClampMinTensor, (In self, In min, Out out),
          { return [=] { out.set(at::clamp_min(self, min)); }; })
 OPERATOR(aclnnClampMaxTensor, (In self, In max, Out out),

@@ -50,25 +50,8 @@ UNARY_ONLY(IsPosInf, kAny, at::isposinf)
 UNARY_ONLY(IsNegInf, kAny, at::isneginf)
 UNARY_ONLY(Silu, kFloats, at::silu)
 UNARY_ONLY(Gelu, kFloats, at::gelu)
-UNARY_ONLY(LogSigmoid, kFloats, at::log_sigmoid)
-UNARY_ONLY(Mish, kFloats, at::mish)
 UNARY_ONLY(Hardsigmoid, kFloats, at::hardsigmoid)
 UNARY_ONLY(Hardswish, kFloats, at::hardswish)
-
-// x * sigmoid(1.702 x)
-OPERATOR(aclnnFastGelu, (In self, Out out), {
-  self.in(kFloats);
-  return [=] {
-    const at::Tensor x = self.to(at::kFloat);
-    out.set(x * at::sigmoid(x * 1.702));
-  };
-})
-
-OPERATOR(aclnnGeluV2, (In self, int64_t approximate, Out out), {
-  self.in(kFloats);
-  require(approximate == 0 || approximate == 1, "approximate", "it must be 0 (none) or 1 (tanh)");
-  return [=] { out.set(at::gelu(self, approximate ? "tanh" : "none")); };
-})
 
 OPERATOR(aclnnRoundDecimals, (In self, int64_t decimals, Out out),
          { return [=] { out.set(at::round(self, decimals)); }; })
@@ -129,7 +112,6 @@ BINARY_ONLY(LogAddExp, at::logaddexp)
 BINARY_ONLY(LeftShift, at::bitwise_left_shift)
 BINARY_SCALAR(LeftShifts, at::bitwise_left_shift)
 BINARY_ONLY(RightShift, at::bitwise_right_shift)
-BINARY_SCALAR(RightShifts, at::bitwise_right_shift)
 
 OPERATOR(aclnnPowScalarTensor, (Number self, In exponent, Out out),
          { return [=] { out.set(at::pow(self, exponent)); }; })

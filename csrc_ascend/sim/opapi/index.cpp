@@ -122,11 +122,6 @@ OPERATOR(aclnnIndexAdd, (In self, int64_t dim, In index, In source, Number alpha
   source.like(self);
   return [=] { out.set(at::index_add(self, dim, checked_index(index, self.size(dim), false), source, alpha)); };
 })
-OPERATOR(aclnnIndexAddV2, (In self, int64_t dim, In index, In source, Number alpha, int64_t mode, Out out), {
-  index.in(kIndices).rank(0, 1);
-  source.like(self);
-  return [=] { out.set(at::index_add(self, dim, checked_index(index, self.size(dim), false), source, alpha)); };
-})
 OPERATOR(aclnnIndexCopy, (In self, int64_t dim, In index, In source, Out out), {
   index.in(kIndices).rank(0, 1);
   source.like(self);
@@ -139,15 +134,11 @@ OPERATOR(aclnnInplaceIndexCopy, (Out selfRef, int64_t dim, In index, In source),
     selfRef.set(at::index_copy(selfRef, dim, checked_index(index, selfRef.size(dim), false), source));
   };
 })
-OPERATOR(aclnnIndexFillTensor, (In self, int64_t dim, In index, Number value, Out out), {
-  index.in(kIndices);
-  return [=] { out.set(at::index_fill(self, dim, checked_index(index, self.size(dim), true), value)); };
-})
-OPERATOR(aclnnInplaceIndexFillTensor, (Out selfRef, int64_t dim, In index, Number value), {
-  index.in(kIndices);
-  return
-      [=] { selfRef.set(at::index_fill(selfRef, dim, checked_index(index, selfRef.size(dim), true), value)); };
-})
+// The positions come as numbers, not as a tensor.
+OPERATOR(aclnnIndexFillTensor, (In self, int64_t dim, Ints index, Number value, Out out),
+         { return [=] { out.set(at::index_fill(self, dim, at::tensor(index), value)); }; })
+OPERATOR(aclnnInplaceIndexFillTensor, (Out selfRef, int64_t dim, Ints index, Number value),
+         { return [=] { selfRef.set(at::index_fill(selfRef, dim, at::tensor(index), value)); }; })
 
 OPERATOR(aclnnOneHot, (In self, int64_t numClasses, In onValue, In offValue, int64_t axis, Out out), {
   self.in(kIndices);
@@ -182,9 +173,6 @@ OPERATOR(aclnnSearchSorted, (In sortedSequence, In self, bool outInt32, bool rig
                              sorter ? std::optional<at::Tensor>(*sorter) : std::nullopt));
   };
 })
-OPERATOR(aclnnBucketize, (In self, In boundaries, bool outInt32, bool right, Out out),
-         { return [=] { out.set(at::bucketize(self, boundaries, outInt32, right)); }; })
-
 OPERATOR(aclnnCat, (InList tensors, int64_t dim, Out out), {
   require(!tensors.empty(), "tensors", "the list is empty");
   return [=] { out.set(at::cat(tensors_of(tensors), dim)); };
@@ -192,13 +180,6 @@ OPERATOR(aclnnCat, (InList tensors, int64_t dim, Out out), {
 OPERATOR(aclnnStack, (InList tensors, int64_t dim, Out out), {
   require(!tensors.empty(), "tensors", "the list is empty");
   return [=] { out.set(at::stack(tensors_of(tensors), dim)); };
-})
-OPERATOR(aclnnSplitWithSize, (In self, Ints splitSize, int64_t dim, OutList out), {
-  require(splitSize.size() == out.size(), "splitSize", "it must have one size per result");
-  return [=] {
-    const std::vector<at::Tensor> parts = at::split_with_sizes(self, splitSize, dim);
-    for (size_t i = 0; i < parts.size(); ++i) out[i].set(parts[i]);
-  };
 })
 OPERATOR(aclnnRepeat, (In self, Ints repeats, Out out), { return [=] { out.set(self.repeat(repeats)); }; })
 OPERATOR(aclnnRepeatInterleave, (In self, In repeats, int64_t outputSize, Out out), {
@@ -215,7 +196,7 @@ OPERATOR(aclnnRepeatInterleaveIntWithDim, (In self, int64_t repeats, int64_t dim
          { return [=] { out.set(at::repeat_interleave(self, repeats, dim, outputSize)); }; })
 OPERATOR(aclnnRepeatInterleaveTensor, (In repeats, int64_t outputSize, Out out), {
   repeats.in(kIndices);
-  return [=] { out.set(at::repeat_interleave(repeats.to(at::kLong), outputSize)); };
+  return [=] { out.set(at::repeat_interleave(repeats.to(at::kLong), std::optional<int64_t>(outputSize))); };
 })
 OPERATOR(aclnnFlip, (In self, Ints dims, Out out), { return [=] { out.set(at::flip(self, dims)); }; })
 OPERATOR(aclnnRoll, (In self, Ints shifts, Ints dims, Out out),

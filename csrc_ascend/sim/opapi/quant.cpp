@@ -59,8 +59,6 @@ bool is_per_tensor(const Text& mode) {
 
 }  // namespace
 
-OPERATOR(aclnnDynamicQuant, (In x, Maybe smoothScales, Out y, Out scale),
-         { return dynamic_quant(x, smoothScales, std::nullopt, y, scale, std::nullopt, false); })
 OPERATOR(aclnnDynamicQuantV2,
          (In x, Maybe smoothScales, Maybe groupIndex, int64_t dstType, Out y, Out scale, MaybeOut offset),
          { return dynamic_quant(x, smoothScales, groupIndex, y, scale, offset, false); })
@@ -132,13 +130,6 @@ OPERATOR(aclnnTransQuantParamV3, (In scale, Maybe offset, int64_t roundMode, Out
   require(roundMode == 0 || roundMode == 1, "roundMode", "it must be 0 (truncate) or 1 (round)");
   return [=] { out.set(quant_parameters(scale, offset, roundMode)); };
 })
-OPERATOR(aclnnConvertWeightToINT4Pack, (In weight, Out weightInt4Pack), {
-  weight.in({at::kInt}).rank(2, 3);
-  require(weight.size(-1) % 8 == 0, "weight", "the last dimension must be a multiple of 8");
-  weightInt4Pack.in({at::kInt});
-  return [=] { weightInt4Pack.set(pack_int4(weight)); };
-})
-
 namespace {
 
 struct Product {

@@ -2,8 +2,6 @@
 // and the caller's generator moves its offset on with every call. The numbers differ from those of a chip.
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <limits>
-
 #include "sim/opapi/table.h"
 
 using namespace ascend_sim;
@@ -88,28 +86,4 @@ OPERATOR(
     })
 OPERATOR(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Out out), {
   return [=] { out.set(at::randperm(n, generator(seed, offset), at::TensorOptions().dtype(at::kLong))); };
-})
-
-// What may not be drawn becomes minus infinity: all but the k largest, then, of those, all but the smallest set
-// of the most probable whose probabilities sum up to p at least (the most probable one always stays).
-OPERATOR(aclnnApplyTopKTopP, (In logits, Maybe p, Maybe k, Out out), {
-  logits.in(kFloats).rank(2, 2);
-  require(p || k, "p", "one of p and k is required");
-  if (p) p->like(logits).shaped({logits.size(0)});
-  if (k) k->in({at::kInt}).shaped({logits.size(0)});
-  return [=] {
-    auto [values, order] = at::sort(logits.to(at::kFloat), /*stable=*/true, /*dim=*/-1, /*descending=*/false);
-    const double dropped = -std::numeric_limits<double>::infinity();
-    if (k) {
-      const at::Tensor first = (values.size(1) - k->to(at::kLong)).clamp(0, values.size(1) - 1);
-      values = values.masked_fill(values.lt(values.gather(1, first.unsqueeze(1))), dropped);
-    }
-    if (p) {
-      const at::Tensor below = at::softmax(values, -1).cumsum(-1);
-      at::Tensor drop = below.le(1 - p->to(at::kFloat).unsqueeze(1));
-      drop.select(1, -1).fill_(false);
-      values = values.masked_fill(drop, dropped);
-    }
-    out.set(at::empty_like(values).scatter_(1, order, values));
-  };
 })

@@ -70,10 +70,6 @@ OPERATOR(aclnnLogSumExp, (In self, Ints dim, bool keepDim, Out out), {
   self.in(kReal);
   return [=] { out.set(at::logsumexp(self, dim, keepDim)); };
 })
-OPERATOR(aclnnNorm, (In self, MaybeNumber p, Ints dim, bool keepDim, Out out), {
-  self.in(kFloats);
-  return [=] { out.set(at::norm(self, p ? *p : at::Scalar(2), dim, keepDim)); };
-})
 OPERATOR(aclnnStd, (In self, Ints dim, int64_t correction, bool keepdim, Out out), {
   self.in(kFloats);
   return [=] { out.set(at::std(self, dims_of(dim), at::Scalar(correction), keepdim)); };
@@ -82,7 +78,7 @@ OPERATOR(aclnnVarCorrection, (In self, Ints dim, int64_t correction, bool keepdi
   self.in(kFloats);
   return [=] { out.set(at::var(self, dims_of(dim), at::Scalar(correction), keepdim)); };
 })
-OPERATOR(aclnnVarMean, (In self, Ints dim, int64_t correction, bool keepdim, Out meanOut, Out varOut), {
+OPERATOR(aclnnVarMean, (In self, Ints dim, int64_t correction, bool keepdim, Out varOut, Out meanOut), {
   self.in(kFloats);
   return [=] { set_both(at::var_mean(self, dims_of(dim), at::Scalar(correction), keepdim), varOut, meanOut); };
 })
@@ -125,24 +121,6 @@ OPERATOR(aclnnKthvalue, (In self, int64_t k, int64_t dim, bool keepdim, Out valu
 })
 OPERATOR(aclnnMedianDim, (In self, int64_t dim, bool keepDim, Out valuesOut, Out indicesOut),
          { return [=] { set_both(at::median(self, dim, keepDim), valuesOut, indicesOut); }; })
-
-OPERATOR(aclnnLayerNorm,
-         (In input, Ints normalizedShape, Maybe weight, Maybe bias, double eps, Out out, MaybeOut mean,
-          MaybeOut rstd),
-         {
-           input.in(kFloats);
-           require(eps > 0, "eps", "it must be positive");
-           const auto optional = [](const Maybe& tensor) {
-             return tensor ? tensor->to(at::kFloat) : at::Tensor();
-           };
-           return [=] {
-             const auto results = at::native_layer_norm(input.to(at::kFloat), normalizedShape, optional(weight),
-                                                        optional(bias), eps);
-             out.set(std::get<0>(results));
-             if (mean) mean->set(std::get<1>(results));
-             if (rstd) rstd->set(std::get<2>(results));
-           };
-         })
 
 OPERATOR(aclnnBincount, (In self, Maybe weights, int64_t minlength, Out out), {
   self.in(kInts).rank(1, 1);

@@ -5,6 +5,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 
 namespace ascend_sim {
 namespace {
@@ -30,6 +32,10 @@ std::vector<std::string>& operators() {
   static std::vector<std::string> names;
   return names;
 }
+
+// Operators launched since they were last asked for.
+std::mutex g_launched_mutex;
+std::set<std::string> g_launched;
 
 aclnnStatus failed(const char* name, const std::exception& error, aclnnStatus code) {
   if (dynamic_cast<const Refusal*>(&error)) {
@@ -104,6 +110,10 @@ aclnnStatus launch(const char* name, aclOpExecutor* executor, aclrtStream stream
   }
   try {
     if (!owned->trace.empty()) trace(owned->trace);
+    {
+      const std::lock_guard<std::mutex> guard(g_launched_mutex);
+      g_launched.insert(owned->name);
+    }
     submit(stream, owned->name, [name, work = std::move(owned->work)] {
       const Scope scope(name);
       work();
@@ -125,5 +135,15 @@ extern "C" __attribute__((visibility("default"))) const char* ascend_sim_operato
     for (const std::string& name : names) joined += name + "\n";
     return joined;
   }();
+  return text.c_str();
+}
+
+// Names of the operators launched since the last call, one per line. The text lasts until the next call.
+extern "C" __attribute__((visibility("default"))) const char* ascend_sim_take_launched() {
+  static std::string text;
+  const std::lock_guard<std::mutex> guard(ascend_sim::g_launched_mutex);
+  text.clear();
+  for (const std::string& name : ascend_sim::g_launched) text += name + "\n";
+  ascend_sim::g_launched.clear();
   return text.c_str();
 }
