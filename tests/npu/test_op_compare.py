@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
@@ -73,7 +73,7 @@ CASES = [
     Case("aclnnClampMaxTensor", torch.clamp_max, A, B),
     Case("aclnnInplaceClampMinTensor", lambda x, y: x.clone().clamp_min_(y), A, B),
     Case("aclnnInplaceClampMaxTensor", lambda x, y: x.clone().clamp_max_(y), A, B),
-    Case("aclnnThreshold", lambda x: F.threshold(x, 0.1, 9.0), A),
+    Case("aclnnThreshold", lambda x: functional.threshold(x, 0.1, 9.0), A),
     Case("aclnnSWhere", torch.where, M, A, B),
     Case("aclnnSWhere", lambda m, x: torch.where(m, x, 0.0), M, A),
     Case("aclnnInplaceMaskedFillScalar", lambda x, m: x.masked_fill(m, -float("inf")), A, M),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch_npu
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
@@ -21,7 +21,9 @@ Q = _values.positive(4, 6)
 I = _values.integers(-20, 20, 4, 6)  # noqa: E741 - integers
 J = _values.integers(1, 5, 4, 6)
 
-_BOTH = "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan atan tanh erf sigmoid ceil floor frac relu"
+_BOTH = (
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan atan tanh erf sigmoid ceil floor frac relu"
+)
 _ONLY = "round trunc abs neg sign signbit isfinite isposinf isneginf silu gelu hardsigmoid hardswish bitwise_not"
 
 
@@ -31,7 +33,7 @@ def _operator(name: str) -> str:
 
 
 def _function(name: str) -> Callable[..., torch.Tensor]:
-    found: Callable[..., torch.Tensor] = getattr(torch, name, None) or getattr(F, name)
+    found: Callable[..., torch.Tensor] = getattr(torch, name, None) or getattr(functional, name)
     return found
 
 
@@ -105,12 +107,12 @@ def _cast_by_npu(x: torch.Tensor) -> torch.Tensor:
 
 def _others() -> list[Case]:
     return [
-        Case("aclnnGelu", F.gelu, BRAIN),
-        Case("aclnnSoftplus", F.softplus, A),
-        Case("aclnnElu", F.elu, A),
-        Case("aclnnLeakyRelu", lambda x: F.leaky_relu(x, 0.1), A),
-        Case("aclnnHardtanh", F.hardtanh, A),
-        Case("aclnnGlu", F.glu, A),
+        Case("aclnnGelu", functional.gelu, BRAIN),
+        Case("aclnnSoftplus", functional.softplus, A),
+        Case("aclnnElu", functional.elu, A),
+        Case("aclnnLeakyRelu", lambda x: functional.leaky_relu(x, 0.1), A),
+        Case("aclnnHardtanh", functional.hardtanh, A),
+        Case("aclnnGlu", functional.glu, A),
         Case("aclnnNanToNum", torch.nan_to_num, torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])),
         Case("aclnnInplaceNanToNum", _changed("nan_to_num"), torch.tensor([1.0, float("nan"), float("inf")])),
         Case("aclnnRoundDecimals", lambda x: torch.round(x, decimals=2), A),

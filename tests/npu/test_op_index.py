@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
@@ -35,7 +35,7 @@ CASES = [
     Case("aclnnIndexPutImpl", lambda x, i, v: x.clone().index_put_((i,), v, accumulate=True), A, ROWS, B[:3]),
     Case("aclnnIndexSelect", lambda x, i: x.index_select(0, i), A, ROWS),
     Case("aclnnIndexSelect", lambda x, i: x.index_select(1, i), A, ROWS.int()),
-    Case("aclnnEmbedding", lambda w, i: F.embedding(i, w), A, ROWS),
+    Case("aclnnEmbedding", lambda w, i: functional.embedding(i, w), A, ROWS),
     Case("aclnnGather", lambda x, i: x.gather(1, i), A, J),
     Case("aclnnTake", torch.take, A, J),
     Case("aclnnScatter", lambda x, i, s: x.scatter(1, i, s), A, PLACES, B[:, :3].contiguous()),
@@ -50,7 +50,7 @@ CASES = [
     Case("aclnnInplaceIndexCopy", lambda x, i, s: x.clone().index_copy_(0, i, s), A, ROWS, B[:3]),
     Case("aclnnIndexFillTensor", lambda x, i: x.index_fill(0, i, 7.0), A, ROWS),
     Case("aclnnInplaceIndexFillTensor", lambda x, i: x.clone().index_fill_(0, i, 7.0), A, ROWS),
-    Case("aclnnOneHot", lambda i: F.one_hot(i, 8), J),
+    Case("aclnnOneHot", lambda i: functional.one_hot(i, 8), J),
     Case("aclnnNonzero", torch.nonzero, M),
     Case("aclnnUnique2", lambda x: torch.unique(x, return_inverse=True, return_counts=True), J),
     Case("aclnnIsInTensorScalar", lambda x: torch.isin(x, 3), J),
@@ -71,7 +71,7 @@ CASES = [
     Case("aclnnTril", lambda x: x.tril(-1), A),
     Case("aclnnInplaceTriu", lambda x: x.clone().triu_(), A),
     Case("aclnnInplaceTril", lambda x: x.clone().tril_(), A),
-    Case("aclnnConstantPadNd", lambda x: F.pad(x, (1, 2), value=3.0), A),
+    Case("aclnnConstantPadNd", lambda x: functional.pad(x, (1, 2), value=3.0), A),
     Case("aclnnInplaceFillScalar", lambda x: x.clone().fill_(3.0), A),
     Case("aclnnInplaceFillTensor", lambda x, v: x.clone().fill_(v), A, torch.tensor(2.0)),
     Case("aclnnInplaceZero", lambda x: x.clone().zero_(), A),

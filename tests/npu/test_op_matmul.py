@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch_npu
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids, launched_by
 
@@ -26,8 +26,8 @@ CASES = [
     Case("aclnnMm", torch.mm, H[0], K[1]),
     Case("aclnnMatmul", torch.matmul, H[:, None], K[None]),
     Case("aclnnBatchMatMul", torch.bmm, H, K),
-    Case("aclnnMatmul", F.linear, A.half(), W.half()),
-    Case("aclnnAddmm", lambda a, w, b: F.linear(a, w, b), A, W, BIAS),
+    Case("aclnnMatmul", functional.linear, A.half(), W.half()),
+    Case("aclnnAddmm", lambda a, w, b: functional.linear(a, w, b), A, W, BIAS),
     Case("aclnnAddmm", lambda c, a, w: torch.addmm(c, a, w.t(), beta=0.5, alpha=2), C, A, W),
     Case("aclnnInplaceAddmm", lambda c, a, w: c.clone().addmm_(a, w.t()), C, A, W),
     Case("aclnnBaddbmm", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5), torch.ones(2, 4, 5).bfloat16(), H, K),
@@ -59,7 +59,7 @@ def test_fractal_weight_of_a_linear_layer(operator: str, rows: int, columns: int
     fractal = torch_npu.npu_format_cast(weight.npu(), FRACTAL_NZ)
     assert torch_npu.get_npu_format(fractal) == FRACTAL_NZ
     on_device = None if bias is None else bias.npu()
-    result, launched = launched_by(lambda: F.linear(x.npu(), fractal, on_device))
+    result, launched = launched_by(lambda: functional.linear(x.npu(), fractal, on_device))
     assert operator in launched
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert (result.cpu().double() - exact).abs().max() <= 2e-3 * exact.abs().max()

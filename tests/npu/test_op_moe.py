@@ -13,7 +13,9 @@ TOKENS, EXPERTS, TOP, HIDDEN, INNER = 7, 8, 2, 32, 16
 _values = Values(7)
 X = _values.normal(TOKENS, HIDDEN, dtype=torch.bfloat16)
 LOGITS = _values.normal(TOKENS, EXPERTS)
-CHOSEN = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:TOP] for i in range(TOKENS)])
+CHOSEN = torch.stack(
+    [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(i))[:TOP] for i in range(TOKENS)]
+)
 IDS = CHOSEN.to(torch.int32)
 WEIGHTS = _values.positive(TOKENS, TOP, dtype=torch.bfloat16)
 MATRICES = _values.normal(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16)
@@ -26,7 +28,9 @@ def _close(actual: torch.Tensor, exact: torch.Tensor, part: float = 1e-2) -> boo
 
 
 def test_gating_by_softmax() -> None:
-    (weights, chosen, rows), launched = launched_by(lambda: torch_npu.npu_moe_gating_top_k_softmax(LOGITS.npu(), k=TOP))
+    (weights, chosen, rows), launched = launched_by(
+        lambda: torch_npu.npu_moe_gating_top_k_softmax(LOGITS.npu(), k=TOP)
+    )
     assert "aclnnMoeGatingTopKSoftmax" in launched
     expected, indices = torch.softmax(LOGITS, -1).topk(TOP, -1)
     assert torch.allclose(weights.cpu(), expected)
@@ -58,7 +62,7 @@ def test_gating_within_the_best_groups(norm_type: int, best_two: int) -> None:
     for token in range(TOKENS):
         groups = strength[token].topk(2)[1].tolist()
         allowed = [2 * group + i for group in groups for i in range(2)]
-        best = sorted(allowed, key=lambda expert: -float((scores + bias)[token, expert]))[:TOP]  # noqa: B023
+        best = sorted(allowed, key=lambda expert: -float((scores + bias)[token, expert]))[:TOP]
         assert chosen[token].tolist() == best
         expected = scores[token, best]
         if norm_type == 1:
@@ -112,7 +116,8 @@ def test_rows_are_quantised_on_the_way() -> None:
 
 def _grouped(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     starts = [0, *ends[:-1]]
-    return torch.cat([rows[a:b].double() @ MATRICES[i].double() for i, (a, b) in enumerate(zip(starts, ends))])
+    parts = zip(starts, ends, MATRICES, strict=True)
+    return torch.cat([rows[start:end].double() @ matrix.double() for start, end, matrix in parts])
 
 
 @pytest.mark.parametrize("listed", ["counts", "ends"])

@@ -23,8 +23,8 @@ def _over(name: str, **options: Any) -> Any:
 def _reductions() -> list[Case]:
     cases = []
     for name, operator in (("sum", "ReduceSum"), ("mean", "Mean"), ("amax", "Amax"), ("amin", "Amin")):
-        for options in ({}, {"dim": 1}, {"dim": (0, 1), "keepdim": True}):
-            cases.append(Case("aclnn" + operator, _over(name, **options), A))
+        ways: tuple[dict[str, Any], ...] = ({}, {"dim": 1}, {"dim": (0, 1), "keepdim": True})
+        cases += [Case("aclnn" + operator, _over(name, **options), A) for options in ways]
     for name, whole, along in (
         ("max", "Max", "MaxDim"),
         ("min", "Min", "MinDim"),
