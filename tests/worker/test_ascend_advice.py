@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from ascend_vllm import envs
 from ascend_vllm.attention.ascend import AscendAttention
 from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.errors import ConfigError
 from ascend_vllm.worker import worker as worker_module
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
@@ -64,3 +66,19 @@ def test_the_worker_logs_a_backends_advice(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(worker_module.logger, "propagate", True)
     Worker(config_of({})).load_model()
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == ["mind Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (PFA, "yes"),
+        (IFA, "2"),
+        (PREFIX, "true"),
+        ("ASCEND_VLLM_ATTENTION_OPS", "paged"),
+        ("VLLM_ASCEND_ENABLE_NZ", "3"),
+    ],
+)
+def test_switches_with_other_values_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name} must be .* got '{value}'"):
+        envs.ascend_enable_nz() if name == "VLLM_ASCEND_ENABLE_NZ" else AscendAttention(128)
