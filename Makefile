@@ -20,7 +20,8 @@ NATIVE_SOURCES := $(shell find csrc_ascend -path csrc_ascend/sim -prune -o -type
 SIM_SOURCES := $(shell find csrc_ascend/sim -type f 2>/dev/null) csrc_ascend/build.py
 CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
 
-PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile
+# in the order of tests/conftest.py, not that of the number of tests
+PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST_CPU = $(PYTEST) $(ARGS)
 # the same suite in a process that sees simulated devices: tests/npu and nothing else
 PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTEST) -o testpaths=tests/npu $(ARGS)

@@ -27,6 +27,12 @@ def demo_model_dir() -> str:
         return ensure_demo_model()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: one that begins last would keep one worker busy while the others are done."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow_files)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
 

@@ -13,6 +13,7 @@ import functools
 import random
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -380,6 +381,7 @@ def _alone(sent: Sent, limit: int) -> tuple[list[int], FinishReason, int | None]
     return alone.token_ids, alone.finish_reason, alone.stop_reason
 
 
+@pytest.mark.slow
 def test_random_traffic() -> None:
     SchedulerMachine.seen.clear()
     run_state_machine_as_test(

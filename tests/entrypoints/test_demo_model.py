@@ -37,6 +37,7 @@ def test_conversations_repeat_from_a_seed() -> None:
     assert build_conversations(3) != build_conversations(4)
 
 
+@pytest.mark.slow
 def test_training_repeats_from_a_seed(tmp_path: pathlib.Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         make_demo_model(tmp_path / name, seed=seed, plan=SHORT)

@@ -18,6 +18,7 @@ from tests.tiny_models import tiny_model
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
