@@ -125,6 +125,35 @@ def ascend_enable_nz() -> int:
     return int(value)
 
 
+def infer_mode() -> str | None:
+    """`INFER_MODE`: PTA makes decoding on NPUs replay graphs that torchair compiles; unset, the default, does not."""
+    value = os.environ.get("INFER_MODE") or None
+    if value not in (None, "PTA"):
+        raise ConfigError(f"INFER_MODE must be PTA or unset, got {value!r}.")
+    return value
+
+
+def torchair_decode_gear_enable() -> bool:
+    """`PTA_TORCHAIR_DECODE_GEAR_ENABLE`: 1 takes the numbers of sequences that graphs are made for from a list.
+
+    The default, 0, takes powers of two. It needs INFER_MODE=PTA.
+    """
+    return _switch("PTA_TORCHAIR_DECODE_GEAR_ENABLE", default=False)
+
+
+def torchair_decode_gear_list() -> str | None:
+    """`PTA_TORCHAIR_DECODE_GEAR_LIST`: the numbers of sequences that graphs are made for, such as 2,4,8,16.
+
+    1 and numbers above --max-num-seqs are left out, and --max-num-seqs is added.
+    """
+    return os.environ.get("PTA_TORCHAIR_DECODE_GEAR_LIST") or None
+
+
+def torchair_cache_home() -> pathlib.Path:
+    """`TORCHAIR_CACHE_HOME`: where compiled graphs are kept; default .torchair_cache in the current directory."""
+    return pathlib.Path(os.environ.get("TORCHAIR_CACHE_HOME") or ".torchair_cache").expanduser()
+
+
 def omp_num_threads() -> int | None:
     """`OMP_NUM_THREADS`: number of compute threads; None: one for each core this process may use."""
     value = os.environ.get("OMP_NUM_THREADS", "")

@@ -48,7 +48,6 @@ They may be set; nothing changes.
 | variable | feature |
 |---|---|
 | `VLLM_IMAGE_FETCH_TIMEOUT`, `VLLM_AUDIO_FETCH_TIMEOUT` | images and sound in prompts |
-| `INFER_MODE`, `PTA_TORCHAIR_DECODE_GEAR_ENABLE`, `PTA_TORCHAIR_DECODE_GEAR_LIST` | graph mode on NPUs |
 | `EAGLE_USE_SAFE_AI_LAB_STYLE`, `ENABLE_SPEC_METRIC` | speculative decoding |
 """
 

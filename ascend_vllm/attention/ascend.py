@@ -102,6 +102,9 @@ class AscendAttention(AttentionBackend):
     def num_spare_blocks(self, max_num_rows: int) -> int:
         return -(-max_num_rows // self.block_size)
 
+    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:
+        return self._ops.replay_arguments(seq_lens)
+
     def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         device, size = kv_caches[0].device, kv_caches[0].shape[1]
         self._windows = tuple(dict.fromkeys(spec.sliding_window for spec in specs if spec.sliding_window is not None))

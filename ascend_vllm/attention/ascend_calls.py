@@ -84,6 +84,10 @@ class AttentionOps(abc.ABC):
         """Whether a part of a kind reads `DevicePart.window_masks`."""
         return False
 
+    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:  # noqa: ARG002 - of those that can
+        """See `AttentionBackend.replay_arguments`."""
+        return None
+
     @abc.abstractmethod
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         """Attention of a part.
@@ -107,6 +111,10 @@ class FusedAttention(AttentionOps):
     """npu_fused_infer_attention_score: one call for prompts, chunks and decoding rows alike."""
 
     splits_kinds = False
+
+    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]]:
+        """The arguments of `attend` that differ from step to step."""
+        return {"actual_seq_lengths": list(range(1, len(seq_lens) + 1)), "actual_seq_lengths_kv": seq_lens}
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         """See `AttentionOps.attend`."""

@@ -94,6 +94,17 @@ class AttentionBackend(abc.ABC):
         """What an operator should know of how this model will be computed, as sentences; logged as warnings."""
         return []
 
+    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:  # noqa: ARG002 - see below
+        """Lists on the host that a captured decoding step needs anew in each replay; None: it cannot be replayed.
+
+        Args:
+            seq_lens: tokens of each row with the step's own, one.
+
+        Returns:
+            The lists by the names that the operators have for them.
+        """
+        return None
+
     def num_spare_blocks(self, max_num_rows: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
         """Blocks that a cache has behind those of the pool, for tokens that are stored nowhere; 0 if not needed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.graphs import GraphConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
@@ -57,3 +58,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     device: DeviceConfig
     observability: ObservabilityConfig
     structured: StructuredOutputsConfig = StructuredOutputsConfig()
+    graphs: GraphConfig = GraphConfig()

@@ -6,12 +6,15 @@ import argparse
 import dataclasses
 from typing import Any
 
+import msgspec
+
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine import arg_checks, arg_hf_config, arg_limits, arg_pooling
 from ascend_vllm.engine.arg_fields import Flag, flags_of, refuse_unsupported
+from ascend_vllm.engine.arg_graphs import resolve_graph_config
 from ascend_vllm.engine.arg_parser import (
     AUTO_LENGTH,
     FlexibleArgumentParser,
@@ -129,7 +132,10 @@ class EngineArgs(
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )
         arg_checks.check_config(config)
-        return config
+        longest = self.max_seq_len_to_capture
+        if self.max_context_len_to_capture is not None:
+            longest = self.max_context_len_to_capture
+        return msgspec.structs.replace(config, graphs=resolve_graph_config(config, longest))
 
     def _observability_config(self) -> ObservabilityConfig:
         arg_checks.check_detailed_traces(self.collect_detailed_traces, self.otlp_traces_endpoint)

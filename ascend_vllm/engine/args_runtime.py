@@ -304,13 +304,11 @@ class ParallelArgs:
         None,
         "The older name of --max-seq-len-to-capture.",
         kind="int",
-        no_effect="no graphs are captured on CPU",
     )
     max_seq_len_to_capture: int = flag(
         8192,
-        "The longest sequence that is run from captured graphs.",
+        "The longest sequence that is decoded in captured graphs, on NPUs; longer ones run operator by operator.",
         kind="int",
-        no_effect="no graphs are captured on CPU",
     )
     compilation_config: str | None = flag(
         None,

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ascend_vllm.config.cache import CacheConfig
+
+
+class DeviceGraph(abc.ABC):
+    """Work of a device that was captured and can be done again at one call."""
+
+    @abc.abstractmethod
+    def replay(self, host_arguments: Mapping[str, list[int]]) -> None:
+        """Does it again, behind what the current stream has been given, with what its tensors hold by then.
+
+        Args:
+            host_arguments: lists in the place of those that operators were called with, by the arguments' names.
+        """
+
+
+class GraphRecorder(abc.ABC):
+    """Captures graphs, all of which work in the same memory and so never at the same time."""
+
+    @abc.abstractmethod
+    def capture(self, work: Callable[[], None]) -> DeviceGraph:
+        """Captures what a function launches; nothing is computed. It must not wait for the device."""
 
 
 class Platform(abc.ABC):
@@ -76,6 +96,10 @@ class Platform(abc.ABC):
 
     def release_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Gives memory back that tensors of this process have been in and are no longer."""
+
+    def make_graph_recorder(self) -> GraphRecorder | None:
+        """What captures graphs, with a pool of memory of its own; None: the device has no graphs."""
+        return None
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """[num_bytes] uint8 of zeros, for big buffers that live as long as the worker."""

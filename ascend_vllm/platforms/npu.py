@@ -14,7 +14,8 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus
 from ascend_vllm.platforms.host import usable_cores
-from ascend_vllm.platforms.interface import Platform
+from ascend_vllm.platforms.interface import GraphRecorder, Platform
+from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 
 logger = init_logger(__name__)
 
@@ -156,6 +157,10 @@ class NpuPlatform(Platform):
         """Empties the allocator's cache."""
         self._npu.synchronize()
         self._npu.empty_cache()
+
+    def make_graph_recorder(self) -> GraphRecorder:
+        """NPUGraph."""
+        return NpuGraphRecorder(self._npu)
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Pinned, so that copies need no detour and nobody waits for them."""

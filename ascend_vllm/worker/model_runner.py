@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -16,6 +18,13 @@ from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
+
+
+class DecodeGraphs(Protocol):
+    """What computes decoding steps faster than operator by operator."""
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """[T, H] of a batch's tokens, valid until the next call; None if this is no batch for graphs."""
 
 
 class ModelRunner:
@@ -61,6 +70,11 @@ class ModelRunner:
         )
         self._device = device
         self._multi_step = MultiStepDecoder(batch, self._sampler, self._logits, device, host_memory=host_memory)
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """Lets graphs of `compute_hidden` compute the steps that they serve."""
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepOutput:
@@ -134,7 +148,12 @@ class ModelRunner:
         )
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of the step's tokens."""
+        """[T, H] of the step's tokens; what graphs computed is valid until they run again."""
+        hidden = None if self._graphs is None else self._graphs.run(batch)
+        return self.compute_hidden(batch) if hidden is None else hidden
+
+    def compute_hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] of a batch's tokens, operator by operator."""
         metadata = self._backend.prepare(batch)
         return self._model.forward(batch, self._kv_caches, self._backend, metadata)
 

@@ -17,6 +17,7 @@ import torch
 from ascend_vllm import envs
 from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.context import BuildContext
@@ -30,6 +31,7 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
+from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
 from ascend_vllm.worker.model_runner import ModelRunner
@@ -143,7 +145,7 @@ class Worker:
         cache = self._config.cache
         if cache.num_gpu_blocks_override is not None:
             return cache.num_gpu_blocks_override
-        num_bytes = max(0, self._platform.kv_cache_bytes(cache, self._peak_bytes()))
+        num_bytes = max(0, self._platform.kv_cache_bytes(cache, self._peak_bytes() + self._graph_bytes()))
         num_spare = self._num_spare_blocks()
         num_blocks = num_bytes // self._block_bytes() - num_spare
         if num_blocks < 1:
@@ -185,6 +187,7 @@ class Worker:
         if num_cpu_blocks:
             cpu_caches = self._allocate_caches(num_cpu_blocks, "swap pool", "--swap-space", on_host=True)
         self._runner = self._make_runner(kv_caches, cpu_caches)
+        graphs = self._make_graphs(self._runner)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
             num_blocks,
@@ -193,6 +196,9 @@ class Worker:
             num_cpu_blocks,
             num_cpu_blocks * self._block_bytes() / GIB,
         )
+        if graphs is not None and isinstance(self._runner, ModelRunner):
+            graphs.capture()
+            self._runner.use_graphs(graphs)
         self._warm_up(self._runner, num_blocks)
 
     def _make_runner(
@@ -213,6 +219,19 @@ class Worker:
             config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
         )
         return PoolingRunner(model, backend, kv_caches, mover, batch, gatherer, self._device)
+
+    def _make_graphs(self, runner: ModelRunner | PoolingRunner) -> GraphRunner | None:
+        """Graphs for a runner, not captured; None if it runs without."""
+        graphs, backend = self._config.graphs, self._model_in_use.backend
+        if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
+            return None
+        recorder = self._platform.make_graph_recorder()
+        if recorder is None or backend.replay_arguments([1]) is None:
+            missing = "the device has none" if recorder is None else "the attention operators cannot be replayed"
+            logger.warning("Decoding runs without graphs: %s", missing)
+            return None
+        block_size = self._config.cache.block_size
+        return GraphRunner(graphs, backend, runner.compute_hidden, recorder, block_size, self._device)
 
     def execute_model(self, step: SchedulerOutput) -> StepOutput:
         """Runs one step; see `ModelRunner.execute`."""
@@ -369,6 +388,30 @@ class Worker:
         finally:
             del kv_caches
             self._let_go_of_caches()
+
+    def _graph_bytes(self) -> int:
+        """Memory that graphs keep: the largest one's, in which the others work, too, and what each of them returns.
+
+        Raises:
+            ConfigError: there is no memory for it.
+        """
+        if self._config.graphs.mode == GraphMode.EAGER:
+            return 0
+        kv_caches = self._bound_caches(1, "KV cache to capture a graph", "--max-num-seqs")
+        runner = self._make_runner(kv_caches, [])
+        graphs = self._make_graphs(runner)
+        if graphs is None:
+            return 0
+        self._platform.release_memory()
+        before = self._platform.free_bytes()
+        try:
+            graphs.capture(only_largest=True)
+            self._platform.release_memory()
+            return before - self._platform.free_bytes() + graphs.output_bytes()
+        finally:
+            del graphs, runner, kv_caches
+            self._let_go_of_caches()
+            self._platform.release_memory()
 
     def _let_go_of_caches(self) -> None:
         """Frees the KV cache and what works with it."""

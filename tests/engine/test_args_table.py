@@ -146,12 +146,12 @@ def test_defaults_and_allowed_values_are_not_refused(owner: type) -> None:
 
 
 def test_flags_without_effect_are_announced(caplog: pytest.LogCaptureFixture) -> None:
-    values = vars(EngineArgs(max_seq_len_to_capture=4096))
+    values = vars(EngineArgs(disable_custom_all_reduce=True))
     logger = logging.getLogger("ascend_vllm")
     logger.addHandler(caplog.handler)
     try:
         refuse_unsupported(EngineArgs, values)
     finally:
         logger.removeHandler(caplog.handler)
-    assert "--max-seq-len-to-capture has no effect: no graphs are captured on CPU" in caplog.text
+    assert "--disable-custom-all-reduce has no effect: results are always added in the standard way" in caplog.text
     assert "--tokenizer-pool-size" not in caplog.text

@@ -1,0 +1,106 @@
+"""Which graphs decoding replays: from flags, environment and model to the section of the configuration."""
+
+from __future__ import annotations
+
+from ascend_vllm import envs
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.graphs import GraphConfig, GraphMode, adjusted_gears, default_gears, parse_gears
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+GEAR_ENABLE = "PTA_TORCHAIR_DECODE_GEAR_ENABLE"
+GEAR_LIST = "PTA_TORCHAIR_DECODE_GEAR_LIST"
+# decoders like Llama's and Qwen2's: graphs are captured for them unless somebody says otherwise
+CAPTURED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DEFAULT_MAX_SEQ_LEN_TO_CAPTURE = 8192
+# names that config.json has for the number of experts
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> GraphConfig:
+    """The section of graphs for an engine, which is logged with its reasons.
+
+    Args:
+        config: all other sections.
+        max_seq_len_to_capture: --max-seq-len-to-capture.
+
+    Raises:
+        ConfigError: a flag or a variable is wrong, or graphs are asked for where there can be none.
+    """
+    if max_seq_len_to_capture < 1:
+        raise ConfigError(f"--max-seq-len-to-capture must be at least 1, got {max_seq_len_to_capture}.")
+    asks = envs.infer_mode() == "PTA"
+    reason = _reason_against(config, asks=asks)
+    if reason:
+        if asks:
+            logger.warning("INFER_MODE=PTA has no effect: %s", reason)
+        elif config.device.device != "cpu":
+            logger.info("Decoding runs without graphs: %s", reason)
+        if max_seq_len_to_capture != DEFAULT_MAX_SEQ_LEN_TO_CAPTURE:
+            logger.warning("--max-seq-len-to-capture has no effect: %s", reason)
+        return GraphConfig()
+    mode = GraphMode.COMPILED if asks else GraphMode.CAPTURED
+    gears = _resolve_gears(config.scheduler.max_num_seqs, asks=asks)
+    max_seq_len = min(max_seq_len_to_capture, config.scheduler.max_model_len)
+    logger.info(
+        "Decoding replays %s graphs of %s sequences of up to %d tokens; --enforce-eager turns this off",
+        mode.value,
+        ", ".join(map(str, gears)),
+        max_seq_len,
+    )
+    return GraphConfig(mode, gears, max_seq_len)
+
+
+def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
+    """Why decoding runs without graphs, None if it does not.
+
+    Raises:
+        ConfigError: INFER_MODE=PTA asks for what there is not.
+    """
+    model, size = config.model, config.parallel.tensor_parallel_size
+    if config.device.device == "cpu":
+        return "no graphs are captured on CPU"
+    if model.enforce_eager:
+        return "--enforce-eager is set"
+    if model.pooler is not None:
+        return "a pooling model does not decode"
+    if asks:
+        if _has_experts(config) and config.scheduler.num_scheduler_steps > 1:
+            raise ConfigError(
+                "INFER_MODE=PTA does not go with --num-scheduler-steps above 1 for models with experts: set "
+                "--num-scheduler-steps 1, or unset INFER_MODE."
+            )
+        if size > 1:
+            raise ConfigError(
+                f"INFER_MODE=PTA with --tensor-parallel-size {size}: graphs do not reach over several NPUs in this "
+                "version; unset INFER_MODE or use one NPU."
+            )
+        return None
+    if model.architecture not in CAPTURED_ARCHITECTURES:
+        return f"{model.architecture} has them with INFER_MODE=PTA only"
+    if size > 1:
+        return f"--tensor-parallel-size {size}, and they do not reach over several NPUs"
+    return None
+
+
+def _has_experts(config: EngineConfig) -> bool:
+    return any(int(config.model.hf_config.get(name) or 0) > 1 for name in _EXPERT_COUNTS)
+
+
+def _resolve_gears(max_num_seqs: int, *, asks: bool) -> tuple[int, ...]:
+    text = envs.torchair_decode_gear_list()
+    if not (asks and envs.torchair_decode_gear_enable()):
+        if text:
+            missing = f"{GEAR_ENABLE}=1" if asks else "INFER_MODE=PTA"
+            logger.warning("%s=%s has no effect without %s", GEAR_LIST, text, missing)
+        return default_gears(max_num_seqs)
+    if not text:
+        gears = default_gears(max_num_seqs)
+        logger.info("%s is not set; decoding gears: %s", GEAR_LIST, ", ".join(map(str, gears)))
+        return gears
+    gears, changes = adjusted_gears(parse_gears(text, GEAR_LIST), max_num_seqs)
+    adjustments = f" ({'; '.join(changes)})" if changes else ""
+    logger.info("%s=%s; decoding gears: %s%s", GEAR_LIST, text, ", ".join(map(str, gears)), adjustments)
+    return gears

@@ -1,0 +1,56 @@
+"""Captured graphs on Ascend NPUs, over torch_npu's NPUGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ascend_vllm.platforms.interface import DeviceGraph, GraphRecorder
+
+
+class NpuGraphRecorder(GraphRecorder):
+    """Captures graphs that share one pool of memory.
+
+    Args:
+        npu: the module `torch_npu.npu`. Any: it has no annotations.
+    """
+
+    def __init__(self, npu: Any) -> None:
+        self._npu = npu
+        self._pool = npu.graph_pool_handle()
+        self._stream = npu.Stream()
+
+    def capture(self, work: Callable[[], None]) -> DeviceGraph:
+        """See `GraphRecorder.capture`."""
+        graph = self._npu.NPUGraph()
+        self._npu.synchronize()
+        # attention takes its lengths from the host, where a graph keeps what they were: such calls are recorded in a
+        # way that they can be given others
+        with self._npu.graph(
+            graph,
+            pool=self._pool,
+            stream=self._stream,
+            auto_dispatch_capture=True,
+            # the allocator takes memory for the graph while it is captured
+            capture_error_mode="relaxed",
+        ):
+            work()
+        return _NpuGraph(self._npu, graph)
+
+
+class _NpuGraph(DeviceGraph):
+    def __init__(self, npu: Any, graph: Any) -> None:
+        self._npu = npu
+        self._graph = graph
+        self._done = npu.Event()
+        self._running = False
+
+    def replay(self, host_arguments: Mapping[str, list[int]]) -> None:
+        """See `DeviceGraph.replay`."""
+        if self._running:
+            # what a replay under way has yet to launch must not be changed
+            self._done.synchronize()
+        self._graph.update(cpu_update_input=[dict(host_arguments)])
+        self._graph.replay()
+        self._done.record()
+        self._running = True

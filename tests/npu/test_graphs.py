@@ -1,0 +1,158 @@
+"""Decoding by graphs, through whole engines: the same tokens as operator by operator, and replays that happen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from ascend_vllm import SamplingParams
+from ascend_vllm.config.graphs import GraphConfig, GraphMode
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.llm_engine import LLMEngine
+from tests.npu.launches import launched_by
+from tests.tiny_models import tiny_model
+
+PROMPTS = [
+    "The quick brown fox",
+    "Hello!",
+    "Blocks of the cache hold keys and values; a request gets more",
+    "1 2 3 4 5",
+    "Serving a model means answering many requests",
+]
+# stores keys in eager steps, and is part of a graph otherwise
+STORES_KEYS = "aclnnScatterPaKvCache"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables as users have them who set none."""
+    for name in ("INFER_MODE", "PTA_TORCHAIR_DECODE_GEAR_ENABLE", "PTA_TORCHAIR_DECODE_GEAR_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    # what makes expandable segments has tests of its own
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
+
+
+def make_engine(model: str = "llama", gears: tuple[int, ...] | None = None, **changes: Any) -> LLMEngine:
+    options: dict[str, Any] = {"max_num_seqs": 5, "max_model_len": 256, "num_gpu_blocks_override": 20} | changes
+    config = EngineArgs(
+        model=tiny_model(model, "float16"), device="npu", swap_space=0, disable_log_stats=True, **options
+    ).create_engine_config()
+    if gears is not None:
+        config = msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, gears=gears))
+    return LLMEngine(config)
+
+
+def generate(engine: LLMEngine, prompts: Sequence[str] = PROMPTS, **params: Any) -> list[tuple[int, ...]]:
+    """Ids of the answers, in the order of the prompts."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(
+            str(number), prompt, SamplingParams(**({"temperature": 0, "max_tokens": 10, "ignore_eos": True} | params))
+        )
+    answers: dict[str, tuple[int, ...]] = {}
+    while engine.has_unfinished_requests():
+        answers |= {
+            output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step() if output.finished
+        }
+    return [answers[str(number)] for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def eager_answers() -> list[tuple[int, ...]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
+        engine = make_engine(enforce_eager=True)
+        answers = generate(engine)
+        # the model does not say the same whatever it is asked
+        assert len(set(answers)) == len(PROMPTS)
+        return answers
+
+
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_tokens_are_those_of_eager_steps(eager_answers: list[tuple[int, ...]], num_scheduler_steps: int) -> None:
+    engine = make_engine(num_scheduler_steps=num_scheduler_steps)
+    # rows in full gears, then ends of different times, so that batches shrink through padded ones
+    assert generate(engine) == eager_answers
+    assert generate(engine, PROMPTS[:1]) == eager_answers[:1]
+    assert generate(engine, PROMPTS[1:4]) == eager_answers[1:4]
+
+
+@pytest.mark.parametrize("model", ["llama-dynamic", "mistral", "qwen2-tied"])
+def test_positions_and_windows_move_in_graphs(model: str) -> None:
+    """Longer than the window and than the trained length, over a block's end."""
+    prompts = [PROMPTS[2] * 5, PROMPTS[4] * 2]
+    by_graph, eager = (
+        generate(make_engine(model, enforce_eager=enforce_eager), prompts, max_tokens=20)
+        for enforce_eager in (False, True)
+    )
+    assert by_graph == eager
+
+
+def decode_step_launches(engine: LLMEngine, prompts: Sequence[str], num_steps: int = 1) -> list[bool]:
+    """Whether each of some decoding steps launched the operators of layers by themselves."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    engine.step()
+    eager = [STORES_KEYS in launched_by(engine.step)[1] for _ in range(num_steps)]
+    engine.abort_request([str(number) for number in range(len(prompts))])
+    engine.step()
+    return eager
+
+
+def test_decoding_replays() -> None:
+    assert decode_step_launches(make_engine(), PROMPTS[:3]) == [False]
+    assert decode_step_launches(make_engine(enforce_eager=True), PROMPTS[:3]) == [True]
+
+
+def test_more_rows_than_the_largest_gear_run_eager(eager_answers: list[tuple[int, ...]]) -> None:
+    engine = make_engine(gears=(2, 3))
+    assert decode_step_launches(engine, PROMPTS[:4]) == [True]
+    assert decode_step_launches(engine, PROMPTS[:3]) == [False]
+    assert generate(engine) == eager_answers
+
+
+def test_long_sequences_run_eager(eager_answers: list[tuple[int, ...]]) -> None:
+    engine = make_engine(max_seq_len_to_capture=10)
+    eager = decode_step_launches(engine, ["Hello!"], 12)
+    assert set(eager) == {False, True}
+    assert eager == sorted(eager)
+    assert generate(engine) == eager_answers
+
+
+def test_graphs_are_in_the_account_of_memory() -> None:
+    """The cache that is sized by what is left is smaller by what a graph keeps."""
+    sizes = []
+    for enforce_eager in (True, False):
+        engine = make_engine(
+            enforce_eager=enforce_eager,
+            num_gpu_blocks_override=None,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.3,
+        )
+        sizes.append(engine._client.ready.num_gpu_blocks)
+    assert sizes[1] < sizes[0]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("ascend_vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_operators_that_cannot_be_replayed_run_eager(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ASCEND_VLLM_ATTENTION_OPS", "flash")
+    engine = make_engine()
+    assert "Decoding runs without graphs: the attention operators cannot be replayed" in log.text
+    assert decode_step_launches(engine, PROMPTS[:1]) == [True]
+
+
+def test_progress_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert make_engine().config.graphs == GraphConfig(GraphMode.CAPTURED, (2, 4, 5), 256)
+    assert "Capturing graphs: 100%" in capfd.readouterr().err

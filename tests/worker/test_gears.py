@@ -1,0 +1,172 @@
+"""Which graphs decoding replays: gears, their adjustments, and what the flags and variables make of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ParallelConfig
+from ascend_vllm.config.graphs import GraphConfig, GraphMode, adjusted_gears, default_gears, parse_gears
+from ascend_vllm.config.model import PoolerConfig
+from ascend_vllm.engine.arg_graphs import resolve_graph_config
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.errors import ConfigError
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float16",
+}
+
+
+@pytest.mark.parametrize(
+    ("gears", "max_num_seqs", "expected", "changes"),
+    [
+        ([2, 4, 6, 8, 16, 32], 32, (2, 4, 6, 8, 16, 32), []),
+        (
+            [2, 4, 6, 8, 16, 32],
+            10,
+            (2, 4, 6, 8, 10),
+            ["16, 32 left out, above --max-num-seqs 10", "10 added, so that --max-num-seqs 10 sequences fit"],
+        ),
+        ([4, 2, 4], 256, (2, 4, 256), ["256 added, so that --max-num-seqs 256 sequences fit"]),
+        ([1, 4], 4, (4,), ["gear 1 is left out, single sequences run in gear 4"]),
+        (
+            [1],
+            1,
+            (2,),
+            [
+                "gear 1 is left out, single sequences run in gear 2",
+                "2 added, so that --max-num-seqs 1 sequences fit",
+            ],
+        ),
+        ([8], 8, (8,), []),
+    ],
+)
+def test_gears_are_fitted(gears: list[int], max_num_seqs: int, expected: tuple[int, ...], changes: list[str]) -> None:
+    assert adjusted_gears(gears, max_num_seqs) == (expected, changes)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"), [(1, (2,)), (2, (2,)), (3, (2, 3)), (8, (2, 4, 8)), (20, (2, 4, 8, 16, 20))]
+)
+def test_gears_nobody_listed(max_num_seqs: int, expected: tuple[int, ...]) -> None:
+    assert default_gears(max_num_seqs) == expected
+
+
+def test_lists_are_read() -> None:
+    assert parse_gears(" 8, 2,4", "LIST") == (8, 2, 4)
+    for text in ("2,,4", "2;4", "0,2", "-2", "two", "2.5"):
+        with pytest.raises(ConfigError, match="LIST must be numbers above 0 separated by commas"):
+            parse_gears(text, "LIST")
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """What a server of a small Llama on an NPU would have, without its graphs."""
+    for name in ("INFER_MODE", "PTA_TORCHAIR_DECODE_GEAR_ENABLE", "PTA_TORCHAIR_DECODE_GEAR_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    made = EngineArgs(model=str(tmp_path), max_num_seqs=8, dtype="float16", device="cpu").create_engine_config()
+    assert made.graphs == GraphConfig()
+    return msgspec.structs.replace(made, device=DeviceConfig("npu"))
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the package logs."""
+    logger = logging.getLogger("ascend_vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_llama_on_one_npu_has_captured_graphs(config: EngineConfig, log: pytest.LogCaptureFixture) -> None:
+    assert resolve_graph_config(config, 8192) == GraphConfig(GraphMode.CAPTURED, (2, 4, 8), 4096)
+    assert "captured graphs of 2, 4, 8 sequences of up to 4096 tokens" in log.text
+    assert resolve_graph_config(config, 100).max_seq_len == 100
+    with pytest.raises(ConfigError, match="--max-seq-len-to-capture must be at least 1, got 0"):
+        resolve_graph_config(config, 0)
+
+
+def test_pta_compiles_the_listed_gears(
+    config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_LIST", "2,6,16")
+    assert resolve_graph_config(config, 8192) == GraphConfig(GraphMode.COMPILED, (2, 6, 8), 4096)
+    assert (
+        "PTA_TORCHAIR_DECODE_GEAR_LIST=2,6,16; decoding gears: 2, 6, 8 (16 left out, above --max-num-seqs 8; "
+        "8 added, so that --max-num-seqs 8 sequences fit)"
+    ) in log.text
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "0")
+    assert resolve_graph_config(config, 8192).gears == (2, 4, 8)
+    assert "LIST=2,6,16 has no effect without PTA_TORCHAIR_DECODE_GEAR_ENABLE=1" in log.text
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
+    monkeypatch.delenv("PTA_TORCHAIR_DECODE_GEAR_LIST")
+    assert resolve_graph_config(config, 8192).gears == (2, 4, 8)
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_LIST", "2,b")
+    with pytest.raises(ConfigError, match="PTA_TORCHAIR_DECODE_GEAR_LIST must be numbers"):
+        resolve_graph_config(config, 8192)
+    monkeypatch.delenv("INFER_MODE")
+    assert resolve_graph_config(config, 8192).mode == GraphMode.CAPTURED
+    assert "LIST=2,b has no effect without INFER_MODE=PTA" in log.text
+
+
+def with_model(config: EngineConfig, **changes: object) -> EngineConfig:
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **changes))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_who_runs_eager_and_why(
+    config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    if asks:
+        monkeypatch.setenv("INFER_MODE", "PTA")
+    for changed, reason in (
+        (msgspec.structs.replace(config, device=DeviceConfig("cpu")), "no graphs are captured on CPU"),
+        (with_model(config, enforce_eager=True), "--enforce-eager is set"),
+        (with_model(config, pooler=PoolerConfig("embed", "embed")), "a pooling model does not decode"),
+    ):
+        log.clear()
+        assert resolve_graph_config(changed, 100) == GraphConfig()
+        assert f"--max-seq-len-to-capture has no effect: {reason}" in log.text
+        assert ("INFER_MODE=PTA has no effect: " + reason in log.text) == asks
+    two = msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=2))
+    other = with_model(config, architecture="OPTForCausalLM")
+    if not asks:
+        assert resolve_graph_config(two, 8192) == resolve_graph_config(other, 8192) == GraphConfig()
+        assert "OPTForCausalLM has them with INFER_MODE=PTA only" in log.text
+        return
+    assert resolve_graph_config(other, 8192).mode == GraphMode.COMPILED
+    with pytest.raises(ConfigError, match="INFER_MODE=PTA with --tensor-parallel-size 2"):
+        resolve_graph_config(two, 8192)
+
+
+def test_experts_and_several_steps_exclude_each_other(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = with_model(
+        config, architecture="MixtralForCausalLM", hf_config=config.model.hf_config | {"num_local_experts": 8}
+    )
+    both = msgspec.structs.replace(
+        experts, scheduler=msgspec.structs.replace(config.scheduler, num_scheduler_steps=8)
+    )
+    assert resolve_graph_config(both, 8192) == GraphConfig()
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    assert resolve_graph_config(experts, 8192).mode == GraphMode.COMPILED
+    with pytest.raises(ConfigError, match="--num-scheduler-steps above 1 for models with experts"):
+        resolve_graph_config(both, 8192)
+    monkeypatch.setenv("INFER_MODE", "GE")
+    with pytest.raises(ConfigError, match="INFER_MODE must be PTA or unset, got 'GE'"):
+        resolve_graph_config(config, 8192)
