@@ -5,9 +5,17 @@
 #include <string>
 #include <vector>
 
+#include "npu/advance_step/op_host.cpp"
+#include "npu/advance_step/op_kernel.cpp"
 #include "npu/common/launch.h"
 #include "npu/decode_attention/op_host.cpp"
 #include "npu/decode_attention/op_kernel.cpp"
+#include "npu/lora_expand/op_host.cpp"
+#include "npu/lora_expand/op_kernel.cpp"
+#include "npu/lora_shrink/op_host.cpp"
+#include "npu/lora_shrink/op_kernel.cpp"
+#include "npu/penalties/op_host.cpp"
+#include "npu/penalties/op_kernel.cpp"
 #include "npu/prefix_attention/op_host.cpp"
 #include "npu/prefix_attention/op_kernel.cpp"
 #include "npu/store_kv/op_host.cpp"
@@ -72,9 +80,38 @@ void run_decode(Call& call) {
                           call.data(2), call.data(3), call.data(4), workspace.data(), call.data(5), tiling);
 }
 
+void run_advance_step(Call& call) {
+  const auto* n = call.numbers;
+  auto tiled = tile_advance_step(n[0], n[1], n[2], call.cores);
+  launch_advance_step(tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2), call.data(3),
+                      call.data(4), call.data(5), call.data(6), call.place(tiled.params));
+}
+
+void run_lora_shrink_op(Call& call) {
+  const auto* n = call.numbers;
+  auto tiled = tile_lora_shrink({n[1], n[2], n[3], n[4], static_cast<float>(call.reals[0])}, call.cores);
+  launch_lora_shrink(DataType(n[0]), tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2),
+                     call.data(3), call.place(tiled.params));
+}
+
+void run_lora_expand_op(Call& call) {
+  const auto* n = call.numbers;
+  auto tiled = tile_lora_expand({n[1], n[2], n[3], n[4], n[5]}, call.cores);
+  launch_lora_expand(DataType(n[0]), tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2),
+                     call.data(3), call.place(tiled.params));
+}
+
+void run_penalties(Call& call) {
+  const auto* n = call.numbers;
+  auto tiled = tile_penalties(n[0], n[1], n[2], n[3], call.cores);
+  launch_penalties(tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2), call.data(3),
+                   call.data(4), call.data(5), call.data(6), call.data(7), call.place(tiled.params));
+}
+
 const std::map<std::string, std::function<void(Call&)>> kRunners = {
-    {"store_kv", run_store_kv},
-    {"prefix_attention", run_prefix},
+    {"advance_step", run_advance_step},  {"lora_shrink", run_lora_shrink_op},
+    {"lora_expand", run_lora_expand_op}, {"penalties", run_penalties},
+    {"store_kv", run_store_kv},          {"prefix_attention", run_prefix},
     {"decode_attention", run_decode},
 };
 

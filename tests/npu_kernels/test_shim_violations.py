@@ -12,6 +12,7 @@ from tests.npu_kernels.conftest import compile_library
 # kernel of violations.cpp → what the shim says of it
 MESSAGES = {
     "correct": "",
+    "neighbours_in_global_memory": "",
     "race": "core 1: DataCopy: core 1 touches global memory that core 0 wrote in the same launch",
     "second_alloc": "TQue.AllocTensor: all 1 buffers are in use: the core hangs",
     "dequeue_of_nothing": "TQue.DeQue: nothing was queued: the core hangs",

@@ -110,6 +110,28 @@ void no_event_mte3_mte2(Kernel& k) {
   DataCopy(k.in.AllocTensor<float>(), k.y, kCount);
 }
 
+// Adds 6 to the output in two parts that meet within a block of global memory, which is no violation.
+void neighbours_in_global_memory(Kernel& k) {
+  for (int half = 0; half < 2; ++half) {
+    const int first = half * 13, count = half == 0 ? 13 : kCount - 13;
+    DataCopyExtParams copy{};
+    copy.blockCount = 1;
+    copy.blockLen = count * sizeof(float);
+    // both copies are of the output: what is next to the bytes that the first one writes is read by the second
+    auto in = k.in.AllocTensor<float>();
+    DataCopyPad(in, k.y[first], copy, DataCopyPadExtParams<float>{});
+    k.in.EnQue(in);
+    in = k.in.DeQue<float>();
+    auto out = k.out.AllocTensor<float>();
+    Adds(out, in, 6.0f, count);
+    k.in.FreeTensor(in);
+    k.out.EnQue(out);
+    out = k.out.DeQue<float>();
+    DataCopyPad(k.y[first], out, copy);
+    k.out.FreeTensor(out);
+  }
+}
+
 void overwritten_while_read(Kernel& k) {
   auto a = k.load();
   Adds(k.buffer.Get<float>(), a, 1.0f, kCount);
@@ -224,6 +246,7 @@ struct Case {
 
 constexpr Case kCases[] = {
     {"correct", correct, 1},
+    {"neighbours_in_global_memory", neighbours_in_global_memory, 1},
     // nothing orders two cores that write the same place
     {"race", correct, 2},
     {"second_alloc", second_alloc, 1},

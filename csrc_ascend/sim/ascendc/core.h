@@ -28,6 +28,7 @@ namespace ascend_sim::ascendc {
 
 constexpr int kNumPipes = PIPE_ALL;
 constexpr std::size_t kBlockBytes = 32;
+constexpr std::uint32_t kAllBytes = 0xFFFFFFFF;  // of a block
 // The unified buffer holds 192 KiB, of which the toolchain keeps 256 bytes.
 constexpr std::size_t kUnifiedBufferBytes = 192 * 1024 - 256;
 
@@ -56,11 +57,13 @@ inline void join(Clock& into, const Clock& other) {
   for (int pipe = 0; pipe < kNumPipes; ++pipe) into[pipe] = std::max(into[pipe], other[pipe]);
 }
 
-// Who touched a block of memory last.
+// Who touched a block of memory last. In the unified buffer that is the whole block; in global memory, where
+// copies end at any byte, the bytes of the masks, a bit for each.
 struct BlockState {
   pipe_t writer = PIPE_S;
   std::uint64_t written = 0;  // number of the writing instruction in its pipe; 0: nobody
   Clock read{};               // of each pipe, its last reading instruction
+  std::uint32_t written_bytes = 0, read_bytes = 0;
 };
 
 // Global memory as the host handed it to a launch: outside of it nothing may be touched.
@@ -214,12 +217,13 @@ class Core {
       check_local(call, access);
     else
       memory_.check(access.pointer, access.bytes, access.is_write, is_summing, index_, call);
-    for_each_block(access, [&](const BlockState& state) {
-      for (int reader = 0; access.is_write && reader < kNumPipes; ++reader)
+    for_each_block(access, [&](const BlockState& state, std::uint32_t bytes) {
+      const bool meets_reads = access.is_write && (state.read_bytes & bytes) != 0;
+      for (int reader = 0; meets_reads && reader < kNumPipes; ++reader)
         if (reader != pipe && state.read[reader] > known_[pipe][reader])
           violate(call, std::string("pipe ") + name_of(pipe) + " overwrites what pipe " +
                             name_of(pipe_t(reader)) + " may still be reading: " + due(pipe_t(reader), pipe));
-      if (state.written > known_[pipe][state.writer])
+      if ((state.written_bytes & bytes) != 0 && state.written > known_[pipe][state.writer])
         violate(call, std::string("pipe ") + name_of(pipe) + (access.is_write ? " overwrites" : " reads") +
                           " what pipe " + name_of(state.writer) +
                           " may still be writing: " + due(state.writer, pipe));
@@ -240,11 +244,17 @@ class Core {
   }
 
   void mark(pipe_t pipe, std::uint64_t number, const Access& access) {
-    for_each_block(access, [&](BlockState& state) {
-      if (access.is_write) {
-        state = BlockState{pipe, number, {}};
-      } else {
+    for_each_block(access, [&](BlockState& state, std::uint32_t bytes) {
+      if (!access.is_write) {
         state.read[pipe] = number;
+        state.read_bytes |= bytes;
+      } else if (bytes == kAllBytes || state.writer != pipe) {
+        state = BlockState{pipe, number, {}, bytes, 0};
+      } else {
+        // neighbours that the same pipe wrote count as written now: never too late
+        state.written = number;
+        state.written_bytes |= bytes;
+        state.read_bytes &= ~bytes;
       }
     });
     if (access.is_write && owns(access.pointer))
@@ -258,12 +268,15 @@ class Core {
     if (owns(access.pointer)) {
       const std::size_t first = static_cast<const std::uint8_t*>(access.pointer) - buffer_.bytes;
       for (auto block = first / kBlockBytes; block <= (first + access.bytes - 1) / kBlockBytes; ++block)
-        visit(local_blocks_[block]);
+        visit(local_blocks_[block], kAllBytes);
       return;
     }
-    const auto address = reinterpret_cast<std::uintptr_t>(access.pointer);
-    for (auto block = address / kBlockBytes; block <= (address + access.bytes - 1) / kBlockBytes; ++block)
-      visit(global_blocks_[block]);
+    const auto begin = reinterpret_cast<std::uintptr_t>(access.pointer), end = begin + access.bytes;
+    for (auto block = begin / kBlockBytes; block <= (end - 1) / kBlockBytes; ++block) {
+      const auto first = std::max(begin, block * kBlockBytes) % kBlockBytes;
+      const auto count = std::min(end, (block + 1) * kBlockBytes) - block * kBlockBytes - first;
+      visit(global_blocks_[block], static_cast<std::uint32_t>(((std::uint64_t{1} << count) - 1) << first));
+    }
   }
 
   const int index_, count_;

@@ -1,0 +1,27 @@
+// Tiling and launch of lora_expand.
+#pragma once
+
+#include "npu/common/host.h"
+#include "npu/lora_expand/params.h"
+
+namespace ascend_npu {
+
+// x: [T, rank] float32, contiguous; weights: [adapters, outputs, rank], contiguous; y: [T, …], tokens y_stride
+// elements apart, of which y_offset … y_offset+outputs-1 are added to.
+struct LoraExpandProblem {
+  int64_t tokens, rank, outputs, y_stride, y_offset;
+};
+
+struct LoraExpandTiling {
+  LoraExpandParams params;
+  uint32_t cores;
+};
+
+// Raises std::invalid_argument that names the argument.
+LoraExpandTiling tile_lora_expand(const LoraExpandProblem& problem, int64_t cores);
+
+// adapters: [T] int64, negative: none; y: of `type`, as weights are.
+void launch_lora_expand(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
+                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
+
+}  // namespace ascend_npu

@@ -1,0 +1,27 @@
+// Tiling and launch of lora_shrink.
+#pragma once
+
+#include "npu/common/host.h"
+#include "npu/lora_shrink/params.h"
+
+namespace ascend_npu {
+
+// x: [T, H], tokens x_stride elements apart; weights: [adapters, rank, H], contiguous.
+struct LoraShrinkProblem {
+  int64_t tokens, hidden, rank, x_stride;
+  float scale;
+};
+
+struct LoraShrinkTiling {
+  LoraShrinkParams params;
+  uint32_t cores;
+};
+
+// Raises std::invalid_argument that names the argument.
+LoraShrinkTiling tile_lora_shrink(const LoraShrinkProblem& problem, int64_t cores);
+
+// adapters: [T] int64, negative: none; y: [T, rank] float32.
+void launch_lora_shrink(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
+                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
+
+}  // namespace ascend_npu

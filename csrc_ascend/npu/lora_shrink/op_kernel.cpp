@@ -1,0 +1,39 @@
+#include "npu/lora_shrink/op_kernel.h"
+
+#include "npu/common/launch.h"
+#include "npu/lora_shrink/op_host.h"
+
+namespace ascend_npu {
+
+template <class T>
+__aicore__ inline void run_lora_shrink(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
+                                       GM_ADDR tiling) {
+  LoraShrinkParams params;
+  read_params(params, tiling);
+  LoraShrink<T> kernel(params, x, weights, adapters, y);
+  kernel.process();
+}
+
+}  // namespace ascend_npu
+
+extern "C" __global__ __aicore__ void lora_shrink_f16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
+                                                      GM_ADDR tiling) {
+  ascend_npu::run_lora_shrink<half>(x, weights, adapters, y, tiling);
+}
+
+extern "C" __global__ __aicore__ void lora_shrink_bf16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
+                                                       GM_ADDR tiling) {
+  ascend_npu::run_lora_shrink<bfloat16_t>(x, weights, adapters, y, tiling);
+}
+
+namespace ascend_npu {
+
+void launch_lora_shrink(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
+                        uint8_t* adapters, uint8_t* y, uint8_t* tiling) {
+  if (type == DataType::kFloat16)
+    ASCEND_NPU_LAUNCH(lora_shrink_f16, cores, stream, x, weights, adapters, y, tiling);
+  else
+    ASCEND_NPU_LAUNCH(lora_shrink_bf16, cores, stream, x, weights, adapters, y, tiling);
+}
+
+}  // namespace ascend_npu

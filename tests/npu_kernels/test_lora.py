@@ -1,0 +1,93 @@
+"""lora_shrink and lora_expand against their formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.npu_kernels.conftest import Kernels
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+# tokens, hidden size (or outputs), rank, adapters, cores
+SHRINK_CASES = [
+    (1, 16, 8, 1, 1),
+    (3, 48, 16, 2, 4),
+    (5, 256, 64, 3, 2),
+    (7, 272, 32, 2, 3),
+    (2, 1040, 128, 2, 40),
+    (9, 528, 72, 4, 5),
+]
+EXPAND_CASES = [
+    (1, 1, 8, 1, 1),
+    (3, 127, 16, 2, 4),
+    (5, 129, 64, 3, 2),
+    (4, 300, 72, 2, 40),
+    (2, 200, 256, 2, 3),
+    (2, 70, 512, 2, 3),
+]
+
+
+def adapters_of(tokens: int, adapters: int, generator: torch.Generator) -> torch.Tensor:
+    """[T] int64: an adapter of each token, or none."""
+    return torch.randint(-1, adapters, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("case", SHRINK_CASES)
+def test_shrink(kernels: Kernels, case: tuple[int, int, int, int, int], dtype: int) -> None:
+    tokens, hidden, rank, num_adapters, cores = case
+    generator = torch.Generator().manual_seed(rank)
+    # tokens lie apart, as in a slice
+    x = torch.randn(tokens, hidden + 16, generator=generator).to(DTYPES[dtype])
+    weights = torch.randn(num_adapters, rank, hidden, generator=generator).to(DTYPES[dtype])
+    adapters = adapters_of(tokens, num_adapters, generator)
+    before = torch.randn(tokens, rank, generator=generator)
+    y = before.clone()
+    numbers = (dtype, tokens, hidden, rank, x.stride(0))
+    kernels.run("lora_shrink", (x, weights, adapters), (y,), numbers, reals=(0.5,), cores=cores)
+    exact = 0.5 * torch.einsum("th,trh->tr", x[:, :hidden].double(), weights[adapters.clamp(0)].double())
+    none = adapters < 0
+    assert torch.equal(y[none], before[none])
+    plain = 0.5 * torch.einsum("th,trh->tr", x[:, :hidden].float(), weights[adapters.clamp(0)].float())
+    bound = 2 * (plain - exact).abs().max() + 1e-6
+    assert bool((((y - exact).abs() <= bound) | none[:, None]).all())
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("case", EXPAND_CASES)
+def test_expand(kernels: Kernels, case: tuple[int, int, int, int, int], dtype: int) -> None:
+    tokens, outputs, rank, num_adapters, cores = case
+    generator = torch.Generator().manual_seed(rank)
+    offset = 5
+    x = torch.randn(tokens, rank, generator=generator)
+    weights = torch.randn(num_adapters, outputs, rank, generator=generator).to(DTYPES[dtype])
+    adapters = adapters_of(tokens, num_adapters, generator)
+    before = torch.randn(tokens, outputs + offset + 3, generator=generator).to(DTYPES[dtype])
+    y = before.clone()
+    numbers = (dtype, tokens, rank, outputs, y.stride(0), offset)
+    kernels.run("lora_expand", (x, weights, adapters), (y,), numbers, cores=cores)
+    exact = before.double()
+    added = torch.einsum("tr,tor->to", x.double(), weights[adapters.clamp(0)].double())
+    exact[:, offset : offset + outputs] += added * (adapters >= 0)[:, None]
+    # columns beside the adapter's, and tokens without one, are not touched
+    columns = torch.arange(y.shape[1])
+    is_added = ((columns >= offset) & (columns < offset + outputs))[None, :] & (adapters >= 0)[:, None]
+    assert torch.equal(y[~is_added], before[~is_added])
+    bound = 2 * (exact.to(DTYPES[dtype]).double() - exact).abs().max()
+    assert bool(((y.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("lora_shrink", (0, 1, 24, 8, 24), "hidden: 24 is no multiple of 16"),
+        ("lora_shrink", (0, 1, 16, 12, 16), "rank: 12 is no multiple of 8"),
+        ("lora_shrink", (0, 1, 16, 8, 8), "x_stride: tokens overlap"),
+        ("lora_expand", (0, 1, 4, 16, 16, 0), "rank: 4 is no multiple of 8"),
+        ("lora_expand", (0, 1, 8, 16, 16, 1), "y_stride: tokens overlap"),
+    ],
+)
+def test_arguments_are_checked(kernels: Kernels, name: str, numbers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels.run(name, (torch.zeros(1),) * 3, (torch.zeros(1),), numbers, reals=(1.0,))
