@@ -185,7 +185,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             import sys
 
             args = sys.argv[1:]
-        return super().parse_known_args([_dashed(arg) for arg in args], namespace)
+        # what follows two dashes are no flags of this parser
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_known_args([*map(_dashed, args[:end]), *args[end:]], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2 after one line that says what is wrong and where help is."""

@@ -233,4 +233,13 @@ aclError aclopCompileAndExecuteV2(const char* op, int inputs, aclTensorDesc* inp
 
 // Options of a compiler that there is none of here.
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
+// All that torch_npu asks for is whether operators are compiled when they are called: they are not.
+size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
+aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t room) {
+  return reporting("aclGetCompileopt", [&] {
+    if (option != ACL_OP_JIT_COMPILE || room < sizeof "disable")
+      throw RuntimeError(ACL_ERROR_API_NOT_SUPPORT, "only ACL_OP_JIT_COMPILE is simulated");
+    std::strcpy(value, "disable");
+  });
+}
 }

@@ -22,25 +22,18 @@ void refuse_captured_event(const Event* event) {
                        "the event was recorded while a graph was captured; only that graph can wait for it");
 }
 
-void append(Stream* stream, Node node) {
-  Capture& capture = *stream->capture;
-  if (capture.invalidated) throw RuntimeError(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "the capture is broken");
-  capture.graph->nodes.push_back(std::move(node));
-  ++capture.streams.at(stream)[stream];
-}
-
 void record_in_capture(Stream* stream, Event* event) {
   if (is_external(event)) {
-    append(stream, {"aclrtRecordEvent", [event] {
-                      {
-                        Lock lock(g_mutex);
-                        reach(event, ++event->issued);
-                      }
-                      pump_waiting();
-                    }});
+    append_node(stream, {"aclrtRecordEvent", [event] {
+                           {
+                             Lock lock(g_mutex);
+                             reach(event, ++event->issued);
+                           }
+                           pump_waiting();
+                         }});
     return;
   }
-  append(stream, {"aclrtRecordEvent", [] {}});
+  append_node(stream, {"aclrtRecordEvent", [] {}});
   event->captured = true;
   event->capture = stream->capture;
   event->seen = stream->capture->streams.at(stream);
@@ -48,7 +41,8 @@ void record_in_capture(Stream* stream, Event* event) {
 
 void wait_in_capture(Stream* stream, Event* event) {
   if (is_external(event)) {
-    append(stream, {"aclrtStreamWaitEvent", [] {}, event});
+    auto ready = [event] { return event->issued != 0 && event->reached >= event->issued; };
+    append_node(stream, {"aclrtStreamWaitEvent", [] {}, ready, event});
     return;
   }
   std::shared_ptr<Capture> capture = event->capture.lock();
@@ -61,7 +55,7 @@ void wait_in_capture(Stream* stream, Event* event) {
   stream->capture = capture;
   Seen& seen = capture->streams[stream];
   for (const auto& [other, count] : event->seen) seen[other] = std::max(seen[other], count);
-  append(stream, {"aclrtStreamWaitEvent", [] {}});
+  append_node(stream, {"aclrtStreamWaitEvent", [] {}});
 }
 
 void wait_for(Stream* stream, Event* event) {
@@ -78,6 +72,29 @@ void wait_for(Stream* stream, Event* event) {
     Lock lock(g_mutex);
     return !g_events.has(event) || event->reached >= number;
   });
+}
+
+// A wait on a value in device memory: true when the stream may go on.
+bool value_holds(const std::uint64_t* place, std::uint64_t value, std::uint32_t condition) {
+  const std::uint64_t now = __atomic_load_n(place, __ATOMIC_ACQUIRE);
+  switch (condition) {
+    case ACL_STREAM_WAIT_VALUE_GEQ:
+      return static_cast<std::int64_t>(now - value) >= 0;
+    case ACL_STREAM_WAIT_VALUE_EQ:
+      return now == value;
+    case ACL_STREAM_WAIT_VALUE_AND:
+      return (now & value) != 0;
+    case ACL_STREAM_WAIT_VALUE_NOR:
+      return ~(now | value) != 0;
+    default:
+      throw RuntimeError(ACL_ERROR_RT_PARAM_INVALID, "unknown condition " + std::to_string(condition));
+  }
+}
+
+std::uint64_t* value_place(void* address) {
+  if (!on_device(address, sizeof(std::uint64_t)) || reinterpret_cast<std::uintptr_t>(address) % 8 != 0)
+    throw RuntimeError(ACL_ERROR_RT_PARAM_INVALID, "the value must be eight aligned bytes of device memory");
+  return static_cast<std::uint64_t*>(address);
 }
 
 aclError create_event(const char* call, aclrtEvent* event, std::uint32_t flag) {
@@ -207,7 +224,7 @@ aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream_handle) {
         if (!is_external(event))
           throw RuntimeError(ACL_ERROR_RT_EVENT_CAPTURED,
                              "only an external event can be reset inside a capture");
-        append(stream, {"aclrtResetEvent", [=] { reset(event); }});
+        append_node(stream, {"aclrtResetEvent", [=] { reset(event); }});
         return;
       }
     }
@@ -271,6 +288,35 @@ aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* timestamp) {
       throw RuntimeError(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event was never recorded");
     *timestamp = static_cast<uint64_t>(
         std::chrono::duration_cast<std::chrono::microseconds>(event->when.time_since_epoch()).count());
+  });
+}
+
+// torch_npu makes its external events of these: a wait that a graph holds, and a write that lets it go on.
+aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream stream) {
+  return reporting("aclrtValueWrite", [&] {
+    std::uint64_t* place = value_place(address);
+    submit(stream, "aclrtValueWrite", [=] {
+      __atomic_store_n(place, value, __ATOMIC_RELEASE);
+      pump_waiting();
+    });
+  });
+}
+
+aclError aclrtValueWait(void* address, uint64_t value, uint32_t condition, aclrtStream handle) {
+  return reporting("aclrtValueWait", [&] {
+    const std::uint64_t* place = value_place(address);
+    value_holds(place, value, condition);
+    auto ready = [=] { return value_holds(place, value, condition); };
+    Stream* stream = nullptr;
+    {
+      Lock lock(g_mutex);
+      stream = stream_of(handle);
+      if (stream->capture) {
+        append_node(stream, {"aclrtValueWait", [] {}, ready});
+        return;
+      }
+    }
+    enqueue(stream, "aclrtValueWait", ready);
   });
 }
 }

@@ -1,7 +1,9 @@
 // Graphs: what a stream is told while it is captured, in the order of the calls, run again by a replay.
 //
-// Which calls break a capture follows the three modes: in the global mode no thread may make a call that could
-// wait for a device, in the thread-local one only the capturing thread may not, in the relaxed one all may.
+// Which calls break a capture follows the three modes that CANN documents for
+// aclmdlRICaptureThreadExchangeMode: in the global mode no thread may make a copy or a fill that waits, in the
+// thread-local one only the capturing thread may not, in the relaxed one all may. Memory may be allocated and
+// freed in each of them.
 #include <fstream>
 #include <iostream>
 
@@ -62,8 +64,7 @@ struct Replay {
           return true;
         }
         const Node& node = graph->nodes[next];
-        if (node.wait != nullptr && (node.wait->issued == 0 || node.wait->reached < node.wait->issued))
-          return false;
+        if (node.ready && !node.ready()) return false;
         work = node.work;  // by value: an update may replace the node while others run
         ++next;
       }
@@ -79,6 +80,15 @@ struct Replay {
 };
 
 }  // namespace
+
+void append_node(Stream* stream, Node node) {
+  Capture& capture = active_capture(stream);
+  // a group takes calls of operators alone: copies, events and callbacks cannot be updated
+  if (stream->group_begin && node.name.rfind("aclrt", 0) == 0)
+    throw RuntimeError(ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT, node.name + " cannot be part of a task group");
+  capture.graph->nodes.push_back(std::move(node));
+  ++capture.streams.at(stream)[stream];
+}
 
 void refuse_if_captured(Stream* stream, const char* call) {
   if (!stream->capture) return;

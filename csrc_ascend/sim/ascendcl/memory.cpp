@@ -242,7 +242,6 @@ aclError allocate(const char* call, void** pointer, std::size_t bytes) {
   return reporting(call, [&] {
     int device = require_device();
     if (bytes == 0) throw RuntimeError(ACL_ERROR_RT_PARAM_INVALID, "an allocation of no bytes");
-    refuse_while_capturing(call);
     std::size_t whole = round_up(bytes, kPage);
     charge(device, whole, "an allocation");
     void* begin = reserve_addresses(device, whole);
@@ -284,7 +283,6 @@ aclError aclrtMallocWithCfg(void** pointer, size_t bytes, aclrtMemMallocPolicy, 
 
 aclError aclrtFree(void* pointer) {
   return reporting("aclrtFree", [&] {
-    refuse_while_capturing("aclrtFree");
     Range range = remove_live(pointer, "live allocation of aclrtMalloc");
     release_addresses(pointer);
     refund(range.device, round_up(range.bytes, kPage));
@@ -378,10 +376,13 @@ aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes,
     Sides sides = check_copy(to, room, from, bytes, kind);
     bool pageable =
         (!sides.to_device && !is_pinned(to, bytes)) || (!sides.from_device && !is_pinned(from, bytes));
-    // such a copy goes through a buffer and waits for it, which a graph cannot
-    if (pageable && bytes != 0 && is_capturing(stream))
-      throw RuntimeError(ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC,
-                         "a copy inside a graph needs host memory from aclrtMallocHost (pinned memory)");
+    // such a copy goes through a buffer and waits for it: a graph cannot, and no thread may beside a capture
+    if (pageable && bytes != 0) {
+      if (is_capturing(stream))
+        throw RuntimeError(ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC,
+                           "a copy inside a graph needs host memory from aclrtMallocHost (pinned memory)");
+      refuse_while_capturing("aclrtMemcpyAsync with pageable host memory");
+    }
     submit(stream, "aclrtMemcpyAsync", [=] { std::memmove(to, from, bytes); });
   });
 }

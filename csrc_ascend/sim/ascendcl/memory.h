@@ -23,6 +23,9 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) { return (by
 
 // All of these take the memory lock themselves; none may be called with the state's lock held.
 
+// Whose addresses are reserved ones, behind which memory of any device may be mapped.
+constexpr int kNoDevice = -1;
+
 // Addresses without memory behind them. RuntimeError if there are none left.
 void* reserve_addresses(int device, std::size_t bytes);
 void release_addresses(void* begin);

@@ -97,11 +97,7 @@ void submit(aclrtStream handle, std::string name, std::function<void()> work) {
       return;
     }
     if (stream->capture) {
-      Capture& capture = *stream->capture;
-      if (capture.invalidated)
-        throw RuntimeError(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, name + ": the capture is broken");
-      capture.graph->nodes.push_back({std::move(name), std::move(work)});
-      ++capture.streams.at(stream)[stream];
+      append_node(stream, {std::move(name), std::move(work)});
       return;
     }
   }

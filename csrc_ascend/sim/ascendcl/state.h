@@ -84,8 +84,10 @@ struct Task {
 struct Node {
   std::string name;
   std::function<void()> work;
-  // an external event's wait: the replay stops here until the event is recorded
-  Event* wait = nullptr;
+  // the replay stops here until this holds; asked under the lock
+  std::function<bool()> ready = {};
+  // the external event that it waits for, if it is one's
+  const Event* wait = nullptr;
 };
 
 struct TaskGroup {
@@ -166,6 +168,8 @@ void drain(const std::vector<Stream*>& streams, double timeout_s);
 // A record of an event that is executed now. Under the lock.
 void reach(Event* event, std::uint64_t number);
 
+// Adds a node to the graph that captures the stream. Under the lock.
+void append_node(Stream* stream, Node node);
 // Refuses a call that must not be made while a graph is captured, and breaks the captures. Without the lock.
 void refuse_while_capturing(const char* call);
 // Refuses it for this stream alone. Under the lock.

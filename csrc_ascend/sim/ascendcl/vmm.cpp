@@ -19,7 +19,6 @@ struct Physical {
 
 struct Reservation {
   std::size_t bytes;
-  int device;
   std::map<char*, Physical*> mapped;
 };
 
@@ -77,11 +76,11 @@ aclError aclrtMemGetAllocationGranularity(aclrtPhysicalMemProp*, aclrtMemGranula
 
 aclError aclrtReserveMemAddress(void** pointer, size_t bytes, size_t, void*, uint64_t) {
   return reporting("aclrtReserveMemAddress", [&] {
-    int device = require_device();
-    check_granularity(bytes);
-    *pointer = reserve_addresses(device, bytes);
+    // needs no device, and no size of memory's pages: torch_npu tries it with 512 bytes before it sets a device
+    if (bytes == 0) throw RuntimeError(ACL_ERROR_RT_PARAM_INVALID, "a reservation of no bytes");
+    *pointer = reserve_addresses(kNoDevice, bytes);
     Lock lock(g_mutex);
-    g_reservations[static_cast<char*>(*pointer)] = Reservation{bytes, device, {}};
+    g_reservations[static_cast<char*>(*pointer)] = Reservation{bytes, {}};
   });
 }
 
@@ -103,7 +102,6 @@ aclError aclrtReleaseMemAddress(void* pointer) {
 aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t bytes, const aclrtPhysicalMemProp* properties,
                              uint64_t) {
   return reporting("aclrtMallocPhysical", [&] {
-    refuse_while_capturing("aclrtMallocPhysical");
     check_granularity(bytes);
     if (properties->location.type != ACL_MEM_LOCATION_TYPE_DEVICE)
       throw RuntimeError(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "physical memory is simulated on devices only");
@@ -138,7 +136,6 @@ aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
 
 aclError aclrtMapMem(void* pointer, size_t bytes, size_t offset, aclrtDrvMemHandle handle, uint64_t) {
   return reporting("aclrtMapMem", [&] {
-    refuse_while_capturing("aclrtMapMem");
     char* begin = static_cast<char*>(pointer);
     int device = -1;
     {
@@ -163,7 +160,6 @@ aclError aclrtMapMem(void* pointer, size_t bytes, size_t offset, aclrtDrvMemHand
 
 aclError aclrtUnmapMem(void* pointer) {
   return reporting("aclrtUnmapMem", [&] {
-    refuse_while_capturing("aclrtUnmapMem");
     char* begin = static_cast<char*>(pointer);
     {
       Lock lock(g_mutex);
