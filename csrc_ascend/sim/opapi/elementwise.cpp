@@ -53,6 +53,13 @@ UNARY_ONLY(Gelu, kFloats, at::gelu)
 UNARY_ONLY(Hardsigmoid, kFloats, at::hardsigmoid)
 UNARY_ONLY(Hardswish, kFloats, at::hardswish)
 
+// npu_gelu, which unlike torch's gelu tells the approximations apart
+OPERATOR(aclnnGeluV2, (In self, int64_t approximate, Out out), {
+  self.in(kFloats);
+  require(approximate == 0 || approximate == 1, "approximate", "it must be 0 (none) or 1 (tanh)");
+  return [=] { out.set(at::gelu(self, approximate ? "tanh" : "none")); };
+})
+
 OPERATOR(aclnnRoundDecimals, (In self, int64_t decimals, Out out),
          { return [=] { out.set(at::round(self, decimals)); }; })
 
