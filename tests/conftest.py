@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -41,3 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def num_fuzzed_requests(request: pytest.FixtureRequest) -> int:
     """How many hostile requests the servers get; 100,000 is for a run by hand."""
     return int(request.config.getoption("--fuzzed-requests"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves a process on simulated NPUs the tests of tests/npu, whatever was named on the command line."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return
+    others = [item for item in items if not item.path.is_relative_to(ROOT / "tests" / "npu")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
