@@ -28,8 +28,19 @@ def demo_model_dir() -> str:
         return ensure_demo_model()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _leave_npu_tests_alone(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A process on simulated NPUs runs tests/npu and nothing else, whatever was named on the command line."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return
+    others = [item for item in items if not item.path.is_relative_to(ROOT / "tests" / "npu")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: one that begins last would keep one worker busy while the others are done."""
+    _leave_npu_tests_alone(config, items)
     slow_files = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow_files)
 
@@ -42,13 +53,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def num_fuzzed_requests(request: pytest.FixtureRequest) -> int:
     """How many hostile requests the servers get; 100,000 is for a run by hand."""
     return int(request.config.getoption("--fuzzed-requests"))
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves a process on simulated NPUs the tests of tests/npu, whatever was named on the command line."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return
-    others = [item for item in items if not item.path.is_relative_to(ROOT / "tests" / "npu")]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
