@@ -38,7 +38,7 @@ class Server:
     """A running server program.
 
     Args:
-        module: what ``python -m`` runs.
+        module: what ``python -m`` runs, a subcommand behind it.
         arguments: its command line; --host and --port are added.
         env: further environment variables.
         scheme: "http", or "https" for a server with TLS flags.
@@ -59,7 +59,7 @@ class Server:
         self.port = free_port() if port is None else port
         self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed by close()
-        command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        command = [sys.executable, "-m", *module.split(), "--host", "127.0.0.1", "--port", str(self.port), *arguments]
         # two threads at most: tests share their machine
         environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"} | (env or {})
         self.process = subprocess.Popen(

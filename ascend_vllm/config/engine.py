@@ -16,7 +16,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         tensor_parallel_size: workers that share each layer.
-        distributed_executor_backend: "uni": the worker lives in the engine core.
+        distributed_executor_backend: "uni": the worker lives in the engine core; "mp": each in a process of its own.
     """
 
     tensor_parallel_size: int = 1

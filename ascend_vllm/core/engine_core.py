@@ -15,7 +15,7 @@ from ascend_vllm.core.pausing import Pausing
 from ascend_vllm.core.request_queue import QUEUES
 from ascend_vllm.core.scheduler import Scheduler
 from ascend_vllm.core.structured_output import StructuredOutputManager
-from ascend_vllm.errors import RequestError
+from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.executor.base import Executor, create_executor
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
@@ -114,6 +114,19 @@ class EngineCore:
         self._scheduler.abort_requests(request_ids)
         self._check_if_idle()
 
+    @property
+    def death_descriptor(self) -> int | None:
+        """Readable when the workers are gone; None if they cannot go without this process."""
+        return self._executor.death_descriptor
+
+    def check_health(self) -> None:
+        """Returns if the workers can take a step.
+
+        Raises:
+            EngineDeadError: one of them is gone.
+        """
+        self._executor.check_health()
+
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         if self._in_flight or self._untold:
@@ -144,7 +157,12 @@ class EngineCore:
     def fail_requests(self, error: str) -> EngineCoreOutputs:
         """Ends all requests with an ERROR output that carries a sentence for the client."""
         self._pausing.release()
-        return self._scheduler.fail_requests(error)
+        outputs = self._scheduler.fail_requests(error)
+        for output in outputs.outputs:
+            if output.error == error:
+                # no fault of the request's
+                output.error_class = EngineDeadError.__name__
+        return outputs
 
     def audit(self) -> dict[str, Any]:
         """The accounts of blocks and slots (`Scheduler.audit`); "violations" is empty if they are consistent."""

@@ -69,25 +69,35 @@ class CoreLoop:
         # results of workers' methods may be anything
         self._result_encoder = msgspec.msgpack.Encoder(enc_hook=str)
         self._stopping = False
+        # what there is to wait for when there is nothing to do
+        self._poller = zmq.Poller()
+        self._poller.register(inbound, zmq.POLLIN)
+        if core.death_descriptor is not None:
+            self._poller.register(core.death_descriptor, zmq.POLLIN)
 
     def run(self) -> int:
-        """Works until Shutdown comes or a step fails. Returns the exit code."""
+        """Works until Shutdown comes, a step fails or the workers are gone. Returns the exit code."""
         while True:
-            self._receive()
-            if self._stopping:
-                return 0
-            if self._core.has_unfinished():
-                try:
-                    outputs = self._core.step()
-                except Exception as error:
-                    self._die(error)
-                    return 1
+            try:
+                self._receive()
+                if self._stopping:
+                    return 0
+                outputs = self._core.step() if self._core.has_unfinished() else None
+            except Exception as error:
+                self._die(error)
+                return 1
+            if outputs is not None:
                 self._send(outputs)
 
     def _receive(self) -> None:
-        """Handles all messages that are there; waits for one if there is nothing else to do."""
+        """Handles all messages that are there; waits for one if there is nothing else to do.
+
+        Raises:
+            EngineDeadError: the workers are gone.
+        """
         if not self._core.has_unfinished():
-            self._handle(self._inbound.recv())
+            self._poller.poll()
+            self._core.check_health()
         while not self._stopping:
             try:
                 frame = self._inbound.recv(zmq.NOBLOCK)

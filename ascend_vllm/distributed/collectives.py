@@ -19,7 +19,7 @@ class Collectives(abc.ABC):
         """The sum of all ranks' tensors.
 
         Args:
-            x: contiguous, of the same shape and dtype everywhere; may be overwritten.
+            x: of one dimension or more, contiguous, of the same shape and dtype everywhere; may be overwritten.
 
         Returns:
             Shape and dtype of x.
@@ -73,9 +73,10 @@ class GroupCollectives(Collectives):
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n, *shape of x]: every rank's."""
-        parts = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
+        rows, *rest = x.shape
+        parts = torch.empty((self._size * rows, *rest), dtype=x.dtype, device=x.device)
         self._group._allgather_base(parts, x).wait()
-        return parts
+        return parts.view(self._size, rows, *rest)
 
 
 class OrderedCollectives(GroupCollectives):

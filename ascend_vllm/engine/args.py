@@ -12,7 +12,7 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine import arg_checks, arg_hf_config, arg_limits, arg_pooling
+from ascend_vllm.engine import arg_checks, arg_hf_config, arg_limits, arg_parallel, arg_pooling
 from ascend_vllm.engine.arg_fields import Flag, flags_of, refuse_unsupported
 from ascend_vllm.engine.arg_graphs import resolve_graph_config
 from ascend_vllm.engine.arg_parser import (
@@ -118,15 +118,16 @@ class EngineArgs(
         dtype = arg_limits.resolve_dtype(self.dtype, hf_config, facts)
         model = self._model_config(directory, hf_config, dtype, longest)
         cache = self._cache_config(block_size, hf_config)
+        parallel = arg_parallel.parallel_config(self, hf_config)
         if is_auto:
-            longest = _fitting_length(model, cache, facts.name)
+            longest = _fitting_length(model, cache, parallel, facts.name)
             model = self._model_config(directory, hf_config, dtype, longest)
         config = EngineConfig(
             model=model,
             load=self._load_config(),
             cache=cache,
             scheduler=self._scheduler_config(hf_config, longest, block_size),
-            parallel=ParallelConfig(),
+            parallel=parallel,
             device=DeviceConfig(device=facts.name),
             observability=self._observability_config(),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
@@ -265,7 +266,7 @@ def _as_length(value: int | str | None) -> int | None:
         raise ConfigError(str(err)) from err
 
 
-def _fitting_length(model: ModelConfig, cache: CacheConfig, device: str) -> int:
+def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str) -> int:
     """The longest sequence whose KV cache fits, at most what the model allows: --max-model-len auto.
 
     Raises:
@@ -276,8 +277,12 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, device: str) -> int:
         # only here the configuration depends on the machine's memory, which platforms measure with torch loaded
         from ascend_vllm.platforms import get_platform
 
-        available = get_platform(device).expected_kv_cache_bytes(cache, arg_hf_config.weight_bytes(model.model))
-        per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]
+        num_workers = parallel.tensor_parallel_size
+        weight_bytes = arg_hf_config.weight_bytes(model.model)
+        available = get_platform(device).expected_kv_cache_bytes(cache, weight_bytes, num_workers)
+        # a worker has one KV head at least
+        num_heads = max(1, model.num_kv_heads // num_workers)
+        per_token = 2 * model.num_layers * num_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]
         blocks = int(available * _AUTO_LENGTH_SHARE) // (per_token * cache.block_size)
     if blocks < 1:
         raise ConfigError("--max-model-len auto: there is no memory for a KV cache of even one block.")

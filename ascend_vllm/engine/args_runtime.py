@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ascend_vllm.engine.arg_fields import flag
 
-_ONE_DEVICE = "the model runs on one device in this version"
+_ONE_DEVICE = "several devices share every layer in this version; use --tensor-parallel-size"
 
 
 @dataclasses.dataclass
@@ -238,7 +238,7 @@ class ParallelArgs:
         "The number of devices that share every layer of the model.",
         kind="int",
         short=("-tp",),
-        unsupported=_ONE_DEVICE,
+        example="--tensor-parallel-size 2",
     )
     pipeline_parallel_size: int = flag(
         1,
@@ -262,8 +262,8 @@ class ParallelArgs:
     )
     distributed_executor_backend: str | None = flag(
         None,
-        "How workers on several devices are started. With one device the worker lives in the engine process, and "
-        "mp and uni both mean that.",
+        "How workers on several devices are started: mp, a process for each on this machine. With one device the "
+        "worker lives in the engine process, and mp and uni both mean that.",
         kind="str",
         choices=("ray", "mp", "uni"),
         unsupported="workers on other machines are not available in this version; leave it out, or use mp",
@@ -292,7 +292,7 @@ class ParallelArgs:
         None,
         "Loads the weights of several workers in groups, to use less memory at start.",
         kind="int",
-        no_effect="there is one worker, and it loads its weights alone",
+        no_effect="each worker reads its own part of the weights alone, so that all together need no more",
     )
     disable_custom_all_reduce: bool = flag(
         False,

@@ -113,6 +113,12 @@ class LLMEngine:
             RequestError: the request is wrong; nothing was queued.
         """
         refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        if self.get_parallel_config().tensor_parallel_size > 1 and getattr(params, "logits_processors", None):
+            raise RequestError(
+                "logits_processors are functions, which workers in other processes cannot call: use "
+                "tensor_parallel_size=1.",
+                "logits_processors",
+            )
         request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt)
         request.trace_headers = trace_headers
         self._output.add(request)

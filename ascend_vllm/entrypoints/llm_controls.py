@@ -79,8 +79,10 @@ class EngineControls:
         Example::
 
             llm.apply_model(lambda model: type(model).__name__)  # ["Qwen2ForCausalLM"]
+
+        With several workers the function must be one that they can import: in a module, not in the program itself.
         """
-        return self.llm_engine.collective_rpc(lambda worker: func(worker.get_model()))
+        return self.llm_engine.collective_rpc("apply_model", args=(func,))
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """How many workers there are, with all copies of the model or of one alone; in this version the same."""

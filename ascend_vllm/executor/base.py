@@ -13,7 +13,10 @@ from ascend_vllm.errors import ConfigError, UnsupportedFlagError
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 
 # --distributed-executor-backend → "module:Class", imported when chosen
-EXECUTORS: dict[str, str] = {"uni": "ascend_vllm.executor.uniproc:UniProcExecutor"}
+EXECUTORS: dict[str, str] = {
+    "uni": "ascend_vllm.executor.uniproc:UniProcExecutor",
+    "mp": "ascend_vllm.executor.multiproc:MultiprocExecutor",
+}
 
 
 class Executor(abc.ABC):
@@ -74,6 +77,11 @@ class Executor(abc.ABC):
         Raises:
             EngineDeadError: one of them is gone.
         """
+
+    @property
+    def death_descriptor(self) -> int | None:
+        """A descriptor that becomes readable when the workers are gone; None if they cannot go by themselves."""
+        return None
 
     @abc.abstractmethod
     def shutdown(self) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.errors import RequestError
 from ascend_vllm.executor.base import Executor, check_kv_cache_size
+from ascend_vllm.executor.call import call_worker
 from ascend_vllm.executor.device_thread import CallersThread, ComputeThread, DeviceThread, shut_down_error
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 
@@ -58,8 +57,7 @@ class UniProcExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        call = _Call(self._require_worker(), method, args, kwargs or {})
-        return [self._thread.submit(call).result(timeout)]
+        return [self._thread.submit(call_worker, self._require_worker(), method, args, kwargs or {}).result(timeout)]
 
     def check_health(self) -> None:
         self._require_worker()
@@ -73,29 +71,6 @@ class UniProcExecutor(Executor):
         if self._worker is None:
             raise shut_down_error()
         return self._worker
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of a worker, made where it computes."""
-
-    worker: Worker
-    method: str | Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self) -> Any:
-        """Makes it.
-
-        Raises:
-            RequestError: there is no such method.
-        """
-        if callable(self.method):
-            return self.method(self.worker, *self.args, **self.kwargs)
-        function = None if self.method.startswith("_") else getattr(self.worker, self.method, None)
-        if not callable(function):
-            raise RequestError(f"workers have no method {self.method!r}", "method")
-        return function(*self.args, **self.kwargs)
 
 
 def _make_worker(config: EngineConfig) -> Worker:

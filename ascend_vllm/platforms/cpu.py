@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import mmap
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
@@ -39,12 +43,25 @@ class CpuPlatform(Platform):
     distributed_backend = "gloo"
     cache_size_flags = "--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE"
 
-    def initialize(self, local_rank: int) -> torch.device:
-        """Gives torch one thread per core this process may use, or OMP_NUM_THREADS."""
-        threads = envs.omp_num_threads() or usable_cores()
+    # workers that share the machine's memory
+    _num_workers = 1
+
+    def initialize(self, local_rank: int, num_workers: int = 1) -> torch.device:
+        """Gives torch this worker's share of the cores the process may use, a thread each, or OMP_NUM_THREADS."""
+        self._num_workers = num_workers
+        threads = envs.omp_num_threads() or max(1, usable_cores() // num_workers)
         torch.set_num_threads(threads)
         logger.info("CPU worker %d computes on %d threads", local_rank, threads)
         return torch.device("cpu")
+
+    def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """Gloo, over the loopback interface: what a machine's name resolves to does not matter."""
+        # Any: torch's annotations of it are wrong
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        return gloo(store, rank, size, options)
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:  # noqa: ARG002 - the interface's
         """Zeros straight from the kernel: pages are taken when first written, and are huge if they can be."""
@@ -67,12 +84,15 @@ class CpuPlatform(Platform):
         """0: the cache takes a part of the free memory, activations are in the other part."""
         return 0
 
-    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int) -> int:
+    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int, num_workers: int = 1) -> int:
         """The same rule, on a machine without the weights."""
+        self._num_workers = num_workers
         return self.kv_cache_bytes(config, weight_bytes)
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
         """--kv-cache-memory-bytes, else VLLM_CPU_KVCACHE_SPACE, else a share of the free memory, at most 4 GiB.
+
+        What is given is for each worker; the share is all workers' together.
 
         Raises:
             ConfigError: an explicit size is not positive, or more than is free.
@@ -84,7 +104,8 @@ class CpuPlatform(Platform):
         elif space_gib is not None:
             source, size = "VLLM_CPU_KVCACHE_SPACE", int(space_gib * GIB)
         else:
-            return min(DEFAULT_KV_CACHE_BYTES, int(max(0, available) * DEFAULT_KV_CACHE_SHARE))
+            share = min(DEFAULT_KV_CACHE_BYTES, int(max(0, available) * DEFAULT_KV_CACHE_SHARE))
+            return share // self._num_workers
         if size <= 0:
             raise ConfigError(f"{source} must be positive, got {size} bytes.")
         if size > available:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import abc
+import datetime
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from ascend_vllm.config.cache import CacheConfig
 
@@ -55,11 +58,32 @@ class Platform(abc.ABC):
     op_modules: str | None = None
 
     @abc.abstractmethod
-    def initialize(self, local_rank: int) -> torch.device:
+    def initialize(self, local_rank: int, num_workers: int = 1) -> torch.device:
         """Binds this process to its device and returns it; called once, before anything is allocated.
+
+        Args:
+            local_rank: number of this worker.
+            num_workers: workers of the engine on this machine, each in a process of its own.
 
         Raises:
             ConfigError: the device cannot be used; the text says what to do.
+        """
+
+    @abc.abstractmethod
+    def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """Connects this worker with the others of a group; called once, behind `initialize`.
+
+        Args:
+            store: where they exchange addresses.
+            rank: number of this worker.
+            size: number of workers.
+            timeout: of a collective.
+
+        Returns:
+            What has the collectives of torch's process groups.
+
+        Raises:
+            RuntimeError: the others do not come.
         """
 
     @abc.abstractmethod
@@ -83,8 +107,13 @@ class Platform(abc.ABC):
         """
 
     @abc.abstractmethod
-    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int) -> int:
+    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int, num_workers: int = 1) -> int:
         """What `kv_cache_bytes` will about be on the first device, said before it is initialised or a model loaded.
+
+        Args:
+            config: the cache's section of the configuration.
+            weight_bytes: of the whole model.
+            num_workers: workers that share the model on this machine.
 
         Raises:
             ConfigError: the device cannot be asked, or an explicit size is wrong.

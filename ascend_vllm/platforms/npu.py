@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
@@ -55,7 +58,7 @@ class NpuPlatform(Platform):
         # free when nothing of this process was on the device yet
         self._free_at_start = 0
 
-    def initialize(self, local_rank: int) -> torch.device:
+    def initialize(self, local_rank: int, num_workers: int = 1) -> torch.device:
         """Binds to the NPU of a rank.
 
         Raises:
@@ -63,8 +66,8 @@ class NpuPlatform(Platform):
         """
         self._npu = _import_torch_npu().npu
         count = self._npu.device_count()
-        if local_rank >= count:
-            raise ConfigError(_too_few(local_rank + 1, count))
+        if max(local_rank + 1, num_workers) > count:
+            raise ConfigError(_too_few(max(local_rank + 1, num_workers), count))
         logger.info(
             "NPU memory allocator: %s; CPU affinity of the workers: %s",
             envs.pytorch_npu_alloc_conf(),
@@ -83,7 +86,7 @@ class NpuPlatform(Platform):
         except RuntimeError as error:
             raise ConfigError(f"--device npu: NPU {local_rank} does not answer: {error}. {_WHAT_TO_DO}") from error
         self._take_facts(properties)
-        torch.set_num_threads(envs.omp_num_threads() or max(1, usable_cores() // count))
+        torch.set_num_threads(envs.omp_num_threads() or max(1, usable_cores() // max(count, num_workers)))
         logger.info(
             "NPU worker %d: %s, %d cube and %d vector cores, %.2f of %.2f GiB free",
             local_rank,
@@ -104,6 +107,11 @@ class NpuPlatform(Platform):
         self.nz_kv_cache = facts.nz_kv_cache
         self.num_cube_cores = properties.cube_core_num
         self.num_vector_cores = properties.vector_core_num
+
+    def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """HCCL, over what connects the NPUs; its own settings (HCCL_*) are read from the environment."""
+        dist.init_process_group(self.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return dist.group.WORLD
 
     def peak_bytes(self, largest_step: Callable[[], None]) -> int:
         """Measured while it is computed; what other processes do in the meantime does not count."""
@@ -136,7 +144,7 @@ class NpuPlatform(Platform):
         )
         return size
 
-    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int) -> int:
+    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int, num_workers: int = 1) -> int:
         """By the memory of the first NPU, with a guess at activations.
 
         Raises:
@@ -146,8 +154,8 @@ class NpuPlatform(Platform):
         if found.error or not found.total_bytes:
             raise ConfigError(f"--device npu: {found.error or 'there is no NPU'}. {_WHAT_TO_DO}")
         activations = int(found.total_bytes * _EXPECTED_ACTIVATIONS_SHARE)
-        free = found.free_bytes - weight_bytes
-        return size_of_cache(config, free, found.total_bytes, weight_bytes, activations)
+        part = weight_bytes // num_workers
+        return size_of_cache(config, found.free_bytes - part, found.total_bytes, part, activations)
 
     def free_bytes(self) -> int:
         """Of the whole device, whoever uses the rest."""

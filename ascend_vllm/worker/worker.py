@@ -10,7 +10,8 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +19,9 @@ from ascend_vllm import envs
 from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphMode
+from ascend_vllm.distributed.group import join_group
 from ascend_vllm.distributed.parallel_context import ParallelContext
+from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
@@ -63,6 +66,7 @@ class Worker:
     Args:
         config: the engine's configuration.
         local_rank: number of the worker on its machine; its tensor-parallel rank.
+        rendezvous: where it meets the other workers; None for a worker alone.
 
     Raises:
         ConfigError: the device cannot be used, or not with this dtype.
@@ -75,7 +79,7 @@ class Worker:
         output = worker.execute_model(step)
     """
 
-    def __init__(self, config: EngineConfig, local_rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, local_rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         self._config = config
         self._platform = get_platform(config.device.device)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -85,13 +89,14 @@ class Worker:
                 "the KV cache is kept in the model's dtype, use auto."
             )
         self._parallel = ParallelContext(tp_rank=local_rank, tp_size=config.parallel.tensor_parallel_size)
-        self._device = self._platform.initialize(local_rank)
+        self._device = self._platform.initialize(local_rank, self._parallel.tp_size)
         if self._dtype not in self._platform.dtypes:
             possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._platform.dtypes)
             raise ConfigError(
                 f"--dtype {config.model.dtype} is not available on --device {self._platform.name}; possible here: "
                 f"{possible}."
             )
+        self._collectives = join_group(self._platform, self._parallel, rendezvous)
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
         self._cache_size: KVCacheSize | None = None
@@ -109,7 +114,9 @@ class Worker:
         if self._platform.op_modules is not None:
             import_op_modules(self._platform.op_modules)
         start = time.monotonic()
-        context = BuildContext(dtype=self._dtype, device=self._device, parallel=self._parallel)
+        context = BuildContext(
+            dtype=self._dtype, device=self._device, parallel=self._parallel, collectives=self._collectives
+        )
         try:
             model = load_model(config.model, config.load, context)
         except torch.OutOfMemoryError as error:
@@ -246,6 +253,10 @@ class Worker:
             RuntimeError: its weights are not there.
         """
         return self._model_in_use.model
+
+    def apply_model(self, function: Callable[[CausalLM], Any]) -> Any:
+        """What a function makes of the model."""
+        return function(self.get_model())
 
     def profile(self, is_start: bool = True) -> None:
         """Begins or ends a trace of the steps, see `WorkerProfiler`.

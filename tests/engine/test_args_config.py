@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from ascend_vllm.config.cache import CacheConfig
-from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine import arg_limits
 from ascend_vllm.engine.arg_checks import check_block_size
@@ -737,7 +737,22 @@ def test_unusable_device(make_model: MakeModel) -> None:
 def test_refusals_come_before_files_are_read() -> None:
     with pytest.raises(UnsupportedFlagError, match=r"^--enable-lora is not supported"):
         config_of("/no/such/dir", enable_lora=True)
-    with pytest.raises(UnsupportedFlagError, match=r"^--tensor-parallel-size 2 is not supported"):
-        config_of("/no/such/dir", tensor_parallel_size=2)
+    with pytest.raises(UnsupportedFlagError, match=r"^--pipeline-parallel-size 2 is not supported"):
+        config_of("/no/such/dir", pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedFlagError, match=r"^--distributed-executor-backend ray is not supported"):
+        config_of("/no/such/dir", tensor_parallel_size=2, distributed_executor_backend="ray")
     with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):
         config_of("/no/such/dir", num_lookahead_slots=1)
+
+
+def test_several_workers(make_model: MakeModel) -> None:
+    model = make_model(QWEN2 | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    assert config_of(model).parallel == ParallelConfig(1, "uni")
+    assert config_of(model, distributed_executor_backend="mp").parallel == ParallelConfig(1, "uni")
+    for backend in (None, "mp"):
+        config = config_of(model, tensor_parallel_size=4, distributed_executor_backend=backend)
+        assert config.parallel == ParallelConfig(4, "mp")
+    with pytest.raises(ConfigError, match=r"uni runs one worker, and --tensor-parallel-size is 2"):
+        config_of(model, tensor_parallel_size=2, distributed_executor_backend="uni")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2 and the model's 3 KV heads"):
+        config_of(make_model(QWEN2 | {"num_attention_heads": 6, "num_key_value_heads": 3}), tensor_parallel_size=2)

@@ -43,11 +43,13 @@ def make_config(directory: str, **options: Any) -> EngineConfig:
     cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": NUM_BLOCKS, "swap_space_gib": 2**-8}
     scheduler: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": MAX_MODEL_LEN}
     device: dict[str, Any] = {"device": "cpu"}
+    parallel: dict[str, Any] = {}
     sections = (
         (model, ModelConfig),
         (cache, CacheConfig),
         (scheduler, SchedulerConfig),
         (device, DeviceConfig),
+        (parallel, ParallelConfig),
     )
     for name, value in options.items():
         holders = [section for section, struct in sections if name in struct.__struct_fields__]
@@ -59,7 +61,7 @@ def make_config(directory: str, **options: Any) -> EngineConfig:
         load=LoadConfig(use_tqdm=False),
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(**scheduler),
-        parallel=ParallelConfig(),
+        parallel=ParallelConfig(**parallel),
         device=DeviceConfig(**device),
         observability=ObservabilityConfig(),
     )

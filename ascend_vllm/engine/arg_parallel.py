@@ -1,0 +1,33 @@
+"""How many workers share the model and how they are run, from the flags and the model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ascend_vllm.config.engine import ParallelConfig
+from ascend_vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args import EngineArgs
+
+
+def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any]) -> ParallelConfig:
+    """The section of the configuration. A worker alone lives in the engine's process, whatever it is asked for.
+
+    Raises:
+        ConfigError: the model's KV heads cannot be shared so; or one process is to hold several workers.
+    """
+    size = args.tensor_parallel_size
+    if size == 1:
+        return ParallelConfig()
+    if args.distributed_executor_backend == "uni":
+        raise ConfigError(
+            f"--distributed-executor-backend uni runs one worker, and --tensor-parallel-size is {size}: use mp."
+        )
+    num_kv_heads = hf_config.get("num_key_value_heads")
+    if isinstance(num_kv_heads, int) and num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} and the model's {num_kv_heads} KV heads: one must divide the other."
+        )
+    return ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="mp")

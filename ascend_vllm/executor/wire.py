@@ -1,0 +1,192 @@
+"""What an executor and workers in other processes tell each other.
+
+A record is one byte that says what it is, and its contents. Steps and their outputs are msgpack, with arrays as
+their bytes; calls of methods, whose arguments and results may be anything, are pickled.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import pickle
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ascend_vllm import errors
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.distributed.rendezvous import Rendezvous
+from ascend_vllm.distributed.shm_ring import RingEnds
+from ascend_vllm.errors import ConfigError, RequestError
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
+
+
+class RecordKind(enum.IntEnum):
+    """The first byte of a record."""
+
+    # to the workers
+    STEP = 0
+    CALL = 1
+    STOP = 2
+    # from a worker
+    STEP_OUTPUT = 3
+    RESULT = 4
+    FAILURE = 5
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """What a worker's process is told on its standard input.
+
+    Attributes:
+        config: of the engine.
+        rank: of the worker.
+        rendezvous: where the workers meet.
+        orders: ring that steps and calls come through.
+        answers: ring for what the worker says.
+        search_path: where its parent finds modules; functions that it calls in workers may come from there.
+    """
+
+    config: EngineConfig
+    rank: int
+    rendezvous: Rendezvous
+    orders: RingEnds
+    answers: RingEnds
+    search_path: list[str]
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """What went wrong in a worker.
+
+    Attributes:
+        call_id: of the call that failed; None: a step did.
+        kind: name of the exception's class.
+        text: what it says.
+        trace: the worker's traceback.
+    """
+
+    call_id: int | None
+    kind: str
+    text: str
+    trace: str
+
+    def error(self) -> Exception:
+        """The exception, as near as this process knows it, with the traceback as a note."""
+        found: Any = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
+        if found is errors.UnsupportedFlagError:
+            found = ConfigError
+        is_known = isinstance(found, type) and issubclass(found, Exception)
+        try:
+            error: Exception = found(self.text) if is_known else RuntimeError(f"{self.kind}: {self.text}")
+        except TypeError:  # a class that wants more than a text
+            error = RuntimeError(f"{self.kind}: {self.text}")
+        error.add_note(self.trace)
+        return error
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()]
+    raise RequestError(f"{value!r} cannot be sent to workers in other processes: use --tensor-parallel-size 1")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        # a bytearray, so that the array may be written to
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)
+    raise TypeError(f"{kind} is not told in steps")
+
+
+# kind, and number of the call
+_CALL_HEADER = struct.Struct("<Bq")
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_plain)
+_STEP_DECODER = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_from_plain)
+_OUTPUT_DECODER = msgspec.msgpack.Decoder(StepOutput, dec_hook=_from_plain)
+_FAILURE_DECODER = msgspec.msgpack.Decoder(Failure)
+
+
+def encode_step(step: SchedulerOutput) -> bytes:
+    """A step.
+
+    Raises:
+        RequestError: a row of it has something that stays in its process, such as a function.
+    """
+    return bytes((RecordKind.STEP,)) + _ENCODER.encode(step)
+
+
+def decode_step(record: bytes) -> SchedulerOutput:
+    """The step in a record of kind STEP."""
+    return _STEP_DECODER.decode(memoryview(record)[1:])
+
+
+def encode_output(output: StepOutput) -> bytes:
+    """What a step gave."""
+    return bytes((RecordKind.STEP_OUTPUT,)) + _ENCODER.encode(output)
+
+
+def decode_output(record: bytes) -> StepOutput:
+    """What a step gave, of a record of kind STEP_OUTPUT."""
+    return _OUTPUT_DECODER.decode(memoryview(record)[1:])
+
+
+def encode_call(
+    call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bytes:
+    """A call of a method.
+
+    Raises:
+        RequestError: an argument, or the function, cannot be sent.
+    """
+    if callable(method) and getattr(method, "__module__", None) == "__main__":
+        raise RequestError(
+            "a function that workers in other processes call must be in a module that they can import, not in the "
+            "program itself.",
+            "method",
+        )
+    try:
+        contents = pickle.dumps((method, tuple(args), dict(kwargs)))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RequestError(f"it cannot be sent to workers in other processes: {error}", "method") from error
+    return _CALL_HEADER.pack(RecordKind.CALL, call_id) + contents
+
+
+def encode_result(call_id: int, result: Any) -> bytes:
+    """What a method returned.
+
+    Raises:
+        Exception: it cannot be sent.
+    """
+    return _CALL_HEADER.pack(RecordKind.RESULT, call_id) + pickle.dumps(result)
+
+
+def call_id_of(record: bytes) -> int:
+    """Which call a record of kind CALL or RESULT is about."""
+    return int(_CALL_HEADER.unpack_from(record)[1])
+
+
+def decode_pickled(record: bytes) -> Any:
+    """Method, arguments and keyword arguments, or the result, of a record of kind CALL or RESULT.
+
+    Raises:
+        Exception: something in it cannot be imported here.
+    """
+    # from a process that this one started, or was started by
+    return pickle.loads(memoryview(record)[_CALL_HEADER.size :])
+
+
+def encode_failure(failure: Failure) -> bytes:
+    """What went wrong."""
+    return bytes((RecordKind.FAILURE,)) + _ENCODER.encode(failure)
+
+
+def decode_failure(record: bytes) -> Failure:
+    """What went wrong, of a record of kind FAILURE."""
+    return _FAILURE_DECODER.decode(memoryview(record)[1:])
+
+
+def encode_stop() -> bytes:
+    """The last record to a worker."""
+    return bytes((RecordKind.STOP,))

@@ -1,0 +1,155 @@
+"""A worker in a process of its own: ``python -m ascend_vllm.executor.worker_process``.
+
+Started by `MultiprocExecutor`. Its standard input brings four bytes, big-endian, the length; then so many bytes, the
+WorkerSetup in msgpack. It stays open; its end means that the parent is gone, and ends this process at once, whatever
+it does. All else goes through two rings of shared memory. SIGINT and SIGTERM are ignored: a terminal, or whoever ends
+the engine, sends them to the whole group, and the engine ends its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ascend_vllm.distributed.shm_ring import RingReader, RingWriter
+from ascend_vllm.executor import wire
+from ascend_vllm.executor.call import call_worker
+from ascend_vllm.executor.wire import Failure, RecordKind, WorkerSetup
+from ascend_vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from ascend_vllm.worker.worker import Worker
+
+logger = init_logger("ascend_vllm.executor.worker_process")
+
+# the call that a worker answers without having been asked, when it is made
+START_CALL = 0
+
+
+class WorkerLoop:
+    """Does what a ring says, and tells what came of it through another.
+
+    Args:
+        worker: what to ask.
+        rank: of the worker; the first one tells the outputs of steps.
+        orders: ring that steps and calls come through.
+        answers: ring for what comes of them.
+    """
+
+    def __init__(self, worker: Worker, rank: int, orders: RingReader, answers: RingWriter) -> None:
+        self._worker = worker
+        self._rank = rank
+        self._orders = orders
+        self._answers = answers
+
+    def run(self) -> None:
+        """Returns when it is told to stop."""
+        while True:
+            record = self._orders.read()
+            match record[0]:
+                case RecordKind.STEP:
+                    self._step(record)
+                case RecordKind.CALL:
+                    self._call(record)
+                case _:
+                    return
+
+    def _step(self, record: bytes) -> None:
+        try:
+            output = self._worker.execute_model(wire.decode_step(record))
+        except Exception as error:
+            self._answers.write(wire.encode_failure(describe(error, None)))
+        else:
+            # the other ranks have computed the same
+            if self._rank == 0:
+                self._answers.write(wire.encode_output(output))
+
+    def _call(self, record: bytes) -> None:
+        call_id = wire.call_id_of(record)
+        try:
+            result = call_worker(self._worker, *wire.decode_pickled(record))
+            answer = wire.encode_result(call_id, result)
+        except Exception as error:
+            answer = wire.encode_failure(describe(error, call_id))
+        self._answers.write(answer)
+
+
+def describe(error: BaseException, call_id: int | None) -> Failure:
+    """An exception with its traceback, for another process."""
+    return Failure(call_id, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def read_setup(descriptor: int) -> WorkerSetup:
+    """Reads the length-prefixed setup.
+
+    Raises:
+        EOFError: the stream ends before.
+        msgspec.MsgspecError: it is no WorkerSetup.
+    """
+    length = int.from_bytes(_read_exactly(descriptor, 4), "big")
+    return msgspec.msgpack.decode(_read_exactly(descriptor, length), type=WorkerSetup)
+
+
+def _read_exactly(descriptor: int, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = os.read(descriptor, count - len(data))
+        if not part:
+            raise EOFError("the setup on stdin ends early")
+        data += part
+    return bytes(data)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    while os.read(descriptor, 4096):
+        pass
+    # at once: the other workers are gone, too, and a step that waits for them would never end
+    os._exit(1)
+
+
+def _make_worker(setup: WorkerSetup) -> Worker:
+    # imported here, where a failure is told to the parent
+    from ascend_vllm.worker.worker import Worker
+
+    return Worker(setup.config, setup.rank, setup.rendezvous)
+
+
+def main() -> int:
+    """Runs the process; returns its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        setup = read_setup(sys.stdin.fileno())
+    except EOFError as error:
+        logger.info("The worker does not start: %s", error)
+        return 1
+    threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), name="watch-parent", daemon=True).start()
+    sys.path.extend(path for path in setup.search_path if path not in sys.path)
+    if setup.rank and logger.isEnabledFor(logging.INFO) and not logger.isEnabledFor(logging.DEBUG):
+        # what the first worker tells is true of all
+        logging.getLogger("ascend_vllm").setLevel(logging.WARNING)
+    orders, answers = RingReader(setup.orders), RingWriter(setup.answers)
+    try:
+        worker = _make_worker(setup)
+    except BaseException as error:
+        answers.write(wire.encode_failure(describe(error, START_CALL)))
+        return 1
+    answers.write(wire.encode_result(START_CALL, None))
+    WorkerLoop(worker, setup.rank, orders, answers).run()
+    worker.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # threads of the libraries must not keep a worker that was told to stop
+    os._exit(code)

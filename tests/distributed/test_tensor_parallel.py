@@ -1,0 +1,194 @@
+"""Workers in processes of their own generate what one worker generates, through `LLM`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.errors import RequestError
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.structured_outputs import StructuredOutputsParams
+from tests.distributed import worker_functions
+from tests.server import ROOT
+from tests.tiny_models import tiny_model
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 128,
+    "block_size": 16,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 64,
+    "num_scheduler_steps": 3,
+    "seed": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
+PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks of the cache hold keys; " * 5)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(odd_model: str) -> Iterator[LLM]:
+    llm = LLM(odd_model, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared(odd_model: str) -> Iterator[LLM]:
+    """Two ranks with a KV head each, a vocabulary that they do not divide, and every way of making steps."""
+    llm = LLM(odd_model, tensor_parallel_size=2, **OPTIONS)
+    yield llm
+    pids = llm.collective_rpc(worker_functions.process_id)
+    llm.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(RuntimeError):
+        llm.collective_rpc(worker_functions.process_id)
+
+
+def _ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+
+
+def test_greedy_tokens_are_those_of_one_worker(alone: LLM, shared: LLM) -> None:
+    for _ in range(2):
+        expected, got = (
+            alone.generate(PROMPTS, GREEDY, use_tqdm=False),
+            shared.generate(PROMPTS, GREEDY, use_tqdm=False),
+        )
+        assert _ids(got) == _ids(expected)
+        assert [output.num_cached_tokens for output in got] == [output.num_cached_tokens for output in expected]
+    assert got[0].num_cached_tokens
+
+
+PARAMS = {
+    "sampled": SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=5, n=2, max_tokens=20),
+    "penalised": SamplingParams(
+        temperature=0.0, presence_penalty=1.0, frequency_penalty=0.7, repetition_penalty=1.3, max_tokens=30
+    ),
+    "biased": SamplingParams(temperature=0.0, logit_bias={390: 3.0, 7: -5.0}, min_tokens=5, max_tokens=20),
+    "constrained": SamplingParams(
+        temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="(yes|no), [a-f]{3,9}!")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameters_do_the_same(name: str, alone: LLM, shared: LLM) -> None:
+    params = PARAMS[name]
+    assert _ids(shared.generate(PROMPTS, params, use_tqdm=False)) == _ids(
+        alone.generate(PROMPTS, params, use_tqdm=False)
+    )
+
+
+def test_logprobs_are_the_same(alone: LLM, shared: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+    for got, expected in zip(
+        shared.generate(PROMPTS, params, use_tqdm=False), alone.generate(PROMPTS, params, use_tqdm=False), strict=True
+    ):
+        for ours, theirs in (
+            (got.outputs[0].logprobs, expected.outputs[0].logprobs),
+            (got.prompt_logprobs, expected.prompt_logprobs),
+        ):
+            assert ours is not None
+            assert theirs is not None
+            for one, other in zip(ours, theirs, strict=True):
+                values = {token: entry.logprob for token, entry in (one or {}).items()}
+                assert values == pytest.approx(
+                    {token: entry.logprob for token, entry in (other or {}).items()}, abs=1e-3
+                )
+
+
+def test_no_rank_ever_has_another_token(shared: LLM) -> None:
+    hot = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True)
+    shared.generate(PROMPTS * 2, hot, use_tqdm=False)
+    first, second = shared.collective_rpc(worker_functions.tokens_of_slots)
+    assert np.count_nonzero(first) > 6 * 40
+    assert np.array_equal(first, second)
+
+
+def test_each_rank_holds_a_part(alone: LLM, shared: LLM) -> None:
+    parts = shared.collective_rpc(worker_functions.weight_bytes)
+    assert sum(parts) == alone.collective_rpc(worker_functions.weight_bytes)[0]
+    assert max(parts) < 0.55 * sum(parts)
+
+
+def test_calls_answer_for_every_rank(shared: LLM) -> None:
+    assert len(set(shared.collective_rpc(worker_functions.process_id))) == 2
+    with pytest.raises(ValueError, match="the second one does not"):
+        shared.collective_rpc(worker_functions.fail)
+    with pytest.raises(RequestError, match="no method 'nothing'"):
+        shared.collective_rpc("nothing")
+    with pytest.raises(RequestError, match="cannot be sent to workers"):
+        shared.collective_rpc(lambda _: 1)
+    with pytest.raises(TimeoutError):
+        shared.collective_rpc(worker_functions.process_id, timeout=0)
+    # and nothing is lost for who calls next
+    assert len(shared.collective_rpc(worker_functions.process_id)) == 2
+
+
+def test_functions_of_requests_are_refused(shared: LLM) -> None:
+    params = SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits])
+    with pytest.raises(RequestError, match="logits_processors"):
+        shared.generate("Hello", params, use_tqdm=False)
+    assert shared.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+# ---- a program ---------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys
+from ascend_vllm import LLM, SamplingParams
+
+options, prompts = json.loads(sys.argv[1])
+llm = LLM(**options)
+outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+"""
+
+
+def test_a_program_needs_no_guard_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    """Four ranks that share one KV head, untied; the program ends without a word to the engine."""
+    model = tiny_model("llama-biases")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    arguments = [{"model": model, "tensor_parallel_size": 4, **OPTIONS}, PROMPTS]
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(arguments)],
+        cwd=ROOT,
+        env=_program_env(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    llm = LLM(model, **OPTIONS)
+    expected = _ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    llm.shutdown()
+    assert json.loads(done.stdout.splitlines()[-1]) == [choices[0] for choices in expected]
+    assert "Traceback" not in done.stderr
+
+
+def _program_env() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

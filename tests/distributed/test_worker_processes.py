@@ -1,0 +1,204 @@
+"""How workers start, fail to start and die, and what is left: nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.core.proc import CoreLoop
+from ascend_vllm.distributed.rendezvous import Rendezvous
+from ascend_vllm.distributed.shm_ring import RingEnds
+from ascend_vllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
+from ascend_vllm.executor import wire
+from ascend_vllm.executor.base import create_executor
+from ascend_vllm.executor.wire import Failure, WorkerSetup
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import CoreOutbound, EngineFailed
+from ascend_vllm.types.step import NewRow, SchedulerOutput, StepLogprobs, StepOutput
+from tests.core.memory_executor import MemoryExecutor, make_core
+from tests.distributed.worker_functions import process_id
+from tests.raw_requests import post_raw, read_events, read_rest
+from tests.server import ROOT, Server, is_alive, metric, wait_until
+from tests.worker.worker_driver import make_config
+
+SERVE = "ascend_vllm.entrypoints.cli serve"
+TIMEOUT_S = 60.0
+# of every open stream, after a worker's death
+DEATH_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def _config(directory: str, **options: object) -> EngineConfig:
+    return make_config(directory, tensor_parallel_size=2, distributed_executor_backend="mp", **options)
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in pathlib.Path("/dev/shm").iterdir()}
+
+
+def test_a_server_dies_with_any_worker(odd_model: str) -> None:
+    before = _shared_memory()
+    flags = [odd_model, "--tensor-parallel-size", "2", "--served-model-name", "tiny", "--dtype", "float32"]
+    flags += ["--kv-cache-memory-bytes", "256M", "--max-model-len", "32768"]
+    env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "OMP_NUM_THREADS": "1"}
+    server = Server(SERVE, flags, env)
+    try:
+        server.wait_ready()
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            body = {"model": "tiny", "prompt": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answer = http.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 12
+            workers = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
+            assert len(workers) == 2
+            streaming = post_raw(server, "/v1/completions", body | {"max_tokens": 30000, "stream": True})
+            received = read_events(streaming, 3)
+            assert wait_until(lambda: metric(http, "num_requests_running") == 1)
+            victim = workers[1]
+            start = time.monotonic()
+            victim.kill()
+            received += read_rest(streaming)
+            assert time.monotonic() - start < DEATH_S
+        *_, error, done = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        message = json.loads(error.removeprefix("data: "))["error"]
+        assert (message["code"], message["type"]) == (500, "InternalServerError")
+        assert f"worker 1 (process {victim.pid}) was killed by signal 9" in message["message"]
+        assert server.wait_exit(20) == 1
+        assert server.orphans() == []
+        assert _shared_memory() <= before
+    finally:
+        server.close()
+
+
+def test_a_worker_that_dies_while_nothing_happens_is_noticed(odd_model: str) -> None:
+    executor = create_executor(_config(odd_model))
+    processes = [psutil.Process(pid) for pid in executor.collective_rpc(process_id)]
+    executor.check_health()
+    descriptor = executor.death_descriptor
+    assert descriptor is not None
+    processes[0].kill()
+    assert wait_until(lambda: not any(map(is_alive, processes)), DEATH_S)
+    text = rf"worker 0 \(process {processes[0].pid}\) was killed by signal 9"
+    with pytest.raises(EngineDeadError, match=text):
+        executor.check_health()
+    assert os.eventfd_read(descriptor) == 1
+    with pytest.raises(EngineDeadError, match=text):
+        executor.execute_model(SchedulerOutput(0, [], [], [], [], [])).result(TIMEOUT_S)
+    with pytest.raises(EngineDeadError, match=text):
+        executor.collective_rpc(process_id)
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_a_worker_that_fails_to_start_tells_its_traceback(
+    odd_model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_dtype'"):
+        create_executor(_config(odd_model, dtype="no_such_dtype"))
+    (message,) = {record.message for record in caplog.records if "failed to start" in record.message}
+    assert "Traceback (most recent call last)" in message
+    assert "getattr(torch, config.model.dtype)" in message
+    assert not [child for child in psutil.Process().children() if is_alive(child)]
+
+
+def test_a_worker_ends_with_its_parent(odd_model: str) -> None:
+    """Whatever it does: here it has not even loaded its libraries."""
+    setup = WorkerSetup(_config(odd_model), 0, Rendezvous(1), RingEnds.create(1), RingEnds.create(1), [])
+    rings = [*setup.orders.descriptors, *setup.answers.descriptors]
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "ascend_vllm.executor.worker_process"], stdin=subprocess.PIPE, cwd=ROOT, pass_fds=rings
+    )
+    payload = msgspec.msgpack.encode(setup)
+    worker.communicate(len(payload).to_bytes(4) + payload, timeout=TIMEOUT_S)
+    assert worker.returncode == 1
+    setup.orders.close()
+    setup.answers.close()
+
+
+def test_an_idle_core_ends_with_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    death = os.eventfd(0)
+    monkeypatch.setattr(MemoryExecutor, "death_descriptor", death)
+    core, executor = make_core(num_blocks=16, max_num_seqs=2)
+    codes = []
+    with zmq.Context() as context:
+        sockets = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL, zmq.PUSH, zmq.PULL)]
+        for index, name in ((0, "in"), (3, "out")):
+            sockets[index].bind(f"inproc://{name}")
+        for index, name in ((1, "in"), (2, "out")):
+            sockets[index].connect(f"inproc://{name}")
+        thread = threading.Thread(target=lambda: codes.append(CoreLoop(core, sockets[1], sockets[2]).run()))
+        thread.start()
+
+        def gone() -> None:
+            raise EngineDeadError("worker 1 was killed")
+
+        monkeypatch.setattr(executor, "check_health", gone)
+        os.eventfd_write(death, 1)
+        thread.join(TIMEOUT_S)
+        sockets[3].recv()
+        message = msgspec.msgpack.decode(sockets[3].recv(), type=CoreOutbound)
+        for socket in sockets:
+            socket.close(linger=0)
+    os.close(death)
+    assert codes == [1]
+    assert message == EngineFailed("EngineDeadError", "The engine core failed: EngineDeadError: worker 1 was killed")
+
+
+# ---- records ----------------------------------------------------------------------------------------------
+
+
+def test_steps_and_outputs_arrive_as_they_were() -> None:
+    row = NewRow(3, "r", [5, 6], 2, 0, [1], SamplingParams(temperature=0.5, seed=3), 2**62, [2], bad_words=[[1, 2]])
+    mask = np.arange(6, dtype=np.int32).reshape(2, 3)
+    step = SchedulerOutput(7, [1], [row], [3], [2], [(4, [9])], constrained_slots=[3, 4], bitmask=mask)
+    got = wire.decode_step(wire.encode_step(step))
+    assert (got.new_rows, got.slots, got.new_blocks) == ([row], [3], [(4, [9])])
+    assert got.bitmask is not None
+    assert np.array_equal(got.bitmask, mask)
+    assert got.bitmask.flags.writeable
+    logprobs = StepLogprobs(*(np.ones((1, 2, 3), kind) for kind in (np.int32, np.float32)), np.ones((1, 2), np.int32))
+    output = StepOutput(7, np.array([3], np.int32), np.array([[11, -1]]), logprobs)
+    back = wire.decode_output(wire.encode_output(output))
+    assert back.sampled_token_ids.tolist() == [[11, -1]]
+    assert back.logprobs is not None
+    assert back.logprobs.logprobs.dtype == np.float32
+    assert back.logprobs.token_ids.shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ConfigError", ConfigError),
+        ("UnsupportedFlagError", ConfigError),
+        ("ModelLoadError", ModelLoadError),
+        ("RequestError", RequestError),
+        ("MemoryError", MemoryError),
+        ("UnicodeDecodeError", RuntimeError),
+        ("SomebodysError", RuntimeError),
+        ("SystemExit", RuntimeError),
+    ],
+)
+def test_errors_keep_their_class_where_it_is_known(kind: str, expected: type[Exception]) -> None:
+    error = wire.decode_failure(wire.encode_failure(Failure(None, kind, "no room", "the trace"))).error()
+    assert type(error) is expected
+    assert "no room" in str(error)
+    assert error.__notes__ == ["the trace"]
