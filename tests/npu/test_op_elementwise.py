@@ -11,6 +11,9 @@ from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
+# torch_npu's own, of some operators
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
+
 _values = Values(1)
 A = _values.normal(4, 6)
 HALF = _values.normal(4, 6, dtype=torch.float16)

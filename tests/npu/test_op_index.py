@@ -10,6 +10,9 @@ from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
+# torch_npu adds through the deprecated form
+pytestmark = pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+
 _values = Values(4)
 A = _values.normal(4, 6)
 B = _values.normal(4, 6)

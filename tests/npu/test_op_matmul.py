@@ -65,16 +65,6 @@ def test_fractal_weight_of_a_linear_layer(operator: str, rows: int, columns: int
     assert (result.cpu().double() - exact).abs().max() <= 2e-3 * exact.abs().max()
 
 
-@pytest.mark.usefixtures("fractal_weights")
-def test_fractal_weights_of_a_batch() -> None:
-    x, weight = _values.normal(2, 3, 32, dtype=torch.float16), _values.normal(2, 32, 48, dtype=torch.float16)
-    fractal = torch_npu.npu_format_cast(weight.npu(), FRACTAL_NZ)
-    result, launched = launched_by(lambda: torch.bmm(x.npu(), fractal))
-    assert "aclnnBatchMatMulWeightNz" in launched
-    exact = x.double() @ weight.double()
-    assert (result.cpu().double() - exact).abs().max() <= 2e-3 * exact.abs().max()
-
-
 def test_product_per_head_with_a_transposed_result() -> None:
     x, weight = _values.normal(3, 4, 16, dtype=torch.float16), _values.normal(4, 16, 8, dtype=torch.float16)
     result, launched = launched_by(

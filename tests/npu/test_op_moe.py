@@ -38,6 +38,16 @@ def test_gating_by_softmax() -> None:
     assert torch.equal(rows.cpu().long(), torch.arange(TOKENS * TOP).view(TOP, TOKENS).t())
 
 
+def test_gating_with_weights_that_sum_up_to_one() -> None:
+    (weights, chosen, _), launched = launched_by(
+        lambda: torch_npu.npu_moe_gating_top_k_softmax_v2(LOGITS.npu(), k=TOP, renorm=1)
+    )
+    assert "aclnnMoeGatingTopKSoftmaxV2" in launched
+    best, indices = LOGITS.topk(TOP, -1)
+    assert torch.allclose(weights.cpu(), torch.softmax(best, -1))
+    assert torch.equal(chosen.cpu().long(), indices)
+
+
 @pytest.mark.parametrize("norm_type", [0, 1], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("best_two", [0, 1])
 def test_gating_within_the_best_groups(norm_type: int, best_two: int) -> None:
@@ -120,21 +130,24 @@ def _grouped(rows: torch.Tensor, ends: list[int]) -> torch.Tensor:
     return torch.cat([rows[start:end].double() @ matrix.double() for start, end, matrix in parts])
 
 
-@pytest.mark.parametrize("listed", ["counts", "ends"])
-def test_products_per_expert(listed: str) -> None:
+@pytest.mark.parametrize(("listed", "fractal"), [("counts", False), ("ends", False), ("counts", True)])
+def test_products_per_expert(listed: str, fractal: bool) -> None:
+    torch_npu.npu.config.allow_internal_format = fractal
+    weight = torch_npu.npu_format_cast(MATRICES.npu(), 29) if fractal else MATRICES.npu()
     rows = X[ORDER // TOP]
     groups = COUNTS if listed == "counts" else COUNTS.cumsum(0)
     (result,), launched = launched_by(
         lambda: torch_npu.npu_grouped_matmul(
             [rows.npu()],
-            [MATRICES.npu()],
+            [weight],
             group_list=groups.npu(),
             split_item=2,
             group_type=0,
             group_list_type=1 if listed == "counts" else 0,
         )
     )
-    assert launched & {"aclnnGroupedMatmulV4", "aclnnGroupedMatmulV5"}
+    assert ("aclnnGroupedMatmulWeightNz" if fractal else "aclnnGroupedMatmulV5") in launched
+    torch_npu.npu.config.allow_internal_format = False
     assert _close(result, _grouped(rows, COUNTS.cumsum(0).tolist()))
 
 

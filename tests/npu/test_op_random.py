@@ -72,3 +72,30 @@ def test_numbers_follow_their_distribution_and_their_seed(
     assert not torch.equal(first, draw())
     torch.npu.manual_seed(7)
     assert torch.equal(first, draw())
+
+
+GRAPHED: list[tuple[str, Callable[[], torch.Tensor], Callable[[torch.Tensor], bool]]] = [
+    ("aclnnInplaceUniformTensor", lambda: _empty().uniform_(), _uniform),
+    ("aclnnInplaceNormalTensor", lambda: _empty().normal_(1, 2), _normal),
+    ("aclnnInplaceRandomTensor", lambda: torch.empty(N, device="npu").random_(3, 6), _integers),
+]
+
+
+@pytest.mark.parametrize(("operator", "draw", "fits"), GRAPHED, ids=[d[0] for d in GRAPHED])
+def test_replays_of_a_graph_draw_new_numbers(
+    operator: str, draw: Callable[[], torch.Tensor], fits: Callable[[torch.Tensor], bool]
+) -> None:
+    draw()
+    graph = torch.npu.NPUGraph()
+
+    def record() -> torch.Tensor:
+        with torch.npu.graph(graph, capture_error_mode="relaxed"):
+            return draw()
+
+    numbers, launched = launched_by(record)
+    assert operator in launched
+    graph.replay()
+    first = numbers.cpu()
+    graph.replay()
+    assert fits(first.long() if operator == "aclnnInplaceRandomTensor" else first)
+    assert not torch.equal(first, numbers.cpu())

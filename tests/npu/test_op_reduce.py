@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
@@ -66,6 +67,7 @@ CASES = [
     Case("aclnnTopk", lambda x: torch.topk(x, 3), A),
     Case("aclnnTopk", lambda x: torch.topk(x, 2, dim=0, largest=False), A),
     Case("aclnnKthvalue", lambda x: torch.kthvalue(x, 2), A),
+    Case("aclnnLayerNorm", lambda x: functional.layer_norm(x, (6,), x[0], x[1]), A),
     Case("aclnnBincount", lambda x: torch.bincount(x, minlength=9), J.flatten()),
     Case("aclnnBincount", torch.bincount, J.flatten(), A.abs().flatten()),
 ]

@@ -45,10 +45,6 @@ OPERATOR(aclnnBatchMatMul, (In self, In mat2, Out out, int8_t cubeMathType), {
   require_product(self.rank(3, 3), mat2.rank(3, 3), cubeMathType);
   return [=] { out.set(product(self, mat2)); };
 })
-OPERATOR(aclnnBatchMatMulWeightNz, (In self, Weight mat2, Out out, int8_t cubeMathType), {
-  require_product(self.rank(3, 3), mat2.rank(3, 3), cubeMathType);
-  return [=] { out.set(product(self, mat2.nd())); };
-})
 OPERATOR(aclnnAddmm, (In self, In mat1, In mat2, Number beta, Number alpha, Out out, int8_t cubeMathType), {
   require_product(mat1.rank(2, 2), mat2.rank(2, 2), cubeMathType);
   self.in(kFloats);

@@ -206,35 +206,6 @@ OPERATOR(aclnnMoeInitRoutingV3,
              set_counts(r, sorted.experts);
            };
          })
-OPERATOR(aclnnMoeInitRoutingV2,
-         (In x, In expertIdx, int64_t activeNum, int64_t expertCapacity, int64_t expertNum, int64_t dropPadMode,
-          int64_t expertTokensCountOrCumsumFlag, bool expertTokensBeforeCapacityFlag, Out expandedX,
-          Out expandedRowIdx, MaybeOut expertTokensCountOrCumsum, MaybeOut expertTokensBeforeCapacity),
-         {
-           const int64_t flag = expertTokensCountOrCumsumFlag;
-           const Routing r{x,
-                           expertIdx,
-                           std::nullopt,
-                           std::nullopt,
-                           0,
-                           expertNum,
-                           flag == 1 ? 0 : 1,
-                           -1,
-                           0,
-                           flag != 0,
-                           expandedX,
-                           expandedRowIdx,
-                           expertTokensCountOrCumsum,
-                           std::nullopt};
-           require_routing(r, expertNum, dropPadMode);
-           return [=] {
-             const Sorted sorted = sort_by_expert(r);
-             set_rows(r, sorted);
-             set_row_index(r, sorted);
-             set_counts(r, sorted.experts);
-           };
-         })
-
 OPERATOR(aclnnMoeTokenPermute,
          (In tokens, In indices, int64_t numOutTokens, bool paddedMode, Out permuteTokensOut,
           Out sortedIndicesOut),

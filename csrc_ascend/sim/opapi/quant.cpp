@@ -121,10 +121,6 @@ void require_quant_parameters(const In& scale, const Maybe& offset) {
 
 }  // namespace
 
-OPERATOR(aclnnTransQuantParamV2, (In scale, Maybe offset, Out out), {
-  require_quant_parameters(scale, offset);
-  return [=] { out.set(quant_parameters(scale, offset, 0)); };
-})
 OPERATOR(aclnnTransQuantParamV3, (In scale, Maybe offset, int64_t roundMode, Out out), {
   require_quant_parameters(scale, offset);
   require(roundMode == 0 || roundMode == 1, "roundMode", "it must be 0 (truncate) or 1 (round)");

@@ -75,15 +75,6 @@ OPERATOR(aclnnMultinomial,
            require_draw(self, numsamples, replacement);
            return [=] { out.set(at::multinomial(self, numsamples, replacement, generator(seed, offset))); };
          })
-OPERATOR(
-    aclnnMultinomialTensor,
-    (In self, int64_t numsamples, bool replacement, In seedTensor, In offsetTensor, int64_t offset, Out out), {
-      require_draw(self, numsamples, replacement);
-      require_state(seedTensor, offsetTensor);
-      return [=] {
-        out.set(at::multinomial(self, numsamples, replacement, generator(seedTensor, offsetTensor, offset)));
-      };
-    })
 OPERATOR(aclnnRandperm, (int64_t n, int64_t seed, int64_t offset, Out out), {
   return [=] { out.set(at::randperm(n, generator(seed, offset), at::TensorOptions().dtype(at::kLong))); };
 })

@@ -1,0 +1,72 @@
+"""What operators refuse, and that every operator has a numerical test."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_npu  # noqa: F401 - makes the device known
+
+from tests.npu import test_op_compare, test_op_elementwise, test_op_index, test_op_matmul, test_op_reduce
+from tests.npu.launches import launched_by, operators
+
+HERE = pathlib.Path(__file__).resolve().parent
+CASES = [
+    case
+    for module in (test_op_compare, test_op_elementwise, test_op_index, test_op_matmul, test_op_reduce)
+    for case in module.CASES
+]
+# operators that tests reach through a function of torch_npu without naming them
+TAKEN_BY = {
+    "aclnnAdvanceStep": "npu_advance_step_flashattn",
+    "aclnnAttentionUpdate": "npu_attention_update",
+    "aclnnFastGelu": "npu_fast_gelu",
+    "aclnnFlashAttentionVarLenScore": "npu_fusion_attention",
+    "aclnnFusedInferAttentionScoreV4": "npu_fused_infer_attention_score_v2",
+    "aclnnGeluMul": "npu_gelu_mul",
+    "aclnnGemmaRmsNorm": "npu_gemma_rms_norm",
+    "aclnnInplaceAddRmsNorm": "npu_add_rms_norm_v2",
+    "aclnnInterleaveRope": "npu_interleave_rope",
+    "aclnnKvRmsNormRopeCache": "npu_kv_rmsnorm_rope_cache",
+    "aclnnKvRmsNormRopeCacheV2": "npu_kv_rmsnorm_rope_cache",
+}
+# torch_npu only looks whether the library has it, and then calls a later version
+ONLY_LOOKED_UP = {"aclnnGroupedMatmulV4"}
+
+
+def test_every_operator_has_a_test() -> None:
+    texts = [path.read_text() for path in HERE.glob("*.py") if path != pathlib.Path(__file__).resolve()]
+    # a test that names an operator in quotes asserts that it was launched
+    tested = {name for text in texts for name in re.findall(r'"(aclnn\w+)"', text)}
+    tested |= {case.operator for case in CASES}
+    tested |= {name for name, function in TAKEN_BY.items() if any(f".{function}(" in text for text in texts)}
+    assert operators() - tested == ONLY_LOOKED_UP
+
+
+X = torch.ones(4, 6, device="npu")
+HALF = torch.ones(6, 5, dtype=torch.float16, device="npu")
+BRAIN = torch.ones(4, 6, dtype=torch.bfloat16, device="npu")
+DOUBLE = torch.ones(4, 6, dtype=torch.float64, device="npu")
+
+REFUSED: list[tuple[str, Callable[[], torch.Tensor]]] = [
+    ("aclnnMm: mat2: dtype float16 differs from bfloat16 of self", lambda: torch.mm(BRAIN, HALF)),
+    ("aclnnMm: self: dtype float64 is not supported", lambda: torch.mm(DOUBLE, DOUBLE.t())),
+    ("aclnnSilu: self: dtype float64 is not supported", lambda: torch.nn.functional.silu(DOUBLE)),
+    (
+        "aclnnInplaceFillScalar: selfRef: elements of the tensor that is written share memory",
+        lambda: torch.ones(6, device="npu").expand(4, 6).fill_(2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "call"), REFUSED, ids=[text.split(":")[0][5:] for text, _ in REFUSED])
+def test_what_the_documentation_rules_out_is_refused(text: str, call: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        call()
+    # the refusal comes before the launch and harms nothing
+    result, launched = launched_by(lambda: X + 1)
+    assert launched == {"aclnnAdds"}
+    assert bool((result == 2).all())
