@@ -230,6 +230,11 @@ def export(values: dict[str, str], paths: dict[str, pathlib.Path]) -> None:
         os.environ[name] = os.pathsep.join(filter(None, (str(path), os.environ.get(name))))
 
 
+def everything() -> dict[str, str]:
+    """A copy of the whole environment, for who examines it."""
+    return dict(os.environ)
+
+
 def keep_device_backends_out() -> None:
     """Lets `import torch` not import torch_npu by itself, which fails where it is installed without CANN."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

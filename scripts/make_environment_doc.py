@@ -57,8 +57,8 @@ def variables() -> Iterator[tuple[str, str]]:
     for name, function in inspect.getmembers(envs, inspect.isfunction):
         if function.__module__ != envs.__name__ or name.startswith("_"):
             continue
-        if inspect.signature(function).return_annotation == "None":
-            continue  # it sets variables
+        if inspect.signature(function).return_annotation in ("None", "dict[str, str]"):
+            continue  # it sets variables, or reads all of them
         text = " ".join((inspect.getdoc(function) or "").split())
         variable, colon, meaning = text.partition(": ")
         if not colon or not variable.startswith("`"):

@@ -137,6 +137,18 @@ def _collect_env(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every 
     return 0
 
 
+def _add_doctor_arguments(parser: FlexibleArgumentParser) -> None:
+    from ascend_vllm.entrypoints.doctor import add_arguments
+
+    add_arguments(parser)
+
+
+def _doctor(namespace: argparse.Namespace) -> int:
+    from ascend_vllm.entrypoints.doctor import run
+
+    return run(namespace)
+
+
 COMMANDS: dict[str, Command] = {
     "serve": Command("start the OpenAI-compatible server", _add_serve_arguments, _serve, _expand_serve),
     "complete": Command(
@@ -146,6 +158,7 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("measure a server or the engine", _add_bench_arguments, _bench),
     "run-batch": Command("answer a file of requests", _add_run_batch_arguments, _run_batch),
     "collect-env": Command("describe this machine for a report", _add_collect_env_arguments, _collect_env),
+    "doctor": Command("check what a model on an Ascend NPU needs", _add_doctor_arguments, _doctor),
     "sim-run": Command("run a command on simulated Ascend devices", _add_sim_run_arguments, _sim_run),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }

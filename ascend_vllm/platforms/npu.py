@@ -69,9 +69,11 @@ class NpuPlatform(Platform):
         if max(local_rank + 1, num_workers) > count:
             raise ConfigError(_too_few(max(local_rank + 1, num_workers), count))
         logger.info(
-            "NPU memory allocator: %s; CPU affinity of the workers: %s",
+            "CANN: %s; NPU memory allocator: %s; CPU affinity of the workers: %s; HCCL's expansion mode: %s",
+            envs.ascend_home_path() or "from the library path",
             envs.pytorch_npu_alloc_conf(),
             envs.cpu_affinity_conf(),
+            envs.hccl_op_expansion_mode() or "its own choice",
         )
         self._device = torch.device("npu", local_rank)
         try:
@@ -131,7 +133,8 @@ class NpuPlatform(Platform):
             ConfigError: an explicit size is not positive, or more than is free.
         """
         free, total = self._npu.mem_get_info(self._device)
-        used = self._free_at_start - free
+        # what others have given back in the meantime is not ours
+        used = max(0, self._free_at_start - free)
         size = size_of_cache(config, free, total, used, peak_bytes)
         logger.info(
             "NPU memory: %.2f GiB in all, %.2f GiB free; %.2f GiB for weights and runtime, %.2f GiB for activations, "

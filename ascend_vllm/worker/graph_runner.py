@@ -155,8 +155,8 @@ class GraphRunner:
                 self._captured[gear] = self._capture_gear(gear)
             except RuntimeError as error:
                 raise ConfigError(
-                    f"The decoding graph of {gear} sequences cannot be captured: {error}. Use fewer or smaller gears, a "
-                    "smaller --max-num-seqs or --gpu-memory-utilization, or --enforce-eager."
+                    f"The decoding graph of {gear} sequences cannot be captured: {error}. Use fewer or smaller "
+                    "gears, a smaller --max-num-seqs or --gpu-memory-utilization, or --enforce-eager."
                 ) from error
         if not only_largest:
             logger.info("Captured %d graphs in %.2f s", len(gears), time.monotonic() - start)

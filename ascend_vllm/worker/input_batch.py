@@ -10,6 +10,7 @@ share its memory.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,36 @@ from ascend_vllm.worker.sampling.columns import SamplingColumns
 Int32Array = npt.NDArray[np.int32]
 
 
+# where tensors begin that are uploaded together: operators read memory in pieces of up to so many bytes
+_ALIGNMENT = 512
+
+
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """An array as a tensor on a device: a copy nobody waits for, or on CPU no copy at all."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+    return upload_all([array], device)[0]
+
+
+def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Several arrays as tensors with one copy, which nobody waits for; on CPU without any.
+
+    The copy leaves from pinned memory: from any other the device would make the host wait, or might read it when it
+    has been used for something else. The tensors share their memory on the device.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = [0]
+    for array in arrays:
+        starts.append(-(-(starts[-1] + array.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    staging_np = staging.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        staging_np[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    memory = staging.to(device, non_blocking=True)
+    return [
+        # from_numpy of an empty array: it knows torch's name of the dtype
+        memory[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,14 +82,26 @@ class HostBatch:
 
     def to_device(self, device: torch.device) -> ForwardBatch:
         """The batch as tensors."""
+        input_ids, positions, slot_mapping, query_start, seq_lens, block_table, logits_indices = upload_all(
+            (
+                self.input_ids,
+                self.positions,
+                self.slot_mapping,
+                self.query_start,
+                self.seq_lens,
+                self.block_table,
+                self.logits_indices,
+            ),
+            device,
+        )
         return ForwardBatch(
-            input_ids=upload(self.input_ids, device),
-            positions=upload(self.positions, device),
-            slot_mapping=upload(self.slot_mapping, device),
-            query_start=upload(self.query_start, device),
-            seq_lens=upload(self.seq_lens, device),
-            block_table=upload(self.block_table, device),
-            logits_indices=upload(self.logits_indices, device),
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            logits_indices=logits_indices,
             query_start_np=self.query_start,
             seq_lens_np=self.seq_lens,
             max_query_len=self.max_query_len,

@@ -19,7 +19,7 @@ import torch
 
 from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.types.step import StepLogprobs
-from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
@@ -223,7 +223,16 @@ class MultiStepDecoder:
         """Some of the rows, none of which has ended."""
         device, num_rows = self._device, len(index)
         num_tokens_np = host.num_tokens.take(index, axis=1)
-        num_tokens = upload(num_tokens_np, device)
+        num_tokens, slot_mapping, block_table, stop_ids, may_stop = upload_all(
+            (
+                num_tokens_np,
+                host.slot_mapping.take(index, axis=1),
+                host.block_table[index],
+                host.stop_ids[index],
+                host.may_stop.take(index, axis=1),
+            ),
+            device,
+        )
         one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         return _Rows(
             index=index,
@@ -233,11 +242,11 @@ class MultiStepDecoder:
             num_tokens=num_tokens,
             positions=num_tokens - 1,
             seq_lens=num_tokens.int(),
-            slot_mapping=upload(host.slot_mapping.take(index, axis=1), device),
-            block_table=upload(host.block_table[index], device),
+            slot_mapping=slot_mapping,
+            block_table=block_table,
             query_start=one_each,
             logits_indices=one_each[:-1].long(),
-            stop_ids=upload(host.stop_ids[index], device) if host.stop_ids.shape[1] else None,
-            may_stop=upload(host.may_stop.take(index, axis=1), device),
+            stop_ids=stop_ids if stop_ids.shape[1] else None,
+            may_stop=may_stop,
             stopped=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )

@@ -89,7 +89,7 @@ class MeanOfTokens(Gatherer):
 
     def enter(self, rows: Sequence[NewRow]) -> None:
         """See `Gatherer.enter`."""
-        self._sums[[row.slot for row in rows]] = 0.0
+        self._sums[upload(np.array([row.slot for row in rows], np.int64), self.device)] = 0.0
 
     def gather(self, batch: HostBatch, slots: Int64Array, hidden: torch.Tensor) -> tuple[torch.Tensor, Int64Array]:
         """See `Gatherer.gather`."""

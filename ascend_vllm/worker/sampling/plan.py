@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ascend_vllm.ops.sampling import largest_top_k, philox_uniform
-from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling import columns
 
@@ -199,13 +199,10 @@ class Planner:
         return dataclasses.replace(plan, needed=plan.needed | columns.CONSTRAINED, constraints=constraints)
 
     def _filters(self, slots: Int64Array) -> Filters:
-        params, device = self._params, self._device
-        return (
-            upload(params.temperature[slots], device),
-            upload(params.top_k[slots], device),
-            upload(params.top_p[slots], device),
-            upload(params.min_p[slots], device),
-        )
+        params = self._params
+        parameters = (params.temperature, params.top_k, params.top_p, params.min_p)
+        temperature, top_k, top_p, min_p = upload_all([column[slots] for column in parameters], self._device)
+        return temperature, top_k, top_p, min_p
 
     def _draws(self, slots: Int64Array, num_steps: int) -> Draws:
         """They depend on seeds and places alone, which the host knows: no device has to compute them."""
@@ -242,14 +239,10 @@ class Planner:
         return LogitBias(self._index(rows, ids), upload(values, self._device))
 
     def _penalties(self, slots: Int64Array) -> Penalties:
-        params, device = self._params, self._device
-        return Penalties(
-            (
-                upload(params.repetition_penalty[slots], device),
-                upload(params.frequency_penalty[slots], device),
-                upload(params.presence_penalty[slots], device),
-            )
-        )
+        params = self._params
+        factors = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        repetition, frequency, presence = upload_all([column[slots] for column in factors], self._device)
+        return Penalties((repetition, frequency, presence))
 
     def _bad_words(self, slots: Int64Array, features: Features) -> BadWords:
         rows = np.flatnonzero(features & columns.BAD_WORDS)
@@ -279,4 +272,5 @@ class Planner:
         return History(token_ids, table_rows, upload(batch.prompt_lens[slots].astype(np.int32), device))
 
     def _index(self, rows: Int64Array, ids: Int64Array) -> Index:
-        return upload(rows, self._device), upload(ids, self._device)
+        on_device = upload_all((rows, ids), self._device)
+        return on_device[0], on_device[1]

@@ -70,6 +70,11 @@ OPERATOR(aclnnLogSumExp, (In self, Ints dim, bool keepDim, Out out), {
   self.in(kReal);
   return [=] { out.set(at::logsumexp(self, dim, keepDim)); };
 })
+OPERATOR(aclnnLinalgVectorNorm, (In self, Number ord, Ints dims, bool keepDims, Dtype dtype, Out out), {
+  self.in(kFloats);
+  require_reduced_dtype(dtype, out);
+  return [=] { out.set(at::norm(self, at::Scalar(ord), dims, keepDims, dtype.type)); };
+})
 OPERATOR(aclnnStd, (In self, Ints dim, int64_t correction, bool keepdim, Out out), {
   self.in(kFloats);
   return [=] { out.set(at::std(self, dims_of(dim), at::Scalar(correction), keepdim)); };

@@ -1,0 +1,224 @@
+"""The NPU platform on simulated devices: what it finds, measures and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch_npu
+
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms import facts, get_platform, resolve_device
+from ascend_vllm.platforms.facts import NpuProbe, npu_unusable_reason
+from ascend_vllm.platforms.npu import NpuPlatform
+from ascend_vllm.worker.worker import Worker
+from tests.tiny_models import tiny_model
+from tests.worker.worker_driver import make_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+_ask = facts.probe_npus.__wrapped__
+
+
+@pytest.fixture(scope="module", autouse=True)
+def platform() -> NpuPlatform:
+    """In use before a test changes the variables that this process's runtime reads once."""
+    found = get_platform("auto")
+    assert isinstance(found, NpuPlatform)
+    assert found.initialize(0) == torch.device("npu:0")
+    return found
+
+
+def probe(**options: bool) -> NpuProbe:
+    """Asks the runtime anew, under the environment of now."""
+    found: NpuProbe = _ask(**options)
+    return found
+
+
+def test_the_runtime_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_SIM_DEVICES", "2")
+    assert probe() == NpuProbe(count=2, soc="Ascend910B3")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    found = probe(with_memory=True)
+    assert (found.count, found.total_bytes) == (1, int(os.environ["ASCEND_SIM_MEMORY"]))
+    assert 0 < found.free_bytes <= found.total_bytes
+
+
+def test_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_SIM_DEVICES", "0")
+    monkeypatch.setattr(facts, "probe_npus", probe)
+    assert "there is no NPU to use, none is in this container" in (npu_unusable_reason() or "")
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match="there is no NPU to use"):
+        EngineArgs(model=tiny_model("qwen2"), device="npu").create_engine_config()
+
+
+def test_configurations_follow_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided by another process than this one, whose devices are what they are."""
+    monkeypatch.setattr(facts, "probe_npus", probe)
+    args = EngineArgs(model=tiny_model("qwen2", dtype="bfloat16"), max_num_seqs=4, enable_chunked_prefill=False)
+    config = args.create_engine_config()
+    assert (config.device.device, config.model.dtype, config.cache.block_size) == ("npu", "bfloat16", 128)
+    monkeypatch.setenv("ASCEND_SIM_SOC", "Ascend310P3")
+    with pytest.raises(ConfigError, match=r"bfloat16 does not run on npu \(Ascend310P3\); possible are float16"):
+        args.create_engine_config()
+
+
+def test_the_longest_length_is_that_which_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "probe_npus", probe)
+    monkeypatch.setattr("ascend_vllm.platforms.npu.probe_npus", probe)
+    # keys and values of 3 layers of 2 heads of 16 elements in float16, a block of 128 tokens
+    block_bytes = 2 * 3 * 2 * 16 * 2 * 128
+    args = EngineArgs(model=tiny_model("qwen2"), dtype="float16", max_model_len="auto")
+    args.kv_cache_memory_bytes = 3 * block_bytes
+    # nine tenths of it, for what changes until the cache is there
+    assert args.create_engine_config().model.max_model_len == 2 * 128
+    args.kv_cache_memory_bytes = None
+    assert args.create_engine_config().model.max_model_len == 512
+
+
+def test_what_it_says_of_its_device(platform: NpuPlatform) -> None:
+    assert platform.soc == "Ascend910B3"
+    assert platform.dtypes == (torch.bfloat16, torch.float16)
+    assert not platform.nz_kv_cache
+    properties = torch_npu.npu.get_device_properties(0)
+    assert platform.num_cube_cores == properties.cube_core_num > 0
+    assert platform.num_vector_cores == properties.vector_core_num > 0
+    assert platform.distributed_backend == "hccl"
+
+
+def test_weights_may_have_a_format_of_their_own(platform: NpuPlatform) -> None:
+    """FRACTAL_NZ is 29; without the platform's setting the cast is silently left out."""
+    weight = torch.randn(32, 64, dtype=torch.float16, device="npu:0")
+    assert torch_npu.get_npu_format(torch_npu.npu_format_cast(weight, 29)) == 29
+
+
+def test_memory_grows_in_segments(platform: NpuPlatform) -> None:
+    assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+    buffer = torch.empty(64 * MIB, dtype=torch.uint8, device="npu:0")
+    segments = torch_npu.npu.memory.memory_snapshot()
+    assert any(segment["is_expandable"] for segment in segments if segment["total_size"] >= buffer.nbytes)
+
+
+def test_ranks_without_a_device(platform: NpuPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: 3 NPUs are needed and this container has 2"):
+        NpuPlatform().initialize(2)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="and ASCEND_RT_VISIBLE_DEVICES=0,1 leaves 2"):
+        NpuPlatform().initialize(2)
+
+
+def test_peaks_are_measured(platform: NpuPlatform) -> None:
+    kept = []
+
+    def step() -> None:
+        kept.append(torch.empty(8 * MIB, dtype=torch.uint8, device="npu:0"))
+        torch.empty(32 * MIB, dtype=torch.uint8, device="npu:0").fill_(1)
+
+    assert 40 * MIB <= platform.peak_bytes(step) < 44 * MIB
+
+
+def test_the_cache_gets_what_its_share_leaves() -> None:
+    torch_npu.npu.empty_cache()
+    platform = NpuPlatform()
+    platform.initialize(0)
+    total = torch_npu.npu.mem_get_info(0)[1]
+    config = CacheConfig(block_size=128, gpu_memory_utilization=0.5)
+    before = platform.kv_cache_bytes(config, peak_bytes=10 * MIB)
+    assert 0 <= total // 2 - 10 * MIB - before < total // 8
+    weights = torch.empty(100 * MIB, dtype=torch.uint8, device="npu:0")
+    after = platform.kv_cache_bytes(config, peak_bytes=10 * MIB)
+    assert before - after == pytest.approx(weights.nbytes, abs=4 * MIB)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes asks for a KV cache of 1\.00 GiB, but only"):
+        platform.kv_cache_bytes(CacheConfig(block_size=128, kv_cache_memory_bytes=total), peak_bytes=0)
+
+
+def test_host_memory_is_pinned(platform: NpuPlatform) -> None:
+    assert platform.allocate_host(1000).is_pinned()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_gpu_blocks_override": 1 << 20}, r"KV cache of 1048577 blocks .*lower --num-gpu-blocks-override"),
+        ({"dtype": "float32"}, "--dtype float32 is not available on --device npu; possible here: bfloat16, float16"),
+        ({"block_size": 16}, "ascend: block size 16 is not one of 64, 128"),
+        (
+            {"num_gpu_blocks_override": None, "gpu_memory_utilization": 1e-6},
+            "no room for one block .*: set --gpu-memory-utilization or --kv-cache-memory-bytes higher",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_start_names_the_flags(options: dict[str, object], message: str) -> None:
+    settings = {"device": "npu", "dtype": "float16", "block_size": 64, **options}
+    # less than the device has, so that the simulator need not hand all of it out first
+    torch_npu.npu.set_per_process_memory_fraction(0.2)
+    try:
+        with pytest.raises(ConfigError, match=message):
+            worker = Worker(make_config(tiny_model("qwen2"), **settings))
+            worker.load_model()
+            worker.initialize_cache(worker.determine_num_blocks())
+    finally:
+        torch_npu.npu.set_per_process_memory_fraction(1.0)
+
+
+_ON_ANOTHER_CHIP = """
+import json, os, sys
+from ascend_vllm.platforms.npu import NpuPlatform
+from ascend_vllm.worker.worker import Worker
+from tests.worker.worker_driver import make_config
+
+def outcome(**options):
+    try:
+        settings = {"device": "npu", "block_size": 64, "num_gpu_blocks_override": None, **options}
+        worker = Worker(make_config(sys.argv[1], **settings))
+        worker.load_model()
+        return worker.determine_num_blocks()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+platform = NpuPlatform()
+platform.initialize(1)
+threads = os.listdir("/proc/self/task")
+names = {open(f"/proc/self/task/{thread}/comm").read().strip(): int(thread) for thread in threads}
+cores = sorted(os.sched_getaffinity(names["acl_thread"]))
+found = {"cores": cores, "soc": platform.soc, "nz": platform.nz_kv_cache}
+found["bfloat16"] = outcome(dtype="bfloat16")
+found["budget"] = outcome(dtype="float16", max_num_batched_tokens=1 << 18, max_num_seqs=1 << 10)
+print(json.dumps(found))
+"""
+
+
+def test_another_chip_with_little_memory() -> None:
+    """In a process of its own: a chip without bfloat16, whose 64 MiB do not hold the largest step."""
+    python = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "sim-run", "--devices", "2"]
+    options = ["--soc", "Ascend310P3", "--memory", str(64 * MIB)]
+    script = [sys.executable, "-W", "ignore", "-c", _ON_ANOTHER_CHIP, tiny_model("qwen2")]
+    done = subprocess.run(
+        [*python, *options, "--", *script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CPU_AFFINITY_CONF": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["soc"], found["nz"]) == ("Ascend310P3", True)
+    # the thread that launches operators on the second of two devices has the second half of the cores
+    cores = sorted(os.sched_getaffinity(0))
+    assert found["cores"] == cores[len(cores) // 2 :]
+    assert (
+        "ConfigError: --dtype bfloat16 is not available on --device npu; possible here: float16" in found["bfloat16"]
+    )
+    assert (
+        found["budget"].startswith("ConfigError") and "--max-num-batched-tokens or --max-num-seqs" in found["budget"]
+    )
