@@ -76,8 +76,9 @@ void run_decode(Call& call) {
   std::vector<std::uint8_t> workspace(tiled.workspace_bytes + 32, 0xFF);
   std::uint8_t* tiling = call.place(tiled.params);
   call.memory.add(workspace.data(), tiled.workspace_bytes, true);
-  launch_decode_attention(DataType(call.numbers[0]), tiled, &call.memory, call.data(0), call.data(1),
-                          call.data(2), call.data(3), call.data(4), workspace.data(), call.data(5), tiling);
+  launch_decode_attention(DataType(call.numbers[0]), tiled.cores, tiled.merge_cores, &call.memory, call.data(0),
+                          call.data(1), call.data(2), call.data(3), call.data(4), workspace.data(),
+                          call.data(5), tiling);
 }
 
 void run_advance_step(Call& call) {

@@ -1,4 +1,4 @@
-// Tiling and launch of advance_step.
+// Tiling of advance_step.
 #pragma once
 
 #include "npu/advance_step/params.h"
@@ -13,12 +13,5 @@ struct AdvanceStepTiling {
 
 // Raises std::invalid_argument that names the argument.
 AdvanceStepTiling tile_advance_step(int64_t rows, int64_t block_size, int64_t max_blocks, int64_t cores);
-
-// sampled: [R] int64; block_table: [R, B] int32; stopped: [R] bool. In place: input_ids [R] int64 becomes what
-// was sampled, positions [R] int64 and seq_lens [R] int32 one more, slot_mapping [R] int64 where the new
-// position lies. A row that stopped, or whose next position is beyond its blocks, stays as it is, with slot -1.
-void launch_advance_step(uint32_t cores, void* stream, uint8_t* sampled, uint8_t* block_table, uint8_t* stopped,
-                         uint8_t* input_ids, uint8_t* positions, uint8_t* seq_lens, uint8_t* slot_mapping,
-                         uint8_t* tiling);
 
 }  // namespace ascend_npu

@@ -1,6 +1,6 @@
 #include "npu/advance_step/op_kernel.h"
 
-#include "npu/advance_step/op_host.h"
+#include "npu/advance_step/params.h"
 #include "npu/common/launch.h"
 
 extern "C" __global__ __aicore__ void advance_step(GM_ADDR sampled, GM_ADDR block_table, GM_ADDR stopped,

@@ -34,8 +34,8 @@ class AdvanceStep {
       const int32_t first = tile * params_.tile_rows;
       advance(first, smaller(params_.tile_rows, params_.rows - first));
       // the next tile comes into the same buffers
-      SetFlag<HardEvent::MTE3_MTE2>(0);
-      WaitFlag<HardEvent::MTE3_MTE2>(0);
+      SetFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
+      WaitFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
     }
   }
 
@@ -68,8 +68,8 @@ class AdvanceStep {
     load(positions, tensors_.positions, first, count);
     load(seq_lens, tensors_.seq_lens, first, count);
     load(stopped, tensors_.stopped, first, count);
-    SetFlag<HardEvent::MTE2_S>(0);
-    WaitFlag<HardEvent::MTE2_S>(0);
+    SetFlag<HardEvent::MTE2_S>(EVENT_ID0);
+    WaitFlag<HardEvent::MTE2_S>(EVENT_ID0);
     for (int32_t index = 0; index < count; ++index) {
       const int64_t position = positions.GetValue(index) + 1;
       const int64_t block = position / params_.block_size;
@@ -84,18 +84,18 @@ class AdvanceStep {
       seq_lens.SetValue(index, seq_lens.GetValue(index) + 1);
       slots.SetValue(index, page * params_.block_size + position - block * params_.block_size);
     }
-    SetFlag<HardEvent::S_MTE3>(0);
-    WaitFlag<HardEvent::S_MTE3>(0);
+    SetFlag<HardEvent::S_MTE3>(EVENT_ID0);
+    WaitFlag<HardEvent::S_MTE3>(EVENT_ID0);
     store(tensors_.input_ids, input_ids, first, count);
     store(tensors_.positions, positions, first, count);
     store(tensors_.seq_lens, seq_lens, first, count);
     store(tensors_.slot_mapping, slots, first, count);
     // and the scalar unit writes them again only when they are out
-    SetFlag<HardEvent::MTE3_S>(0);
-    WaitFlag<HardEvent::MTE3_S>(0);
+    SetFlag<HardEvent::MTE3_S>(EVENT_ID0);
+    WaitFlag<HardEvent::MTE3_S>(EVENT_ID0);
     // its reads are over before the next copies come in
-    SetFlag<HardEvent::S_MTE2>(0);
-    WaitFlag<HardEvent::S_MTE2>(0);
+    SetFlag<HardEvent::S_MTE2>(EVENT_ID0);
+    WaitFlag<HardEvent::S_MTE2>(EVENT_ID0);
   }
 
   AdvanceStepParams params_;

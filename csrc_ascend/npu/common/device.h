@@ -36,13 +36,13 @@ __aicore__ inline GlobalTensor<T> global(GM_ADDR address) {
 
 // Later scalar reads see what the vector unit has written so far.
 __aicore__ inline void scalar_after_vector() {
-  SetFlag<HardEvent::V_S>(0);
-  WaitFlag<HardEvent::V_S>(0);
+  SetFlag<HardEvent::V_S>(EVENT_ID0);
+  WaitFlag<HardEvent::V_S>(EVENT_ID0);
 }
 
 __aicore__ inline void vector_after_scalar() {
-  SetFlag<HardEvent::S_V>(0);
-  WaitFlag<HardEvent::S_V>(0);
+  SetFlag<HardEvent::S_V>(EVENT_ID0);
+  WaitFlag<HardEvent::S_V>(EVENT_ID0);
 }
 
 // products[r][l] = sum over chunks c of matrix[r][64 c + l] * vector[64 c + l], added to what is there unless

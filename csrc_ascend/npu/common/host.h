@@ -12,9 +12,6 @@ namespace ascend_npu {
 constexpr int64_t kUnifiedBufferBytes = 192 * 1024 - 256 - 8 * 1024;
 constexpr int64_t kMaxCores = 65535;
 
-// Of activations and caches.
-enum class DataType : int32_t { kFloat16 = 0, kBFloat16 = 1 };
-
 // Raises std::invalid_argument "name: why".
 inline void check(bool condition, const char* name, const std::string& why) {
   if (!condition) throw std::invalid_argument(std::string(name) + ": " + why);

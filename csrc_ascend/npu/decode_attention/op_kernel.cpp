@@ -1,7 +1,7 @@
 #include "npu/decode_attention/op_kernel.h"
 
 #include "npu/common/launch.h"
-#include "npu/decode_attention/op_host.h"
+#include "npu/decode_attention/params.h"
 
 namespace ascend_npu {
 
@@ -55,17 +55,17 @@ extern "C" __global__ __aicore__ void merge_parts_bf16(GM_ADDR seq_lens, GM_ADDR
 
 namespace ascend_npu {
 
-void launch_decode_attention(DataType type, const DecodeAttentionTiling& tiled, void* stream, uint8_t* query,
+void launch_decode_attention(DataType type, uint32_t cores, uint32_t merge_cores, void* stream, uint8_t* query,
                              uint8_t* key_cache, uint8_t* value_cache, uint8_t* block_table, uint8_t* seq_lens,
                              uint8_t* workspace, uint8_t* output, uint8_t* tiling) {
   if (type == DataType::kFloat16) {
-    ASCEND_NPU_LAUNCH(decode_attention_f16, tiled.cores, stream, query, key_cache, value_cache, block_table,
-                      seq_lens, workspace, tiling);
-    ASCEND_NPU_LAUNCH(merge_parts_f16, tiled.merge_cores, stream, seq_lens, workspace, output, tiling);
+    ASCEND_NPU_LAUNCH(decode_attention_f16, cores, stream, query, key_cache, value_cache, block_table, seq_lens,
+                      workspace, tiling);
+    ASCEND_NPU_LAUNCH(merge_parts_f16, merge_cores, stream, seq_lens, workspace, output, tiling);
   } else {
-    ASCEND_NPU_LAUNCH(decode_attention_bf16, tiled.cores, stream, query, key_cache, value_cache, block_table,
+    ASCEND_NPU_LAUNCH(decode_attention_bf16, cores, stream, query, key_cache, value_cache, block_table,
                       seq_lens, workspace, tiling);
-    ASCEND_NPU_LAUNCH(merge_parts_bf16, tiled.merge_cores, stream, seq_lens, workspace, output, tiling);
+    ASCEND_NPU_LAUNCH(merge_parts_bf16, merge_cores, stream, seq_lens, workspace, output, tiling);
   }
 }
 

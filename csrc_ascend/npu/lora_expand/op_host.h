@@ -1,4 +1,4 @@
-// Tiling and launch of lora_expand.
+// Tiling of lora_expand.
 #pragma once
 
 #include "npu/common/host.h"
@@ -19,9 +19,5 @@ struct LoraExpandTiling {
 
 // Raises std::invalid_argument that names the argument.
 LoraExpandTiling tile_lora_expand(const LoraExpandProblem& problem, int64_t cores);
-
-// adapters: [T] int64, negative: none; y: of `type`, as weights are.
-void launch_lora_expand(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
-                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
 
 }  // namespace ascend_npu

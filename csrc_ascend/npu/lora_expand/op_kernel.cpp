@@ -1,7 +1,7 @@
 #include "npu/lora_expand/op_kernel.h"
 
 #include "npu/common/launch.h"
-#include "npu/lora_expand/op_host.h"
+#include "npu/lora_expand/params.h"
 
 namespace ascend_npu {
 

@@ -1,7 +1,7 @@
-// Parameters of lora_expand; host and device.
+// Parameters and launch of lora_expand; host and device.
 #pragma once
 
-#include <cstdint>
+#include "npu/common/types.h"
 
 namespace ascend_npu {
 
@@ -13,5 +13,9 @@ struct LoraExpandParams {
   int32_t y_stride;      // elements from a token to the next one
   int32_t y_offset;      // of the adapters' first output in a token
 };
+
+// adapters: [T] int64, negative: none; y: of `type`, as weights are.
+void launch_lora_expand(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
+                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
 
 }  // namespace ascend_npu

@@ -1,4 +1,4 @@
-// Tiling and launch of lora_shrink.
+// Tiling of lora_shrink.
 #pragma once
 
 #include "npu/common/host.h"
@@ -19,9 +19,5 @@ struct LoraShrinkTiling {
 
 // Raises std::invalid_argument that names the argument.
 LoraShrinkTiling tile_lora_shrink(const LoraShrinkProblem& problem, int64_t cores);
-
-// adapters: [T] int64, negative: none; y: [T, rank] float32.
-void launch_lora_shrink(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
-                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
 
 }  // namespace ascend_npu

@@ -1,7 +1,7 @@
 #include "npu/lora_shrink/op_kernel.h"
 
 #include "npu/common/launch.h"
-#include "npu/lora_shrink/op_host.h"
+#include "npu/lora_shrink/params.h"
 
 namespace ascend_npu {
 

@@ -1,7 +1,7 @@
-// Parameters of lora_shrink; host and device.
+// Parameters and launch of lora_shrink; host and device.
 #pragma once
 
-#include <cstdint>
+#include "npu/common/types.h"
 
 namespace ascend_npu {
 
@@ -14,5 +14,9 @@ struct LoraShrinkParams {
   int32_t x_stride;     // elements from a token to the next one
   float scale;
 };
+
+// adapters: [T] int64, negative: none; y: [T, rank] float32.
+void launch_lora_shrink(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
+                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
 
 }  // namespace ascend_npu

@@ -1,7 +1,7 @@
 #include "npu/penalties/op_kernel.h"
 
 #include "npu/common/launch.h"
-#include "npu/penalties/op_host.h"
+#include "npu/penalties/params.h"
 
 extern "C" __global__ __aicore__ void penalties(GM_ADDR token_ids, GM_ADDR slots, GM_ADDR prompt_lens,
                                                 GM_ADDR seq_lens, GM_ADDR repetition, GM_ADDR frequency,

@@ -64,8 +64,8 @@ class Penalties {
       copy.blockCount = 1;
       copy.blockLen = loaded * sizeof(int32_t);
       DataCopyPad(tokens, tensors_.token_ids[begin + start], copy, DataCopyPadExtParams<int32_t>{});
-      SetFlag<HardEvent::MTE2_S>(0);
-      WaitFlag<HardEvent::MTE2_S>(0);
+      SetFlag<HardEvent::MTE2_S>(EVENT_ID0);
+      WaitFlag<HardEvent::MTE2_S>(EVENT_ID0);
       for (int32_t index = 0; index < loaded; ++index) {
         const int32_t place = tokens.GetValue(index) - first;
         if (place < 0 || place >= count) continue;
@@ -74,8 +74,8 @@ class Penalties {
         seen_.SetValue(place, 1.0f);
         if (start + index >= prompt) counts_.SetValue(place, counts_.GetValue(place) + 1.0f);
       }
-      SetFlag<HardEvent::S_MTE2>(0);
-      WaitFlag<HardEvent::S_MTE2>(0);
+      SetFlag<HardEvent::S_MTE2>(EVENT_ID0);
+      WaitFlag<HardEvent::S_MTE2>(EVENT_ID0);
     }
     return any;
   }

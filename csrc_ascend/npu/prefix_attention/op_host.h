@@ -1,7 +1,8 @@
-// Tiling and launch of prefix_attention.
+// Tiling of prefix_attention.
 #pragma once
 
 #include "npu/common/attention_host.h"
+#include "npu/prefix_attention/params.h"
 
 namespace ascend_npu {
 
@@ -12,11 +13,5 @@ struct PrefixAttentionTiling {
 
 // tokens: T, which bounds the work. Raises std::invalid_argument that names the argument.
 PrefixAttentionTiling tile_prefix_attention(const AttentionProblem& problem, int64_t tokens, int64_t cores);
-
-// block_table: [R, B] int32; query_start: [R+1] int32; seq_lens: [R] int32, with the step's tokens; output:
-// [T, N, D], of which only tokens that belong to a row are written; tiling: the params in global memory.
-void launch_prefix_attention(DataType type, uint32_t cores, void* stream, uint8_t* query, uint8_t* key_cache,
-                             uint8_t* value_cache, uint8_t* block_table, uint8_t* query_start,
-                             uint8_t* seq_lens, uint8_t* output, uint8_t* tiling);
 
 }  // namespace ascend_npu

@@ -1,7 +1,7 @@
 #include "npu/prefix_attention/op_kernel.h"
 
 #include "npu/common/launch.h"
-#include "npu/prefix_attention/op_host.h"
+#include "npu/prefix_attention/params.h"
 
 namespace ascend_npu {
 

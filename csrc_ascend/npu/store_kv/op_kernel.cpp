@@ -1,7 +1,7 @@
 #include "npu/store_kv/op_kernel.h"
 
 #include "npu/common/launch.h"
-#include "npu/store_kv/op_host.h"
+#include "npu/store_kv/params.h"
 
 extern "C" __global__ __aicore__ void store_kv(GM_ADDR key, GM_ADDR value, GM_ADDR slots, GM_ADDR key_cache,
                                                GM_ADDR value_cache, GM_ADDR tiling) {

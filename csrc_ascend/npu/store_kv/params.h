@@ -1,4 +1,4 @@
-// Parameters of store_kv; host and device.
+// Parameters and launch of store_kv; host and device.
 #pragma once
 
 #include "npu/common/kv_strides.h"
@@ -18,5 +18,10 @@ struct StoreKvParams {
   int32_t token_stride;  // in the cache
   int32_t block_stride;
 };
+
+// slots: [T] int64, block * S + offset, negative: skipped; caches as problem.layout says; tiling: the params in
+// global memory, which must outlive the kernel.
+void launch_store_kv(uint32_t cores, void* stream, uint8_t* key, uint8_t* value, uint8_t* slots,
+                     uint8_t* key_cache, uint8_t* value_cache, uint8_t* tiling);
 
 }  // namespace ascend_npu

@@ -35,6 +35,8 @@ enum class HardEvent {
   MTE3_MTE2
 };
 
+constexpr int EVENT_ID0 = 0;
+
 namespace detail {
 
 struct PipePair {

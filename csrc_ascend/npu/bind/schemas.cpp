@@ -1,0 +1,24 @@
+// torch.ops.ascend_vllm_npu: what there is, and what each op writes.
+#include <torch/library.h>
+
+TORCH_LIBRARY(ascend_vllm_npu, m) {
+  m.def(
+      "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+      "str layout) -> ()");
+  m.def(
+      "prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
+      "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, int num_kv_heads, str layout) -> "
+      "Tensor");
+  m.def(
+      "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor "
+      "seq_lens, "
+      "float scale, int sliding_window, int num_kv_heads, str layout) -> Tensor");
+  m.def(
+      "advance_step(Tensor sampled, Tensor block_table, Tensor stopped, Tensor(a!) input_ids, "
+      "Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, int block_size) -> ()");
+  m.def("lora_shrink(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, float scale) -> ()");
+  m.def("lora_expand(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, int offset) -> ()");
+  m.def(
+      "apply_penalties(Tensor(a!) logits, Tensor token_ids, Tensor slots, Tensor prompt_lens, Tensor seq_lens, "
+      "Tensor repetition, Tensor frequency, Tensor presence) -> ()");
+}

@@ -1,0 +1,85 @@
+"""What CANN's toolchain is given: every kernel, nothing that device code may not have, and clear refusals."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.npu_kernels.conftest import CSRC
+
+NPU = CSRC / "npu"
+OPS = sorted(path.parent.name for path in NPU.glob("*/op_kernel.cpp"))
+# what runs on the chip; launch.h is where the launch syntax is
+DEVICE_FILES = [
+    *sorted(NPU.glob("*/op_kernel.*")),
+    *sorted(NPU.glob("*/params.h")),
+    *(
+        NPU / "common" / f"{name}.h"
+        for name in ("attention_params", "attention_tile", "device", "kv_strides", "types")
+    ),
+]
+HOST_ONLY = ("op_host.h", "common/host.h", "common/kv_layout.h", "common/attention_host.h")
+
+
+def code_of(path: pathlib.Path) -> str:
+    """Without comments."""
+    return re.sub(r"//[^\n]*", "", path.read_text())
+
+
+def test_cmake_builds_every_operator() -> None:
+    listed = re.search(r"set\(ASCEND_VLLM_NPU_OPS([^)]*)\)", (NPU / "ops.cmake").read_text())
+    assert listed is not None
+    assert listed.group(1).split() == OPS
+    assert all((NPU / op / "op_host.cpp").exists() for op in OPS)
+
+
+def test_shim_compiles_every_operator() -> None:
+    compiled = pathlib.Path(__file__).with_name("kernels.cpp").read_text()
+    assert re.findall(r'#include "npu/(\w+)/op_kernel.cpp"', compiled) == OPS
+
+
+@pytest.mark.parametrize("path", DEVICE_FILES, ids=lambda path: str(path.relative_to(NPU)))
+def test_device_code_keeps_to_what_the_chip_knows(path: pathlib.Path) -> None:
+    code = code_of(path)
+    assert re.findall(r"\b(?:virtual|std::|throw|try|catch|double|new|delete|dynamic_cast|typeid)\b", code) == []
+    assert "<<<" not in code
+    included = re.findall(r'#include ["<]([^">]*)[">]', code)
+    assert not [name for name in included if name.endswith(HOST_ONLY)]
+    assert {name for name in included if not name.startswith("npu/")} <= {"kernel_operator.h", "cstdint"}
+
+
+def test_bindings_implement_what_they_declare() -> None:
+    declared = re.findall(r'm\.def\(\s*"(\w+)\(', (NPU / "bind" / "schemas.cpp").read_text())
+    implemented = [
+        name for path in NPU.glob("bind/*.cpp") for name in re.findall(r'm\.impl\(\s*"(\w+)"', path.read_text())
+    ]
+    assert sorted(declared) == sorted(implemented)
+    assert len(declared) == len(OPS)
+
+
+@pytest.mark.parametrize(
+    ("cann", "soc", "message"),
+    [
+        (None, "", "CANN was not found: ASCEND_HOME_PATH is not set. Source CANN's set_env.sh first."),
+        ("empty", "", "where there is no ascendc_kernel_cmake/ascendc.cmake: install CANN's toolkit"),
+        ("found", "Ascend310P3", "SOC_VERSION is Ascend310P3: these operators are written for the vector cores of"),
+    ],
+)
+def test_cmake_says_what_is_missing(tmp_path: pathlib.Path, cann: str | None, soc: str, message: str) -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("needs cmake")
+    environment = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}
+    if cann is not None:
+        environment["ASCEND_HOME_PATH"] = str(tmp_path / cann)
+    (tmp_path / "found" / "compiler" / "tikcpp" / "ascendc_kernel_cmake").mkdir(parents=True)
+    (tmp_path / "found" / "compiler" / "tikcpp" / "ascendc_kernel_cmake" / "ascendc.cmake").touch()
+    command = [cmake, "-S", str(CSRC), "-B", str(tmp_path / "build"), *([f"-DSOC_VERSION={soc}"] if soc else [])]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode != 0
+    assert message in " ".join(result.stderr.split())
