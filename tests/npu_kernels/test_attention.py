@@ -49,6 +49,8 @@ PREFIX_CASES = [
     Case([(11, 75), (1, 64)], 4, 2, 192, 64, dtype=1),
     Case([(19, 210)], 2, 1, 256, 128, layout=FRACTAL_NZ, cores=5),
     Case([(5, 65)], 14, 2, 64, 64, dtype=1),
+    # blocks that are shorter than a tile
+    Case([(20, 50)], 2, 1, 64, 16, layout=FRACTAL_NZ),
     # sliding windows: of one token, within a tile, around blocks, longer than everything
     Case([(30, 90)], 2, 1, 64, 64, window=1),
     Case([(40, 170), (1, 3)], 4, 2, 80, 64, window=7, layout=FRACTAL_NZ),
@@ -64,6 +66,7 @@ DECODE_CASES = [
     Case([(1, 600)], 28, 4, 128, 128, dtype=1, cores=40),
     Case([(1, 530), (1, 40)], 4, 2, 192, 64, layout=FRACTAL_NZ),
     Case([(1, 520)], 2, 1, 256, 128, dtype=1),
+    Case([(1, 70), (1, 32)], 2, 2, 112, 32, dtype=1),
     # more heads of a KV head than a tile has room for
     Case([(1, 200)], 20, 1, 64, 64, cores=2),
     Case([(1, 700), (1, 30)], 4, 2, 64, 64, window=1),
