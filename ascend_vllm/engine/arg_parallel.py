@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.config.engine import ParallelConfig
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms.facts import probe_npus, too_few_npus
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.args import EngineArgs
 
 
-def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any]) -> ParallelConfig:
+def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str) -> ParallelConfig:
     """The section of the configuration. A worker alone lives in the engine's process, whatever it is asked for.
 
     Raises:
-        ConfigError: the model's KV heads cannot be shared so; or one process is to hold several workers.
+        ConfigError: there are fewer devices; the model's KV heads cannot be shared so; or one process is to hold
+            several workers.
     """
     size = args.tensor_parallel_size
     if size == 1:
@@ -25,6 +27,8 @@ def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any]) -> ParallelC
         raise ConfigError(
             f"--distributed-executor-backend uni runs one worker, and --tensor-parallel-size is {size}: use mp."
         )
+    if device == "npu" and (count := probe_npus().count) < size:
+        raise ConfigError(too_few_npus(size, count))
     num_kv_heads = hf_config.get("num_key_value_heads")
     if isinstance(num_kv_heads, int) and num_kv_heads % size and size % num_kv_heads:
         raise ConfigError(

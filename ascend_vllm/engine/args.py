@@ -118,7 +118,7 @@ class EngineArgs(
         dtype = arg_limits.resolve_dtype(self.dtype, hf_config, facts)
         model = self._model_config(directory, hf_config, dtype, longest)
         cache = self._cache_config(block_size, hf_config)
-        parallel = arg_parallel.parallel_config(self, hf_config)
+        parallel = arg_parallel.parallel_config(self, hf_config, facts.name)
         if is_auto:
             longest = _fitting_length(model, cache, parallel, facts.name)
             model = self._model_config(directory, hf_config, dtype, longest)

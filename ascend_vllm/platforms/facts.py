@@ -141,6 +141,19 @@ def npu_unusable_reason() -> str | None:
     return None
 
 
+def too_few_npus(wanted: int, found: int) -> str:
+    """That there are fewer NPUs than workers, as a sentence that names both numbers and says what to do."""
+    visible = envs.ascend_rt_visible_devices()
+    cause = f"ASCEND_RT_VISIBLE_DEVICES={visible} leaves {found}" if visible else f"this container has {found}"
+    return (
+        f"--tensor-parallel-size: {wanted} NPUs are needed and {cause}. Lower it, or make more NPUs visible; "
+        "ASCEND_RT_VISIBLE_DEVICES counts from 0 within the container."
+        if wanted > 1
+        else f"--device npu: there is no NPU to use, {cause}. See `ascend-vllm doctor` for what is wrong with the "
+        "installation, or use --device cpu."
+    )
+
+
 def device_facts(name: str) -> DeviceFacts:
     """Facts of the device that models are to run on: of its kind, as far as this machine tells.
 

@@ -15,7 +15,7 @@ from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus
+from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
 from ascend_vllm.platforms.host import usable_cores
 from ascend_vllm.platforms.interface import GraphRecorder, Platform
 from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
@@ -67,7 +67,7 @@ class NpuPlatform(Platform):
         self._npu = _import_torch_npu().npu
         count = self._npu.device_count()
         if max(local_rank + 1, num_workers) > count:
-            raise ConfigError(_too_few(max(local_rank + 1, num_workers), count))
+            raise ConfigError(too_few_npus(max(local_rank + 1, num_workers), count))
         logger.info(
             "CANN: %s; NPU memory allocator: %s; CPU affinity of the workers: %s; HCCL's expansion mode: %s",
             envs.ascend_home_path() or "from the library path",
@@ -229,14 +229,3 @@ def _import_torch_npu() -> Any:
         # the probe's sentence is better where it knows the cause; else torch_npu and torch do not fit each other
         reason = npu_unusable_reason() or f"--device npu: torch_npu cannot be loaded: {error}. {_WHAT_TO_DO}"
         raise ConfigError(reason) from error
-
-
-def _too_few(wanted: int, found: int) -> str:
-    visible = envs.ascend_rt_visible_devices()
-    cause = f"ASCEND_RT_VISIBLE_DEVICES={visible} leaves {found}" if visible else f"this container has {found}"
-    return (
-        f"--tensor-parallel-size: {wanted} NPUs are needed and {cause}. Lower it, or make more NPUs visible; "
-        "ASCEND_RT_VISIBLE_DEVICES counts from 0 within the container."
-        if wanted > 1
-        else f"--device npu: there is no NPU to use, {cause}. {_WHAT_TO_DO}"
-    )

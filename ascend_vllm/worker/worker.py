@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ascend_vllm import envs
@@ -118,7 +119,9 @@ class Worker:
             dtype=self._dtype, device=self._device, parallel=self._parallel, collectives=self._collectives
         )
         try:
-            model = load_model(config.model, config.load, context)
+            # all ranks would draw their bars over each other
+            load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and self._parallel.tp_rank == 0)
+            model = load_model(config.model, load, context)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the weights do not fit in the memory of the device: {_first_line(error)}; use a smaller or a "

@@ -1,0 +1,53 @@
+"""Two workers on two devices, through the server: the steps of one, with collectives over HCCL."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import httpx
+import pytest
+
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.worker.worker import Worker
+from tests.server import Server, wait_until
+from tests.tiny_models import tiny_model
+from tests.worker.worker_driver import GREEDY, generate, make_config, make_prompt
+
+SERVE = "ascend_vllm.entrypoints.cli serve"
+FLAGS = ["--device", "npu", "--dtype", "float16", "--num-gpu-blocks-override", "64", "--swap-space", "0"]
+FLAGS += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager", "--served-model-name", "tiny"]
+LENGTH = 12
+
+
+def test_a_server_with_two_devices() -> None:
+    """It says what one worker says, and dies with the worker that dies."""
+    model, prompt = tiny_model("qwen2"), make_prompt(40)
+    worker = Worker(make_config(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64))
+    worker.load_model()
+    worker.initialize_cache(64)
+    expected = generate(worker, prompt, GREEDY, LENGTH)
+    server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1"})
+    try:
+        server.wait_ready(180)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+            answer = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()
+            assert answer["choices"][0]["token_ids"] == expected, server.log
+        workers = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
+        assert len(workers) == 2
+        workers[1].kill()
+        assert wait_until(lambda: server.process.poll() is not None, 20), server.log
+        assert server.wait_exit() == 1
+        assert server.orphans() == []
+        assert f"worker 1 (process {workers[1].pid}) was killed by signal 9" in server.log
+    finally:
+        server.close()
+
+
+def test_more_workers_than_devices_are_refused() -> None:
+    """With both numbers, before any of them is started; the simulator has two devices here."""
+    args = EngineArgs(model=tiny_model("qwen2"), device="npu", dtype="float16", tensor_parallel_size=2)
+    assert args.create_engine_config().parallel.tensor_parallel_size == 2
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size: 4 NPUs are needed and .* 2\. Lower it"):
+        dataclasses.replace(args, tensor_parallel_size=4).create_engine_config()
