@@ -35,6 +35,7 @@ LAYERS = (
 PROCESSES = {
     "core.proc": {"entrypoints", "engine"},
     "worker.worker": {"entrypoints", "engine", "core", "executor"},
+    "executor.worker_process": {"entrypoints", "engine", "core"},
     "entrypoints.openai.app": {"core", "executor", "worker", "models", "layers"},
     "entrypoints.openai.api_server": {"executor", "worker", "models", "layers"},
     "entrypoints.template_process": {"engine", "core", "executor", "worker", "models", "layers"},

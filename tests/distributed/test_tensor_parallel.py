@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ import psutil
 import pytest
 
 from ascend_vllm import LLM, SamplingParams
-from ascend_vllm.errors import RequestError
+from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.structured_outputs import StructuredOutputsParams
+from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
-from tests.server import ROOT
+from tests.server import ROOT, is_alive, wait_until
 from tests.tiny_models import tiny_model
 
+TIMEOUT_S = 60.0
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -58,10 +61,10 @@ def alone(odd_model: str) -> Iterator[LLM]:
 def shared(odd_model: str) -> Iterator[LLM]:
     """Two ranks with a KV head each, a vocabulary that they do not divide, and every way of making steps."""
     llm = LLM(odd_model, tensor_parallel_size=2, **OPTIONS)
+    processes = [psutil.Process(pid) for pid in llm.collective_rpc(worker_functions.process_id)]
     yield llm
-    pids = llm.collective_rpc(worker_functions.process_id)
     llm.shutdown()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(map(is_alive, processes))
     with pytest.raises(RuntimeError):
         llm.collective_rpc(worker_functions.process_id)
 
@@ -152,6 +155,25 @@ def test_functions_of_requests_are_refused(shared: LLM) -> None:
     with pytest.raises(RequestError, match="logits_processors"):
         shared.generate("Hello", params, use_tqdm=False)
     assert shared.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> None:
+    """The last of the tests that share these workers."""
+    executor = shared.llm_engine._client.core._executor
+    processes = [psutil.Process(pid) for pid in executor.collective_rpc(worker_functions.process_id)]
+    executor.check_health()
+    processes[0].kill()
+    assert wait_until(lambda: not any(map(is_alive, processes)), 5.0)
+    assert select.select([executor.death_descriptor], [], [], 0)[0]
+    text = rf"worker 0 \(process {processes[0].pid}\) was killed by signal 9"
+    for use in (
+        executor.check_health,
+        lambda: executor.execute_model(SchedulerOutput(0, [], [], [], [], [])).result(TIMEOUT_S),
+        lambda: shared.collective_rpc(worker_functions.process_id),
+        lambda: shared.generate("Hello", GREEDY, use_tqdm=False),
+    ):
+        with pytest.raises(EngineDeadError, match=text):
+            use()
 
 
 # ---- a program ---------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import CoreOutbound, EngineFailed
 from ascend_vllm.types.step import NewRow, SchedulerOutput, StepLogprobs, StepOutput
 from tests.core.memory_executor import MemoryExecutor, make_core
-from tests.distributed.worker_functions import process_id
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import ROOT, Server, is_alive, metric, wait_until
 from tests.worker.worker_driver import make_config
@@ -86,26 +85,6 @@ def test_a_server_dies_with_any_worker(odd_model: str) -> None:
         assert _shared_memory() <= before
     finally:
         server.close()
-
-
-def test_a_worker_that_dies_while_nothing_happens_is_noticed(odd_model: str) -> None:
-    executor = create_executor(_config(odd_model))
-    processes = [psutil.Process(pid) for pid in executor.collective_rpc(process_id)]
-    executor.check_health()
-    descriptor = executor.death_descriptor
-    assert descriptor is not None
-    processes[0].kill()
-    assert wait_until(lambda: not any(map(is_alive, processes)), DEATH_S)
-    text = rf"worker 0 \(process {processes[0].pid}\) was killed by signal 9"
-    with pytest.raises(EngineDeadError, match=text):
-        executor.check_health()
-    assert os.eventfd_read(descriptor) == 1
-    with pytest.raises(EngineDeadError, match=text):
-        executor.execute_model(SchedulerOutput(0, [], [], [], [], [])).result(TIMEOUT_S)
-    with pytest.raises(EngineDeadError, match=text):
-        executor.collective_rpc(process_id)
-    executor.shutdown()
-    executor.shutdown()
 
 
 def test_a_worker_that_fails_to_start_tells_its_traceback(
