@@ -33,7 +33,8 @@ class AdvanceStep {
     for (int32_t tile = GetBlockIdx(); tile < tiles; tile += GetBlockNum()) {
       const int32_t first = tile * params_.tile_rows;
       advance(first, smaller(params_.tile_rows, params_.rows - first));
-      // the next tile comes into the same buffers
+      // The next tile comes into the same buffers when this one is out. The scalar unit needs no flag of its
+      // own: the copies out waited for it, and it waits for the copies in.
       SetFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
       WaitFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
     }
@@ -90,12 +91,6 @@ class AdvanceStep {
     store(tensors_.positions, positions, first, count);
     store(tensors_.seq_lens, seq_lens, first, count);
     store(tensors_.slot_mapping, slots, first, count);
-    // and the scalar unit writes them again only when they are out
-    SetFlag<HardEvent::MTE3_S>(EVENT_ID0);
-    WaitFlag<HardEvent::MTE3_S>(EVENT_ID0);
-    // its reads are over before the next copies come in
-    SetFlag<HardEvent::S_MTE2>(EVENT_ID0);
-    WaitFlag<HardEvent::S_MTE2>(EVENT_ID0);
   }
 
   AdvanceStepParams params_;
