@@ -16,7 +16,7 @@ STAMPS := $(VENV)/.stamps
 # Without --no-compile pip turns thousands of modules into bytecode of which only a few are ever imported.
 INSTALL := $(PY) -m pip install --no-build-isolation --no-compile
 TORCH_NPU := $(shell grep -o 'torch_npu==[0-9.]*' pyproject.toml)
-NATIVE_SOURCES := $(shell find csrc_ascend -path csrc_ascend/sim -prune -o -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) -print 2>/dev/null)
+NATIVE_SOURCES := $(shell find csrc_ascend -path csrc_ascend/sim -prune -o -path csrc_ascend/npu -prune -o -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) -print 2>/dev/null)
 SIM_SOURCES := $(shell find csrc_ascend/sim -type f 2>/dev/null) csrc_ascend/build.py
 CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
 

@@ -108,8 +108,20 @@ def _cast_by_npu(x: torch.Tensor) -> torch.Tensor:
     return torch_npu.npu_dtype_cast(x, torch.float16) if x.device.type == "npu" else x.to(torch.float16)
 
 
+def _gelu_by_npu(approximate: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "npu":
+            result: torch.Tensor = torch_npu.npu_gelu(x, approximate=approximate)
+            return result
+        return functional.gelu(x, approximate=approximate)
+
+    return gelu
+
+
 def _others() -> list[Case]:
     return [
+        Case("aclnnGeluV2", _gelu_by_npu("none"), A),
+        Case("aclnnGeluV2", _gelu_by_npu("tanh"), BRAIN),
         Case("aclnnGelu", functional.gelu, BRAIN),
         Case("aclnnSoftplus", functional.softplus, A),
         Case("aclnnElu", functional.elu, A),

@@ -56,6 +56,8 @@ def _reductions() -> list[Case]:
 
 CASES = [
     *_reductions(),
+    Case("aclnnLinalgVectorNorm", lambda x: torch.linalg.vector_norm(x, 2, dim=1), A),
+    Case("aclnnLinalgVectorNorm", lambda x: torch.linalg.vector_norm(x, 1, dim=(0, 1), keepdim=True), A),
     Case("aclnnReduceSum", lambda x: x.sum(1), M),
     Case("aclnnReduceSum", lambda x: x.sum(1), J.int()),
     Case("aclnnReduceSum", lambda x: x.sum(-1), BRAIN),

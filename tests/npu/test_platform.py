@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch_npu
 
-from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import facts, get_platform, resolve_device
@@ -100,13 +99,6 @@ def test_weights_may_have_a_format_of_their_own(platform: NpuPlatform) -> None:
     assert torch_npu.get_npu_format(torch_npu.npu_format_cast(weight, 29)) == 29
 
 
-def test_memory_grows_in_segments(platform: NpuPlatform) -> None:
-    assert os.environ["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
-    buffer = torch.empty(64 * MIB, dtype=torch.uint8, device="npu:0")
-    segments = torch_npu.npu.memory.memory_snapshot()
-    assert any(segment["is_expandable"] for segment in segments if segment["total_size"] >= buffer.nbytes)
-
-
 def test_ranks_without_a_device(platform: NpuPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel-size: 3 NPUs are needed and this container has 2"):
         NpuPlatform().initialize(2)
@@ -125,19 +117,51 @@ def test_peaks_are_measured(platform: NpuPlatform) -> None:
     assert 40 * MIB <= platform.peak_bytes(step) < 44 * MIB
 
 
-def test_the_cache_gets_what_its_share_leaves() -> None:
-    torch_npu.npu.empty_cache()
-    platform = NpuPlatform()
-    platform.initialize(0)
-    total = torch_npu.npu.mem_get_info(0)[1]
-    config = CacheConfig(block_size=128, gpu_memory_utilization=0.5)
-    before = platform.kv_cache_bytes(config, peak_bytes=10 * MIB)
+_MEMORY_OF_A_FRESH_PROCESS = """
+import json
+import torch, torch_npu
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.platforms.npu import NpuPlatform
+
+def outcome(**options):
+    try:
+        return platform.kv_cache_bytes(CacheConfig(block_size=128, **options), peak_bytes=10 << 20)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+platform = NpuPlatform()
+platform.initialize(0)
+total = torch_npu.npu.mem_get_info(0)[1]
+found = {"total": total, "before": outcome(gpu_memory_utilization=0.5)}
+# the allocator pads what is asked for, then takes whole segments of 20 MiB
+weights = torch.empty((100 << 20) - 4096, dtype=torch.uint8, device="npu:0")
+found["after"] = outcome(gpu_memory_utilization=0.5)
+found["too much"] = outcome(kv_cache_memory_bytes=total)
+segments = torch_npu.npu.memory.memory_snapshot()
+found["expandable"] = [segment["is_expandable"] for segment in segments if segment["total_size"] >= weights.nbytes]
+print(json.dumps(found))
+"""
+
+
+def test_the_cache_gets_what_its_share_leaves_and_memory_grows_in_segments() -> None:
+    """In a process of its own: the allocator reads its settings once, and other tests' engines hold memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NPU_ALLOC_CONF"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _MEMORY_OF_A_FRESH_PROCESS],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    total, before = found["total"], found["before"]
     assert 0 <= total // 2 - 10 * MIB - before < total // 8
-    weights = torch.empty(100 * MIB, dtype=torch.uint8, device="npu:0")
-    after = platform.kv_cache_bytes(config, peak_bytes=10 * MIB)
-    assert before - after == pytest.approx(weights.nbytes, abs=4 * MIB)
-    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes asks for a KV cache of 1\.00 GiB, but only"):
-        platform.kv_cache_bytes(CacheConfig(block_size=128, kv_cache_memory_bytes=total), peak_bytes=0)
+    assert before - found["after"] == pytest.approx(100 * MIB, abs=4 * MIB)
+    assert "--kv-cache-memory-bytes asks for a KV cache of 1.00 GiB, but only" in found["too much"]
+    assert found["expandable"] == [True]
 
 
 def test_host_memory_is_pinned(platform: NpuPlatform) -> None:
