@@ -20,9 +20,10 @@ from ascend_vllm.attention.ascend_calls import (
     FusedAttention,
     LayerInput,
     compressed_mask,
+    store_kv,
     window_masks,
 )
-from ascend_vllm.attention.ascend_plan import Part, Precision, split_rows
+from ascend_vllm.attention.ascend_plan import Part, Precision, RowKind, split_rows
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
 from ascend_vllm.config.engine import EngineConfig
 
@@ -45,6 +46,8 @@ class AscendStep:
     slots: torch.Tensor
     # in the order of the step's rows
     parts: list[DevicePart]
+    # a compiler looks on
+    is_compiled: bool = False
 
 
 class AscendAttention(AttentionBackend):
@@ -105,6 +108,25 @@ class AscendAttention(AttentionBackend):
     def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:
         return self._ops.replay_arguments(seq_lens)
 
+    def prepare_compiled(self, batch: ForwardBatch, seq_lens: list[int]) -> AscendStep:
+        if self._spare_slots is None:
+            raise RuntimeError("the attention backend has no KV cache: call bind first")
+        num_rows = len(seq_lens)
+        slots = torch.where(batch.slot_mapping < 0, self._spare_slots[:num_rows], batch.slot_mapping)
+        part = Part(
+            kind=RowKind.DECODE,
+            high_precision=self.precision.decode,
+            rows=slice(0, num_rows),
+            tokens=slice(0, num_rows),
+            query_ends=list(range(1, num_rows + 1)),
+            seq_lens=seq_lens,
+            only_prompts=False,
+        )
+        return AscendStep(slots, [DevicePart(part, batch.block_table, {})], is_compiled=True)
+
+    def describe(self) -> str:
+        return f"{self.name}, {type(self._ops).__name__}, {self.precision}"
+
     def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         device, size = kv_caches[0].device, kv_caches[0].shape[1]
         self._windows = tuple(dict.fromkeys(spec.sliding_window for spec in specs if spec.sliding_window is not None))
@@ -146,7 +168,10 @@ class AscendAttention(AttentionBackend):
         key = key.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
         value = value.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
         key_cache, value_cache = kv_cache.unbind(0)
-        torch.ops.npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, metadata.slots, cache_mode="Norm")
+        if metadata.is_compiled:
+            query = torch.ops.ascend_vllm.ascend_store_and_take(query, key, value, kv_cache, metadata.slots)
+        else:
+            store_kv(key, value, kv_cache, metadata.slots)
         layer = LayerInput(
             spec,
             query.contiguous().view(num_tokens, spec.num_heads, head_size),

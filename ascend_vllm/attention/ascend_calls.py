@@ -13,6 +13,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,6 +40,51 @@ _MASK_SIZE = 2048
 def compressed_mask(device: torch.device) -> torch.Tensor:
     """[2048, 2048] int8 with 1 above the diagonal: the operators stretch it to any length."""
     return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes keys and values to a layer's cache.
+
+    Args:
+        key: [T, K, D], contiguous.
+        value: likewise.
+        kv_cache: [2, P, S, K, D]; written.
+        slots: [T] int64 places, each another.
+    """
+    key_cache, value_cache = kv_cache.unbind(0)
+    torch.ops.npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, slots, cache_mode="Norm")
+
+
+def _store_and_take(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """`store_kv`, and a contiguous copy of the query, which attention needs anyway."""
+    store_kv(key, value, kv_cache, slots)
+    return query.clone(memory_format=torch.contiguous_format)
+
+
+def _register_store_and_take() -> Any:
+    """`_store_and_take` as one op, for compilers; returns what keeps the registration alive.
+
+    Compilers make a function that changes nothing of a program, and bring what was changed back with copies: here of
+    whole caches, in every step. So the op does not say that it writes. What makes it come before attention reads is
+    the query, which attention has from it; nothing reads a layer's cache before.
+    """
+    # torch leaves this class without annotations
+    library: Any = torch.library.Library("ascend_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(
+        "ascend_store_and_take(Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor slots) -> Tensor"
+    )
+    library.impl("ascend_store_and_take", _store_and_take, "PrivateUse1")
+    library.impl("ascend_store_and_take", _shape_of_query, "Meta")
+    return library
+
+
+def _shape_of_query(query: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+_library = _register_store_and_take()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

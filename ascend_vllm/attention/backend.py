@@ -105,6 +105,19 @@ class AttentionBackend(abc.ABC):
         """
         return None
 
+    def prepare_compiled(self, batch: ForwardBatch, seq_lens: list[int]) -> Any:
+        """`prepare` for compiled code, of rows of one token each; only if `replay_arguments` has lists.
+
+        Args:
+            batch: without what it has on the host.
+            seq_lens: tokens of each row; variables to the compiler.
+        """
+        raise NotImplementedError(f"attention backend {self.name} cannot be compiled")
+
+    def describe(self) -> str:
+        """Everything beside its arguments that decides what the backend computes, in a line."""
+        return self.name
+
     def num_spare_blocks(self, max_num_rows: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
         """Blocks that a cache has behind those of the pool, for tokens that are stored nowhere; 0 if not needed.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import datetime
+import pathlib
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +33,27 @@ class GraphRecorder(abc.ABC):
     @abc.abstractmethod
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
         """Captures what a function launches; nothing is computed. It must not wait for the device."""
+
+
+class GraphCompiler(abc.ABC):
+    """Compiles functions to graphs of the device and keeps the results on disk."""
+
+    @abc.abstractmethod
+    def compile(self, method: types.MethodType, directory: pathlib.Path) -> Callable[..., torch.Tensor]:
+        """A method of a torch.nn.Module as a function that is compiled at its first call, or read from disk then.
+
+        Args:
+            method: takes tensors of fixed shapes and lists of integers that may be any.
+            directory: of the results.
+        """
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forgets what was compiled in this process."""
+
+    @abc.abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Of everything that results depend on."""
 
 
 class Platform(abc.ABC):
@@ -128,6 +151,14 @@ class Platform(abc.ABC):
 
     def make_graph_recorder(self) -> GraphRecorder | None:
         """What captures graphs, with a pool of memory of its own; None: the device has no graphs."""
+        return None
+
+    def make_graph_compiler(self) -> GraphCompiler | None:
+        """What compiles graphs; None: nothing does on this device.
+
+        Raises:
+            ConfigError: it is not installed.
+        """
         return None
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
 from ascend_vllm.platforms.host import usable_cores
 from ascend_vllm.platforms.interface import GraphRecorder, Platform
+from ascend_vllm.platforms.npu_compiler import TorchairCompiler
 from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 
 logger = init_logger(__name__)
@@ -172,6 +173,14 @@ class NpuPlatform(Platform):
     def make_graph_recorder(self) -> GraphRecorder:
         """NPUGraph."""
         return NpuGraphRecorder(self._npu)
+
+    def make_graph_compiler(self) -> TorchairCompiler:
+        """torchair.
+
+        Raises:
+            ConfigError: it does not load.
+        """
+        return TorchairCompiler(_import_torch_npu())
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Pinned, so that copies need no detour and nobody waits for them."""

@@ -26,14 +26,7 @@ class NpuGraphRecorder(GraphRecorder):
         self._npu.synchronize()
         # attention takes its lengths from the host, where a graph keeps what they were: such calls are recorded in a
         # way that they can be given others
-        with self._npu.graph(
-            graph,
-            pool=self._pool,
-            stream=self._stream,
-            auto_dispatch_capture=True,
-            # the allocator takes memory for the graph while it is captured
-            capture_error_mode="relaxed",
-        ):
+        with self._npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True):
             work()
         return _NpuGraph(self._npu, graph)
 

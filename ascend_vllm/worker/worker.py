@@ -35,6 +35,8 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
+from ascend_vllm.worker.compiled_runner import CompiledRunner
+from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
 from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
@@ -197,7 +199,7 @@ class Worker:
         if num_cpu_blocks:
             cpu_caches = self._allocate_caches(num_cpu_blocks, "swap pool", "--swap-space", on_host=True)
         self._runner = self._make_runner(kv_caches, cpu_caches)
-        graphs = self._make_graphs(self._runner)
+        graphs = self._make_graphs(self._runner, kv_caches)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
             num_blocks,
@@ -230,7 +232,33 @@ class Worker:
         )
         return PoolingRunner(model, backend, kv_caches, mover, batch, gatherer, self._device)
 
-    def _make_graphs(self, runner: ModelRunner | PoolingRunner) -> GraphRunner | None:
+    def _make_graphs(
+        self, runner: ModelRunner | PoolingRunner, kv_caches: list[torch.Tensor]
+    ) -> GraphRunner | CompiledRunner | None:
+        """Graphs for a runner, neither captured nor compiled; None if it runs without."""
+        if self._config.graphs.mode != GraphMode.COMPILED:
+            return self._make_captured_graphs(runner)
+        config, loaded = self._config, self._model_in_use
+        compiler = self._platform.make_graph_compiler()
+        if compiler is None or loaded.backend.replay_arguments([1]) is None:
+            missing = "nothing compiles for the device" if compiler is None else "the attention operators are too old"
+            raise ConfigError(f"INFER_MODE=PTA: {missing}; unset INFER_MODE.")
+        made_for = fingerprint(config, loaded.backend, compiler.versions())
+        # what users keep in the directory stays as it is
+        directory = envs.torchair_cache_home() / "ascend_vllm" / f"rank{self._parallel.tp_rank}"
+        cache = GraphCache(directory.absolute(), made_for)
+        return CompiledRunner(
+            config.graphs,
+            loaded.model,
+            loaded.backend,
+            kv_caches,
+            compiler,
+            cache,
+            config.cache.block_size,
+            self._device,
+        )
+
+    def _make_captured_graphs(self, runner: ModelRunner | PoolingRunner) -> GraphRunner | None:
         """Graphs for a runner, not captured; None if it runs without."""
         graphs, backend = self._config.graphs, self._model_in_use.backend
         if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
@@ -413,7 +441,8 @@ class Worker:
             return 0
         kv_caches = self._bound_caches(1, "KV cache to capture a graph", "--max-num-seqs")
         runner = self._make_runner(kv_caches, [])
-        graphs = self._make_graphs(runner)
+        # compiled ones launch the same
+        graphs = self._make_captured_graphs(runner)
         if graphs is None:
             return 0
         self._platform.release_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,7 +38,13 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_engine(model: str = "llama", gears: tuple[int, ...] | None = None, **changes: Any) -> LLMEngine:
-    options: dict[str, Any] = {"max_num_seqs": 5, "max_model_len": 256, "num_gpu_blocks_override": 20} | changes
+    # one step at a time, so that what is launched is the step's
+    options: dict[str, Any] = {
+        "async_scheduling": False,
+        "max_num_seqs": 5,
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 20,
+    } | changes
     config = EngineArgs(
         model=tiny_model(model, "float16"), device="npu", swap_space=0, disable_log_stats=True, **options
     ).create_engine_config()
@@ -73,7 +80,7 @@ def eager_answers() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
 def test_tokens_are_those_of_eager_steps(eager_answers: list[tuple[int, ...]], num_scheduler_steps: int) -> None:
-    engine = make_engine(num_scheduler_steps=num_scheduler_steps)
+    engine = make_engine(num_scheduler_steps=num_scheduler_steps, async_scheduling=True)
     # rows in full gears, then ends of different times, so that batches shrink through padded ones
     assert generate(engine) == eager_answers
     assert generate(engine, PROMPTS[:1]) == eager_answers[:1]
@@ -156,3 +163,44 @@ def test_operators_that_cannot_be_replayed_run_eager(
 def test_progress_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert make_engine().config.graphs == GraphConfig(GraphMode.CAPTURED, (2, 4, 5), 256)
     assert "Capturing graphs: 100%" in capfd.readouterr().err
+
+
+@pytest.fixture
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where compiled graphs are kept, with the mode switched on that makes them."""
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
+    monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_LIST", "1,2,16")
+    # it writes what tests never read, as long as anybody listens, which pytest does
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    monkeypatch.setenv("TORCHAIR_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def modules_in(cache: pathlib.Path) -> dict[str, int]:
+    """Compiled files, and when they were written."""
+    return {str(path): path.stat().st_mtime_ns for path in cache.rglob("compiled_module")}
+
+
+# the compiler, and what it is made of, have warnings of their own
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_graphs_are_kept(
+    cache: pathlib.Path, eager_answers: list[tuple[int, ...]], log: pytest.LogCaptureFixture
+) -> None:
+    """One gear only: compiling is what costs time here."""
+    engine = make_engine(max_num_seqs=2)
+    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 256)
+    first = modules_in(cache)
+    assert len(first) == 1
+    assert generate(engine) == eager_answers
+    assert decode_step_launches(engine, PROMPTS[:1]) == [False]
+    # no cache is copied: what is compiled writes in place
+    compiled = pathlib.Path(next(iter(first))).read_bytes().decode("latin1")
+    assert "ascend_store_and_take.default" in compiled
+    assert "_functional.default" not in compiled
+    assert "aten.copy_" not in compiled
+    # the second start writes nothing, and reads what there is; the number of blocks may be another one
+    engine = make_engine(max_num_seqs=2, num_scheduler_steps=4, num_gpu_blocks_override=9)
+    assert modules_in(cache) == first
+    assert "Loaded 1 graphs" in log.text
+    assert generate(engine) == eager_answers

@@ -1,0 +1,194 @@
+"""Decoding by compiled graphs: one function for each gear, made by the platform's compiler and kept on disk.
+
+They take the place of captured graphs, see `worker.graph_runner`: the same gears, buffers and padding. What is
+compiled takes the rows' lengths as a list of integers, which the compiler treats as variables.
+
+Letters: G rows of the largest gear, g of the gear at hand, R rows of a step, T tokens, B blocks, H hidden size.
+"""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+import time
+import types
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import tqdm
+
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
+from ascend_vllm.config.graphs import GraphConfig
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.platforms.interface import GraphCompiler
+from ascend_vllm.worker.graph_cache import GraphCache
+from ascend_vllm.worker.graph_runner import StaticInputs
+
+logger = init_logger(__name__)
+
+# input_ids, positions, slot_mapping, block_table, seq_lens, lengths → [g, H]
+Compiled = Callable[..., torch.Tensor]
+
+# lengths to compile with: all different, and none that compilers take for a constant
+_FIRST_LENGTH = 3
+
+
+class _DecodeModule(torch.nn.Module):
+    """What is compiled; compilers that keep their results take methods of modules only.
+
+    Args:
+        model: on the device.
+        backend: computes attention.
+        kv_caches: one per layer.
+        gear: g.
+        inputs: have what does not change from step to step.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_caches: list[torch.Tensor],
+        gear: int,
+        inputs: StaticInputs,
+    ) -> None:
+        super().__init__()
+        self.gear = gear
+        self.model = model
+        # without the decorators that a compiler does not see through
+        self.model_forward = inspect.unwrap(type(model).forward)
+        self.backend = backend
+        self.kv_caches = kv_caches
+        batch = inputs.batch(gear)
+        self.query_start = batch.query_start
+        self.logits_indices = batch.logits_indices
+
+    def extra_repr(self) -> str:
+        """Tells gears apart: the compiler names files by this."""
+        return f"gear={self.gear}"
+
+
+def _decode(
+    self: _DecodeModule,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    lengths: list[int],
+) -> torch.Tensor:
+    """[g, H] of g rows of one token each."""
+    batch = ForwardBatch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        query_start=self.query_start,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        logits_indices=self.logits_indices,
+        # arrays would become constants; what they hold is in `lengths`
+        query_start_np=cast(Any, None),
+        seq_lens_np=cast(Any, None),
+        max_query_len=1,
+        max_seq_len=1,
+    )
+    metadata = self.backend.prepare_compiled(batch, lengths)
+    hidden: torch.Tensor = self.model_forward(self.model, batch, self.kv_caches, self.backend, metadata)
+    return hidden
+
+
+def _method_of(module: _DecodeModule) -> types.MethodType:
+    """`_decode` for a gear, with code of its own: a compiler keeps one result for each piece of code."""
+    name = f"decode_{module.gear}"
+    code = _decode.__code__.replace(co_name=name, co_qualname=name)
+    return types.MethodType(types.FunctionType(code, globals(), name), module)
+
+
+class CompiledRunner:
+    """Computes decoding steps by compiled graphs.
+
+    Args:
+        config: gears, and the longest sequence that graphs serve.
+        model: on `device`.
+        backend: computes attention.
+        kv_caches: one per layer, of the backend's shape.
+        compiler: of the platform.
+        cache: where results are kept.
+        block_size: tokens of a KV block.
+        device: where everything computes.
+    """
+
+    def __init__(
+        self,
+        config: GraphConfig,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_caches: list[torch.Tensor],
+        compiler: GraphCompiler,
+        cache: GraphCache,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._gears = config.gears
+        self._max_seq_len = config.max_seq_len
+        self._compiler = compiler
+        self._cache = cache
+        self._inputs = StaticInputs(config.gears[-1], -(-config.max_seq_len // block_size), device)
+        self._modules = {gear: _DecodeModule(model, backend, kv_caches, gear, self._inputs) for gear in self._gears}
+        self._compiled: dict[int, Compiled] = {}
+
+    def capture(self) -> None:
+        """Compiles what is not on disk, loads the rest, and captures the graph of each gear.
+
+        Raises:
+            ConfigError: the model does not compile, or the device refuses a graph.
+        """
+        start = time.monotonic()
+        reused = self._cache.prepare()
+        progress = "Loading compiled graphs" if reused else "Compiling graphs"
+        with torch.no_grad():
+            for gear in tqdm.tqdm(list(reversed(self._gears)), desc=progress, unit="graph"):
+                try:
+                    if not reused:
+                        self._compile(gear)
+                    self._compiled[gear] = self._load(gear)
+                    self._first_call(gear, self._compiled[gear])
+                except (RuntimeError, AssertionError) as error:
+                    raise ConfigError(
+                        f"INFER_MODE=PTA: the decoding graph of {gear} sequences cannot be compiled: {error}. Unset "
+                        "INFER_MODE, use smaller gears or set --enforce-eager."
+                    ) from error
+        self._cache.keep()
+        what = "Loaded" if reused else "Compiled"
+        logger.info("%s %d graphs in %.2f s", what, len(self._gears), time.monotonic() - start)
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """See `GraphRunner.run`."""
+        num_rows = batch.input_ids.shape[0]
+        if batch.max_query_len > 1 or num_rows > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
+            return None
+        gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
+        lengths = self._inputs.fill(batch, gear)
+        return self._compiled[gear](*self._arguments(gear), lengths)[:num_rows]
+
+    def _load(self, gear: int) -> Compiled:
+        return self._compiler.compile(_method_of(self._modules[gear]), self._cache.directory)
+
+    def _compile(self, gear: int) -> None:
+        """Writes a gear's result to disk.
+
+        What did the compiling is dropped: it checks in each call that nothing has changed, and compiles again if a
+        length is one that it takes for a constant. What is loaded does neither.
+        """
+        self._first_call(gear, self._load(gear))
+        self._compiler.reset()
+
+    def _first_call(self, gear: int, compiled: Compiled) -> None:
+        compiled(*self._arguments(gear), list(range(_FIRST_LENGTH, _FIRST_LENGTH + gear)))
+
+    def _arguments(self, gear: int) -> list[torch.Tensor]:
+        batch = self._inputs.batch(gear)
+        return [batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.seq_lens]

@@ -1,0 +1,99 @@
+"""What compiled graphs on disk were made for, so that those of another model or other arguments are made anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+import ascend_vllm
+from ascend_vllm.attention.backend import AttentionBackend
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_FILE = "fingerprint.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.index.json")
+
+
+def fingerprint(config: EngineConfig, backend: AttentionBackend, versions: Mapping[str, str]) -> dict[str, str]:
+    """Everything that a compiled graph depends on, by the names that a log line has for it.
+
+    Args:
+        config: of the engine.
+        backend: computes attention.
+        versions: of what the platform compiles with.
+    """
+    model, graphs = config.model, config.graphs
+    directory = pathlib.Path(model.model)
+    files = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
+    return {
+        "model": model.model,
+        "config.json": _digest(model.hf_config),
+        "weight files": _digest([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]),
+        "--dtype": model.dtype,
+        "--max-model-len": str(model.max_model_len),
+        "--block-size": str(config.cache.block_size),
+        "gears": ",".join(map(str, graphs.gears)),
+        "--max-seq-len-to-capture": str(graphs.max_seq_len),
+        "--tensor-parallel-size": str(config.parallel.tensor_parallel_size),
+        "attention": backend.describe(),
+        "ascend-vllm": ascend_vllm.__version__,
+        "torch": str(torch.__version__),
+        **versions,
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:16]
+
+
+class GraphCache:
+    """A directory of compiled graphs that all have one fingerprint.
+
+    Args:
+        directory: made when it is needed. Whatever else is in it goes when the fingerprint differs.
+        wanted: `fingerprint` of the graphs to be run.
+    """
+
+    def __init__(self, directory: pathlib.Path, wanted: Mapping[str, str]) -> None:
+        self.directory = directory
+        self._wanted = dict(wanted)
+
+    def prepare(self) -> bool:
+        """Empties the directory if its graphs are others; returns whether they can be used as they are."""
+        found = self._read()
+        if found == self._wanted:
+            logger.info("Compiled graphs are taken from %s", self.directory)
+            return True
+        if found is not None:
+            names = [name for name in self._wanted | found if self._wanted.get(name) != found.get(name)]
+            differing = "; ".join(f"{name} was {found.get(name)}, is {self._wanted.get(name)}" for name in names)
+            logger.info("Compiled graphs in %s are made anew: %s", self.directory, differing)
+        else:
+            logger.info("Compiled graphs will be kept in %s for the next start", self.directory)
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
+        self.directory.mkdir(parents=True)
+        return False
+
+    def keep(self) -> None:
+        """Records that the directory has all graphs."""
+        partial = self.directory / f"{_FILE}.partial"
+        partial.write_text(json.dumps(self._wanted, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.directory / _FILE)
+
+    def _read(self) -> dict[str, str] | None:
+        """What the directory has graphs of; None if there are none, or not all."""
+        try:
+            loaded = json.loads((self.directory / _FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return loaded if isinstance(loaded, dict) else None
