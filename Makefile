@@ -53,12 +53,15 @@ serve: build
 
 # Both suites run, so that one round shows every failure. With ARGS a suite may have no test left (exit code 5).
 test: build $(STAMPS)/test clients sim
+	@# trained before the tests, once: beside them its threads would wait for one another most of the time
+	$(PY) -m ascend_vllm.entrypoints.cli demo
 	@cpu=0; npu=0; run() { echo "$$@"; "$$@"; }; \
 	run $(PYTEST_CPU) || cpu=$$?; \
 	run $(PYTEST_NPU) || npu=$$?; \
 	case "$$cpu $$npu" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
 
 test-cpu: build $(STAMPS)/test clients
+	$(PY) -m ascend_vllm.entrypoints.cli demo
 	$(PYTEST_CPU)
 
 test-npu: build $(STAMPS)/test sim
