@@ -29,8 +29,8 @@ class TorchairCompiler(GraphCompiler):
 
     def __init__(self, torch_npu: Any) -> None:
         self._torch_npu = torch_npu
-        # Operators of torch_npu with `out=` return what they fill. torch warns of that while it compiles, but makes it
-        # an error where the variable CI is set.
+        # Operators of torch_npu with `out=` return what they fill. torch warns of that while it compiles, but makes
+        # it an error where the variable CI is set.
         functorch: Any = importlib.import_module("torch._functorch.config")
         functorch.error_on_custom_op_aliasing = False
         try:
