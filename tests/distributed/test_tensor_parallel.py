@@ -136,7 +136,7 @@ def test_each_rank_holds_a_part(alone: LLM, shared: LLM) -> None:
     assert max(parts) < 0.55 * sum(parts)
 
 
-def test_calls_answer_for_every_rank(shared: LLM) -> None:
+def test_calls_answer_for_every_rank(shared: LLM, tmp_path: pathlib.Path) -> None:
     assert len(set(shared.collective_rpc(worker_functions.process_id))) == 2
     with pytest.raises(ValueError, match="the second one does not"):
         shared.collective_rpc(worker_functions.fail)
@@ -145,7 +145,8 @@ def test_calls_answer_for_every_rank(shared: LLM) -> None:
     with pytest.raises(RequestError, match="cannot be sent to workers"):
         shared.collective_rpc(lambda _: 1)
     with pytest.raises(TimeoutError):
-        shared.collective_rpc(worker_functions.process_id, timeout=0)
+        shared.collective_rpc(worker_functions.wait_for_file, timeout=0.01, args=(str(tmp_path / "go"),))
+    (tmp_path / "go").touch()
     # and nothing is lost for who calls next
     assert len(shared.collective_rpc(worker_functions.process_id)) == 2
 

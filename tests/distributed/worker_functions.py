@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,13 @@ def weight_bytes(worker: Worker) -> int:
 def process_id(_worker: Worker) -> int:
     """Of the worker's process."""
     return os.getpid()
+
+
+def wait_for_file(_worker: Worker, path: str) -> None:
+    """Answers once the file exists."""
+    deadline = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def fail(worker: Worker) -> None:

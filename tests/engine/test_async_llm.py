@@ -237,14 +237,19 @@ async def test_state(engine: AsyncLLM) -> None:
 
 
 async def test_a_dead_core_ends_all_requests() -> None:
-    """Requests that run and requests that wait; nobody hangs."""
+    """Whatever the core has read of them or not: nobody hangs."""
     engine = make_engine(max_num_seqs=1, disable_log_stats=True)
     try:
         # not ready yet: generate waits for it
-        requests = [asyncio.create_task(final(engine, f"d{i}", params(240, output_kind=FINAL))) for i in range(3)]
         async for _ in engine.generate("Hello!", params(2), "first"):
-            os.kill(engine.core_pid, signal.SIGKILL)
-            break
+            pass
+        # stopped, the core cannot finish anything before all requests are sent
+        os.kill(engine.core_pid, signal.SIGSTOP)
+        requests = [asyncio.create_task(final(engine, f"d{i}", params(240, output_kind=FINAL))) for i in range(3)]
+        async with asyncio.timeout(30):
+            while engine._output.num_requests < 3:
+                await asyncio.sleep(0.001)
+        os.kill(engine.core_pid, signal.SIGKILL)
         results = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30)
         assert [type(result) for result in results] == [EngineDeadError] * 3
         assert engine.errored
