@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import time
 
 import numpy as np
@@ -30,7 +31,7 @@ def process_id(_worker: Worker) -> int:
 def wait_for_file(_worker: Worker, path: str) -> None:
     """Answers once the file exists."""
     deadline = time.monotonic() + 60
-    while not os.path.exists(path) and time.monotonic() < deadline:
+    while not pathlib.Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

@@ -42,7 +42,9 @@ def num_prompt_tokens(server: Server) -> float:
 def brief_server(tiny_dir: str) -> Iterator[Server]:
     """A server whose answers never fill the context of the questions that follow."""
     brief = ["--override-generation-config", '{"max_new_tokens": 8}']
-    with running(OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "alias", *ENGINE_FLAGS, *brief]) as server:
+    with running(
+        OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "alias", *ENGINE_FLAGS, *brief]
+    ) as server:
         yield server
 
 
