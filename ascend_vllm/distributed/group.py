@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ascend_vllm.distributed.collectives import Alone, Collectives, GroupCollectives, OrderedCollectives
 from ascend_vllm.distributed.parallel_context import ParallelContext
-from ascend_vllm.distributed.rendezvous import LOOPBACK, Rendezvous
+from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.platforms.interface import Platform
 
 # for all workers to have come; whoever started them notices sooner if one of them died
@@ -34,7 +34,7 @@ def join_group(platform: Platform, parallel: ParallelContext, rendezvous: Rendez
     if rendezvous is None:
         raise ValueError("workers that share a model need a place to meet")
     store = TCPStore(
-        LOOPBACK,
+        rendezvous.host,
         rendezvous.port,
         parallel.tp_size,
         is_master=rendezvous.listening_socket is not None,

@@ -77,7 +77,7 @@ class _WorkerProcess:
         os.close(self.death)
 
 
-class _Call:
+class GroupCall:
     """A call that the workers have not all answered."""
 
     def __init__(self, size: int) -> None:
@@ -117,7 +117,7 @@ class WorkerGroup:
         # what is waited for
         self._waiting = threading.Lock()
         self._steps: collections.deque[Future[StepOutput]] = collections.deque()
-        self._calls: dict[int, _Call] = {START_CALL: _Call(self._size)}
+        self._calls: dict[int, GroupCall] = {START_CALL: GroupCall(self._size)}
         self._next_call = START_CALL + 1
         self._made = self._calls[START_CALL].future
         # why the workers are gone
@@ -173,7 +173,7 @@ class WorkerGroup:
             RequestError: it cannot be sent.
             EngineDeadError: the workers are gone.
         """
-        call = _Call(self._size)
+        call = GroupCall(self._size)
         with self._sending:
             call_id = self._next_call
             record = wire.encode_call(call_id, method, args, kwargs)

@@ -51,39 +51,50 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Returns when it is told to stop."""
-        while True:
-            record = self._orders.read()
-            match record[0]:
-                case RecordKind.STEP:
-                    self._step(record)
-                case RecordKind.CALL:
-                    self._call(record)
-                case _:
-                    return
+        while (record := self._orders.read())[0] != RecordKind.STOP:
+            answer = answer_record(self._worker, self._rank, record)
+            if answer is not None:
+                self._answers.write(answer)
 
-    def _step(self, record: bytes) -> None:
-        try:
-            output = self._worker.execute_model(wire.decode_step(record))
-        except Exception as error:
-            self._answers.write(wire.encode_failure(describe(error, None)))
-        else:
-            # the other ranks have computed the same
-            if self._rank == 0:
-                self._answers.write(wire.encode_output(output))
 
-    def _call(self, record: bytes) -> None:
-        call_id = wire.call_id_of(record)
-        try:
-            result = call_worker(self._worker, *wire.decode_pickled(record))
-            answer = wire.encode_result(call_id, result)
-        except Exception as error:
-            answer = wire.encode_failure(describe(error, call_id))
-        self._answers.write(answer)
+def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
+    """Has a worker do what a record of kind STEP or CALL says.
+
+    Args:
+        worker: what to ask.
+        rank: of the worker.
+        record: what to do.
+
+    Returns:
+        A record of what came of it; None if nobody need know.
+    """
+    if record[0] == RecordKind.CALL:
+        return _call(worker, record)
+    try:
+        output = worker.execute_model(wire.decode_step(record))
+    except Exception as error:
+        return wire.encode_failure(describe(error, None))
+    # the other ranks have computed the same
+    return wire.encode_output(output) if rank == 0 else None
+
+
+def _call(worker: Worker, record: bytes) -> bytes:
+    call_id = wire.call_id_of(record)
+    try:
+        return wire.encode_result(call_id, call_worker(worker, *wire.decode_pickled(record)))
+    except Exception as error:
+        return wire.encode_failure(describe(error, call_id))
 
 
 def describe(error: BaseException, call_id: int | None) -> Failure:
     """An exception with its traceback, for another process."""
     return Failure(call_id, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def quieten(rank: int) -> None:
+    """Has workers but the first log warnings only: what the first one tells is true of all."""
+    if rank and logger.isEnabledFor(logging.INFO) and not logger.isEnabledFor(logging.DEBUG):
+        logging.getLogger("ascend_vllm").setLevel(logging.WARNING)
 
 
 def read_setup(descriptor: int) -> WorkerSetup:
@@ -132,9 +143,7 @@ def main() -> int:
         return 1
     threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), name="watch-parent", daemon=True).start()
     sys.path.extend(path for path in setup.search_path if path not in sys.path)
-    if setup.rank and logger.isEnabledFor(logging.INFO) and not logger.isEnabledFor(logging.DEBUG):
-        # what the first worker tells is true of all
-        logging.getLogger("ascend_vllm").setLevel(logging.WARNING)
+    quieten(setup.rank)
     orders, answers = RingReader(setup.orders), RingWriter(setup.answers)
     try:
         worker = _make_worker(setup)

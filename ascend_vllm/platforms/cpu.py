@@ -17,7 +17,7 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import CPU
-from ascend_vllm.platforms.host import available_memory_bytes, usable_cores
+from ascend_vllm.platforms.host import LOOPBACK, available_memory_bytes, usable_cores
 from ascend_vllm.platforms.interface import Platform
 
 logger = init_logger(__name__)
@@ -45,22 +45,24 @@ class CpuPlatform(Platform):
 
     # workers that share the machine's memory
     _num_workers = 1
+    _address = LOOPBACK
 
-    def initialize(self, local_rank: int, num_workers: int = 1) -> torch.device:
+    def initialize(self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK) -> torch.device:
         """Gives torch this worker's share of the cores the process may use, a thread each, or OMP_NUM_THREADS."""
         self._num_workers = num_workers
+        self._address = address
         threads = envs.omp_num_threads() or max(1, usable_cores() // num_workers)
         torch.set_num_threads(threads)
         logger.info("CPU worker %d computes on %d threads", local_rank, threads)
         return torch.device("cpu")
 
     def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        """Gloo, over the loopback interface: what a machine's name resolves to does not matter."""
+        """Gloo, over the interface with this machine's address: what its name resolves to does not matter."""
         # Any: torch's annotations of it are wrong
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname=self._address)]
         return gloo(store, rank, size, options)
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:  # noqa: ARG002 - the interface's

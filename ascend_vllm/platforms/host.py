@@ -12,6 +12,9 @@ from collections.abc import Iterator
 
 import psutil
 
+# address at which nobody but this machine itself reaches it
+LOOPBACK = "127.0.0.1"
+
 _CGROUP_MOUNT = pathlib.Path("/sys/fs/cgroup")
 _CGROUP_OF_PROCESS = pathlib.Path("/proc/self/cgroup")
 _CPU_TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")

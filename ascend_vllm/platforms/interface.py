@@ -13,6 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.platforms.host import LOOPBACK
 
 
 class DeviceGraph(abc.ABC):
@@ -81,12 +82,13 @@ class Platform(abc.ABC):
     op_modules: str | None = None
 
     @abc.abstractmethod
-    def initialize(self, local_rank: int, num_workers: int = 1) -> torch.device:
+    def initialize(self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK) -> torch.device:
         """Binds this process to its device and returns it; called once, before anything is allocated.
 
         Args:
             local_rank: number of this worker.
             num_workers: workers of the engine on this machine, each in a process of its own.
+            address: of this machine, at which workers on other ones reach it.
 
         Raises:
             ConfigError: the device cannot be used; the text says what to do.

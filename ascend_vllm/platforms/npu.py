@@ -16,7 +16,7 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
-from ascend_vllm.platforms.host import usable_cores
+from ascend_vllm.platforms.host import LOOPBACK, usable_cores
 from ascend_vllm.platforms.interface import GraphRecorder, Platform
 from ascend_vllm.platforms.npu_compiler import TorchairCompiler
 from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
@@ -59,7 +59,7 @@ class NpuPlatform(Platform):
         # free when nothing of this process was on the device yet
         self._free_at_start = 0
 
-    def initialize(self, local_rank: int, num_workers: int = 1) -> torch.device:
+    def initialize(self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK) -> torch.device:  # noqa: ARG002 - HCCL knows
         """Binds to the NPU of a rank.
 
         Raises:

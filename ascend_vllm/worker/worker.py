@@ -68,7 +68,7 @@ class Worker:
 
     Args:
         config: the engine's configuration.
-        local_rank: number of the worker on its machine; its tensor-parallel rank.
+        rank: number of the worker among all of the engine.
         rendezvous: where it meets the other workers; None for a worker alone.
 
     Raises:
@@ -82,7 +82,7 @@ class Worker:
         output = worker.execute_model(step)
     """
 
-    def __init__(self, config: EngineConfig, local_rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
         self._config = config
         self._platform = get_platform(config.device.device)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -91,8 +91,10 @@ class Worker:
                 f"--kv-cache-dtype {config.cache.cache_dtype} differs from the model's {config.model.dtype}: "
                 "the KV cache is kept in the model's dtype, use auto."
             )
-        self._parallel = ParallelContext(tp_rank=local_rank, tp_size=config.parallel.tensor_parallel_size)
-        self._device = self._platform.initialize(local_rank, self._parallel.tp_size)
+        self._parallel = ParallelContext(tp_rank=rank, tp_size=config.parallel.tensor_parallel_size)
+        meeting = rendezvous or Rendezvous(port=0)
+        place = meeting.place(rank, self._parallel.tp_size)
+        self._device = self._platform.initialize(place.local_rank, place.num_workers, meeting.address)
         if self._dtype not in self._platform.dtypes:
             possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._platform.dtypes)
             raise ConfigError(
@@ -103,7 +105,7 @@ class Worker:
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
         self._cache_size: KVCacheSize | None = None
-        self._profiler = WorkerProfiler(envs.torch_profiler_dir(), local_rank)
+        self._profiler = WorkerProfiler(envs.torch_profiler_dir(), rank)
 
     def load_model(self) -> None:
         """Reads the weights and picks the attention backend.
