@@ -114,6 +114,15 @@ def ascend_attention_ops() -> str:
     return value
 
 
+def ascend_custom_ops() -> tuple[str, ...]:
+    """`ASCEND_VLLM_CUSTOM_OPS`: custom operators that NPUs use: names separated by commas, or all; default none.
+
+    They must have been built with CANN first, see ascend_kernels.md.
+    """
+    names = os.environ.get("ASCEND_VLLM_CUSTOM_OPS", "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
+
+
 def ascend_enable_nz() -> int:
     """`VLLM_ASCEND_ENABLE_NZ`: which weights NPUs keep in their own format: 0 none, 1 quantised ones, 2 all.
 

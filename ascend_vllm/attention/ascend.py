@@ -23,9 +23,11 @@ from ascend_vllm.attention.ascend_calls import (
     store_kv,
     window_masks,
 )
+from ascend_vllm.attention.ascend_custom import CustomAttention
 from ascend_vllm.attention.ascend_plan import Part, Precision, RowKind, split_rows
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.ops import ascend_custom
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _BLOCK_SIZES = (64, 128)
@@ -66,7 +68,11 @@ class AscendAttention(AttentionBackend):
             prefix=envs.use_prefix_high_precision_mode(),
             prompt=envs.use_pfa_high_precision_mode(),
         )
-        self._ops = _FAMILIES[envs.ascend_attention_ops()](block_size)
+        self._family = envs.ascend_attention_ops()
+        self._ops: AttentionOps = _FAMILIES[self._family](block_size)
+        self._custom = ascend_custom.taken()
+        if self._custom:
+            self._ops = CustomAttention(self._ops, self._custom, self.precision)
         self._windows: tuple[int, ...] = ()
         # made by `bind`: [spare blocks * S] int64, and the compressed mask
         self._spare_slots: torch.Tensor | None = None
@@ -120,12 +126,13 @@ class AscendAttention(AttentionBackend):
             tokens=slice(0, num_rows),
             query_ends=list(range(1, num_rows + 1)),
             seq_lens=seq_lens,
-            only_prompts=False,
+            kinds=frozenset((RowKind.DECODE,)),
         )
         return AscendStep(slots, [DevicePart(part, batch.block_table, {})], is_compiled=True)
 
     def describe(self) -> str:
-        return f"{self.name}, {type(self._ops).__name__}, {self.precision}"
+        custom = f", custom operators {', '.join(sorted(self._custom))}" if self._custom else ""
+        return f"{self.name}, {self._family}, {self.precision}{custom}"
 
     def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         device, size = kv_caches[0].device, kv_caches[0].shape[1]
@@ -190,4 +197,8 @@ class AscendAttention(AttentionBackend):
         masks: dict[int, torch.Tensor] = {}
         if self._windows and self._ops.needs_window_mask(part.kind):
             masks = window_masks(self._windows, batch.seq_lens[part.rows], block_table.shape[1], self.block_size)
-        return DevicePart(part, block_table, masks)
+        starts = batch.query_start[part.rows.start : part.rows.stop + 1]
+        if self._custom and part.tokens.start > 0:
+            # their tokens are the part's
+            starts = starts - part.tokens.start
+        return DevicePart(part, block_table, masks, starts, batch.seq_lens[part.rows])

@@ -56,8 +56,13 @@ class Part:
     query_ends: list[int]
     # [rows] tokens of each row in the cache after the step
     seq_lens: list[int]
-    # all rows are PROMPT: their keys are the step's own
-    only_prompts: bool
+    # of its rows
+    kinds: frozenset[RowKind]
+
+    @property
+    def only_prompts(self) -> bool:
+        """The keys of all rows are the step's own."""
+        return self.kinds == {RowKind.PROMPT}
 
 
 def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precision, *, by_kind: bool) -> list[Part]:
@@ -91,7 +96,7 @@ def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precisi
             tokens=slice(int(query_start[first]), int(query_start[last])),
             query_ends=(query_start[first + 1 : last + 1] - query_start[first]).tolist(),
             seq_lens=seq_lens[first:last].tolist(),
-            only_prompts=bool((kinds[first:last] == RowKind.PROMPT).all()),
+            kinds=frozenset(map(RowKind, set(kinds[first:last].tolist()))),
         )
         for first, last in itertools.pairwise(edges)
     ]

@@ -54,6 +54,8 @@ class Library:
         aten: whether it computes with torch.
         needs: libraries of this build that it calls.
         also: other names under which it is looked up.
+        reads: directories of what its sources include, beside their own headers.
+        torch_npu: whether it calls the wheel.
     """
 
     name: str
@@ -61,12 +63,23 @@ class Library:
     aten: bool = False
     needs: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    reads: tuple[pathlib.Path, ...] = ()
+    torch_npu: bool = False
 
 
 LIBRARIES = (
     Library("libascendcl", HERE / "ascendcl"),
     Library("libopapi", HERE / "opapi", aten=True, needs=("libascendcl",), also=("libnnopbase",)),
     Library("libhccl", HERE / "hccl", aten=True, needs=("libascendcl",)),
+    # the project's own operators, whose name is that of the library which CMake builds with CANN
+    Library(
+        "libascend_vllm_npu",
+        HERE / "custom",
+        aten=True,
+        needs=("libascendcl",),
+        reads=(HERE / "ascendc", HERE.parent / "npu"),
+        torch_npu=True,
+    ),
 )
 
 
@@ -85,6 +98,7 @@ class Builder:
         torch_include = native.torch_dir() / "include"
         self.includes = (
             f"-I{HERE.parent}",
+            f"-I{HERE / 'ascendc'}",
             *(
                 f"-isystem{path}"
                 for path in (
@@ -99,11 +113,12 @@ class Builder:
         versions = (importlib.metadata.version("torch"), (self.wheel / "version.py").read_text())
         self.base_key = "\0".join((native.run([compiler, "--version"]), *FLAGS, *versions))
 
-    def key(self, source: pathlib.Path) -> str:
-        """A name for what is compiled from a source, from its content and that of the headers it may include."""
+    def key(self, source: pathlib.Path, reads: Iterable[pathlib.Path] = ()) -> str:
+        """A name for what is compiled from a source, from its content and that of the files it may include."""
         digest = hashlib.sha256(self.base_key.encode())
         headers = [] if source == PRECOMPILED else [HERE / "runtime.h", *sorted(source.parent.glob("*.h"))]
-        for path in (source, *headers):
+        included = (path for directory in reads for path in sorted(directory.rglob("*")) if path.is_file())
+        for path in (source, *headers, *included):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:16]
 
@@ -143,6 +158,8 @@ class Builder:
             needs = [f"-l{name.removeprefix('lib')}" for name in library.needs]
             if library.aten:
                 needs += [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", "-lrt"]
+            if library.torch_npu:
+                needs += [f"-L{self.wheel / 'lib'}", "-ltorch_npu"]
             # what a library lacks shows here and not when a test runs
             self.link(library.name, files, *needs, "-Wl,--no-undefined")
             for name in library.also:
@@ -212,7 +229,7 @@ def build(torch_npu: pathlib.Path, output: pathlib.Path, jobs: int | None) -> No
         for library in LIBRARIES:
             objects[library] = []
             for source in sorted(library.sources.glob("*.cpp")):
-                target = CACHE / f"{library.name}-{source.stem}-{builder.key(source)}.o"
+                target = CACHE / f"{library.name}-{source.stem}-{builder.key(source, library.reads)}.o"
                 objects[library].append(target)
                 if not target.exists():
                     todo[target] = (source, library)

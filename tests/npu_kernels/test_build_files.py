@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -38,9 +40,19 @@ def test_cmake_builds_every_operator() -> None:
     assert all((NPU / op / "op_host.cpp").exists() for op in OPS)
 
 
-def test_shim_compiles_every_operator() -> None:
-    compiled = pathlib.Path(__file__).with_name("kernels.cpp").read_text()
-    assert re.findall(r'#include "npu/(\w+)/op_kernel.cpp"', compiled) == OPS
+@pytest.mark.parametrize(
+    "path",
+    [pathlib.Path(__file__).with_name("kernels.cpp"), CSRC / "sim" / "custom" / "kernels.cpp"],
+    ids=["shim", "simulated runtime"],
+)
+def test_every_operator_is_compiled(path: pathlib.Path) -> None:
+    assert re.findall(r'#include "npu/(\w+)/op_kernel.cpp"', path.read_text()) == OPS
+
+
+def test_every_binding_is_compiled_for_the_simulated_runtime() -> None:
+    compiled = (CSRC / "sim" / "custom" / "bindings.cpp").read_text()
+    sources = [*NPU.glob("bind/*.cpp"), *NPU.glob("*/op_host.cpp")]
+    assert re.findall(r'#include "(.*)"', compiled) == sorted(str(path.relative_to(CSRC)) for path in sources)
 
 
 @pytest.mark.parametrize("path", DEVICE_FILES, ids=lambda path: str(path.relative_to(NPU)))
@@ -83,3 +95,34 @@ def test_cmake_says_what_is_missing(tmp_path: pathlib.Path, cann: str | None, so
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode != 0
     assert message in " ".join(result.stderr.split())
+
+
+def test_cmake_finds_all_that_it_compiles_and_says_where_it_goes(tmp_path: pathlib.Path) -> None:
+    """With a file in the place of CANN's that takes kernels for ordinary sources; nothing is compiled."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("needs cmake")
+    framework = tmp_path / "cann" / "compiler" / "tikcpp" / "ascendc_kernel_cmake" / "ascendc.cmake"
+    framework.parent.mkdir(parents=True)
+    framework.write_text(
+        "function(ascendc_library name type)\n  add_library(${name} ${type} ${ARGN})\nendfunction()\n"
+        "function(ascendc_include_directories)\n  target_include_directories(${ARGN})\nendfunction()\n"
+    )
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").touch()
+    variables = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "PYTHONPATH": str(tmp_path)}
+    options = {"Python3_EXECUTABLE": sys.executable, "CMAKE_EXPORT_COMPILE_COMMANDS": "ON"}
+    build = tmp_path / "build"
+    command = [cmake, "-S", str(CSRC), "-B", str(build), *(f"-D{key}={value}" for key, value in options.items())]
+    result = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    compiled = {
+        entry["file"]: entry["command"] for entry in json.loads((build / "compile_commands.json").read_text())
+    }
+    assert set(compiled) == {str(path) for path in (*NPU.glob("*/op_*.cpp"), *NPU.glob("bind/*.cpp"))}
+    assert f"-I{tmp_path / 'torch_npu' / 'include'}" in compiled[str(NPU / "bind" / "device.cpp")]
+    installed = (build / "cmake_install.cmake").read_text()
+    for name in ("libascend_vllm_npu.so", "libascend_vllm_npu_kernels.so"):
+        assert re.search(rf"ascend_vllm/_npu.*{re.escape(name)}", installed), name

@@ -43,6 +43,7 @@ def test_parts_are_the_rows_in_their_order(
         assert part.query_ends == np.cumsum([count for count, _ in mine]).tolist()
         assert part.query_ends[-1] == part.tokens.stop - part.tokens.start
         assert part.seq_lens == [sum(row) for row in mine]
+        assert part.kinds == kinds
         assert part.only_prompts == (kinds == {RowKind.PROMPT})
         # a row may be computed more precisely than asked for, never less
         assert part.high_precision >= any(precise[kind] for kind in kinds)
@@ -55,7 +56,10 @@ def test_parts_are_the_rows_in_their_order(
 @pytest.mark.parametrize("by_kind", [True, False])
 def test_decoding_rows_are_one_part(by_kind: bool) -> None:
     [part] = split([(1, 5), (1, 0), (1, 900)], Precision(), by_kind=by_kind)
-    assert part == Part(RowKind.DECODE, False, slice(0, 3), slice(0, 3), [1, 2, 3], [6, 1, 901], only_prompts=False)
+    assert part == Part(
+        RowKind.DECODE, False, slice(0, 3), slice(0, 3), [1, 2, 3], [6, 1, 901], frozenset({RowKind.DECODE})
+    )
+    assert not part.only_prompts
 
 
 def test_rows_of_one_precision_are_one_part() -> None:

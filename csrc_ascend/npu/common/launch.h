@@ -1,9 +1,11 @@
 // Starting a kernel: the one place with the toolchain's launch syntax. Under the host shim the "stream" is the
-// simulated global memory, and the launch is over when it returns.
+// simulated global memory, and the launch is over when it returns; who has other streams defines the macro
+// first.
 #pragma once
 
 #include "kernel_operator.h"
 
+#ifndef ASCEND_NPU_LAUNCH
 #ifdef ASCENDC_HOST_SHIM
 #include "sim/ascendc/launch.h"
 #define ASCEND_NPU_LAUNCH(kernel, cores, stream, ...)                                   \
@@ -12,4 +14,5 @@
                               [&] { kernel(__VA_ARGS__); })
 #else
 #define ASCEND_NPU_LAUNCH(kernel, cores, stream, ...) kernel<<<cores, nullptr, stream>>>(__VA_ARGS__)
+#endif
 #endif

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <stdexcept>
@@ -66,52 +67,79 @@ struct BlockState {
   std::uint32_t written_bytes = 0, read_bytes = 0;
 };
 
+// Of bytes that lie side by side, the core that wrote each in this launch; -1: none.
+using Writers = std::vector<int>;
+
 // Global memory as the host handed it to a launch: outside of it nothing may be touched.
 struct GlobalBuffer {
   std::uint8_t* begin;
   std::size_t bytes;
   bool writable;
-  // of each byte, the core that wrote it in this launch; -1: none
-  std::vector<int> writer;
+  Writers writers;
 };
 
 // What all cores of a launch share.
 class GlobalMemory {
  public:
+  // Whether memory that nobody handed over may be touched: `pointer`, `bytes`.
+  using Rule = std::function<bool(const void*, std::size_t)>;
+
+  GlobalMemory() = default;
+  // Where launches are given addresses alone.
+  explicit GlobalMemory(Rule rule) : rule_(std::move(rule)) {}
+
   void add(void* begin, std::size_t bytes, bool writable) {
-    buffers_.push_back({static_cast<std::uint8_t*>(begin), bytes, writable, std::vector<int>(bytes, -1)});
+    buffers_.push_back({static_cast<std::uint8_t*>(begin), bytes, writable, Writers(bytes, -1)});
   }
 
   // Launches on a stream come one after the other: what earlier ones wrote is there for all cores.
   void begin_launch() {
-    for (GlobalBuffer& buffer : buffers_) std::fill(buffer.writer.begin(), buffer.writer.end(), -1);
+    for (GlobalBuffer& buffer : buffers_) std::fill(buffer.writers.begin(), buffer.writers.end(), -1);
+    pages_.clear();
   }
 
   // Raises Violation: the bytes are not all in one buffer, may not be written, or another core has written
   // them, which nothing orders within a launch. `is_sum`: atomic addition, in which cores may meet.
   void check(const void* pointer, std::size_t bytes, bool is_write, bool is_sum, int core, const char* call) {
     if (bytes == 0) return;
-    GlobalBuffer& buffer = find(pointer, bytes, call);
-    if (is_write && !buffer.writable) violate(call, "this global memory is an input of the kernel");
-    const std::size_t first = static_cast<const std::uint8_t*>(pointer) - buffer.begin;
-    for (std::size_t byte = first; byte < first + bytes; ++byte) {
-      const int writer = buffer.writer[byte];
-      if (writer != -1 && writer != core && !is_sum)
-        violate(call, "core " + std::to_string(core) + " touches global memory that core " +
-                          std::to_string(writer) + " wrote in the same launch");
-      if (is_write && !is_sum) buffer.writer[byte] = core;
+    const auto* begin = static_cast<const std::uint8_t*>(pointer);
+    for (GlobalBuffer& buffer : buffers_)
+      if (begin >= buffer.begin && begin + bytes <= buffer.begin + buffer.bytes) {
+        if (is_write && !buffer.writable) violate(call, "this global memory is an input of the kernel");
+        return meet(buffer.writers, begin - buffer.begin, bytes, is_write && !is_sum, is_sum, core, call);
+      }
+    if (!rule_ || !rule_(pointer, bytes))
+      violate(call, std::to_string(bytes) + " bytes outside of the global memory that the kernel was given");
+    const auto first = reinterpret_cast<std::uintptr_t>(pointer);
+    for (auto at = first; at < first + bytes;) {
+      const auto end = std::min<std::uintptr_t>(first + bytes, (at / kPageBytes + 1) * kPageBytes);
+      const bool marks = is_write && !is_sum;
+      auto page = pages_.find(at / kPageBytes);
+      if (page == pages_.end() && marks) page = pages_.emplace(at / kPageBytes, Writers(kPageBytes, -1)).first;
+      if (page != pages_.end()) meet(page->second, at % kPageBytes, end - at, marks, is_sum, core, call);
+      at = end;
     }
   }
 
  private:
-  GlobalBuffer& find(const void* pointer, std::size_t bytes, const char* call) {
-    const auto* begin = static_cast<const std::uint8_t*>(pointer);
-    for (GlobalBuffer& buffer : buffers_)
-      if (begin >= buffer.begin && begin + bytes <= buffer.begin + buffer.bytes) return buffer;
-    violate(call, std::to_string(bytes) + " bytes outside of the global memory that the kernel was given");
+  static constexpr std::size_t kPageBytes = 4096;
+
+  // A core touches bytes first … first+bytes-1 of those that `writers` tells of.
+  static void meet(Writers& writers, std::size_t first, std::size_t bytes, bool marks, bool is_sum, int core,
+                   const char* call) {
+    for (std::size_t byte = first; byte < first + bytes; ++byte) {
+      const int writer = writers[byte];
+      if (writer != -1 && writer != core && !is_sum)
+        violate(call, "core " + std::to_string(core) + " touches global memory that core " +
+                          std::to_string(writer) + " wrote in the same launch");
+      if (marks) writers[byte] = core;
+    }
   }
 
   std::vector<GlobalBuffer> buffers_;
+  Rule rule_;
+  // what was written of the memory that the rule lets be touched, by address / kPageBytes
+  std::unordered_map<std::uintptr_t, Writers> pages_;
 };
 
 // A range that an instruction reads or writes.

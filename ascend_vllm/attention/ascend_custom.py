@@ -1,0 +1,97 @@
+"""Attention in high precision by the custom operators, the rest by a family of torch_npu's.
+
+They compute in float32 between reading and writing, and read lengths on the device, so that captured graphs need
+not be told of them.
+
+Letters: as in `ascend_calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ascend_vllm.attention.ascend_calls import AttentionOps, DevicePart, LayerInput
+from ascend_vllm.attention.ascend_plan import Precision, RowKind
+
+# the layout of the caches: heads of a token side by side
+_LAYOUT = "ND"
+
+
+class CustomAttention(AttentionOps):
+    """A family that leaves some parts to the custom operators.
+
+    Args:
+        family: computes the others.
+        taken: the custom operators that are used.
+        precision: only what is computed in high precision is theirs.
+    """
+
+    def __init__(self, family: AttentionOps, taken: Collection[str], precision: Precision) -> None:
+        super().__init__(family.block_size)
+        self.splits_kinds = family.splits_kinds
+        self.family = family
+        self._prefix = precision.prefix and "prefix_attention" in taken
+        self._decode = precision.decode and "decode_attention" in taken
+
+    def needs_window_mask(self, kind: RowKind) -> bool:
+        """See `AttentionOps.needs_window_mask`."""
+        return self.family.needs_window_mask(kind)
+
+    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:
+        """See `AttentionOps.replay_arguments`; a graph of the custom operators leaves them unread."""
+        return self.family.replay_arguments(seq_lens)
+
+    def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
+        """See `AttentionOps.attend`."""
+        part = prepared.part
+        # a compiled graph has no lengths on the device, and no form of these operators
+        if prepared.seq_lens is None or prepared.query_start is None or not part.high_precision:
+            return self.family.attend(layer, prepared, mask)
+        if self._prefix and RowKind.PREFIX in part.kinds:
+            return _prefix_attention(layer, prepared, prepared.query_start, prepared.seq_lens)
+        if self._decode and part.kinds == {RowKind.DECODE}:
+            return _decode_attention(layer, prepared, prepared.seq_lens)
+        return self.family.attend(layer, prepared, mask)
+
+
+def _prefix_attention(
+    layer: LayerInput, prepared: DevicePart, query_start: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """[t, N, D]; whatever a row does, its keys are in the cache by now."""
+    spec = layer.spec
+    output: torch.Tensor = torch.ops.ascend_vllm_npu.prefix_attention(
+        layer.query[prepared.part.tokens],
+        *_caches(layer),
+        prepared.block_table,
+        query_start,
+        seq_lens,
+        spec.scale,
+        spec.sliding_window or 0,
+        spec.num_kv_heads,
+        _LAYOUT,
+    )
+    return output
+
+
+def _decode_attention(layer: LayerInput, prepared: DevicePart, seq_lens: torch.Tensor) -> torch.Tensor:
+    """[t, N, D]."""
+    spec = layer.spec
+    output: torch.Tensor = torch.ops.ascend_vllm_npu.decode_attention(
+        layer.query[prepared.part.tokens],
+        *_caches(layer),
+        prepared.block_table,
+        seq_lens,
+        spec.scale,
+        spec.sliding_window or 0,
+        spec.num_kv_heads,
+        _LAYOUT,
+    )
+    return output
+
+
+def _caches(layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """[P, S, K, D] each."""
+    shape = (*layer.key_cache.shape[:2], layer.spec.num_kv_heads, layer.spec.head_size)
+    return layer.key_cache.view(shape), layer.value_cache.view(shape)

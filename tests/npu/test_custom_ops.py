@@ -1,0 +1,251 @@
+"""The custom operators through their bindings, and what takes them, on simulated devices.
+
+The library is the one that CMake builds with CANN, but for its kernels: they run on simulated vector cores. What the
+kernels do with every size is tested in tests/npu_kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ascend_vllm.attention.ascend_plan import RowKind
+from ascend_vllm.ops import ascend_custom
+from ascend_vllm.ops.paged import make_paged_problem, store_kv
+from ascend_vllm.ops.registry import OPS, ops_on_reference
+from tests.npu.recorder import Recorder, traced
+from tests.npu.test_attention_backend import (
+    CHUNKS,
+    DECODE,
+    MIXED,
+    Problem,
+    Rows,
+    check,
+    make_backend,
+    make_problem,
+    spec_of,
+)
+from tests.npu.test_graphs import PROMPTS, generate, make_engine
+from tests.npu_kernels.layouts import BLOCK_TOKEN_HEAD, FRACTAL_NZ, from_reference, to_reference
+
+NPU = torch.device("npu:0")
+LAYOUTS = {"ND": BLOCK_TOKEN_HEAD, "NZ": FRACTAL_NZ}
+Use = Callable[..., None]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+    """Makes what is constructed from now on use custom operators, as a process that starts with these variables."""
+    registered: list[Any] = []
+
+    def start(names: str, **variables: str) -> None:
+        for name, value in {"ASCEND_VLLM_CUSTOM_OPS": names, **variables}.items():
+            monkeypatch.setenv(name, value)
+        ascend_custom.taken.cache_clear()
+        registered.append(ascend_custom.register(ascend_custom.taken()))
+
+    yield start
+    for library in registered:
+        library._destroy()
+    ascend_custom.taken.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def custom() -> Any:
+    """torch.ops.ascend_vllm_npu."""
+    ascend_custom.load_library()
+    return torch.ops.ascend_vllm_npu
+
+
+def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(NPU) for tensor in tensors]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_are_stored_and_attended_to(custom: Any, layout: str) -> None:
+    """Prompt chunks and decoding rows over a cache that the operator filled, from views of a fused projection."""
+    arguments = {"num_heads": 4, "num_kv_heads": 2, "head_size": 80, "block_size": 64, "sliding_window": 60}
+    for rows, decodes in (([(5, 70), (9, 9)], False), ([(1, 130), (1, 3)], True)):
+        query, key_cache, value_cache, block_table, query_start, seq_lens, scale, window = make_paged_problem(
+            torch.float16, rows, **arguments
+        )
+        fused = torch.randn(5, 3 * 160, generator=torch.Generator().manual_seed(1)).half()
+        _, key, value = (part.view(5, 2, 80) for part in fused.chunk(3, dim=1))
+        slots = torch.tensor([3, -1, 70, 0, 127])
+        caches = on_device(*(from_reference(cache, LAYOUTS[layout]) for cache in (key_cache, value_cache)))
+        store_kv(key, value, key_cache, value_cache, slots)
+        _, *parts = (part.view(5, 2, 80) for part in fused.to(NPU).chunk(3, dim=1))
+        custom.store_kv(*parts, *caches, slots.to(NPU), layout)
+        for got, expected in zip(caches, (key_cache, value_cache), strict=True):
+            # what no row has reached is NaN
+            stored = to_reference(got.cpu(), LAYOUTS[layout], 2)
+            assert torch.equal(stored.nan_to_num(7.0), expected.nan_to_num(7.0))
+        wide = (part.double() for part in (query, key_cache, value_cache))
+        exact = OPS["paged_attention"].reference(*wide, block_table, query_start, seq_lens, scale, window)
+        query, block_table, query_start, seq_lens = on_device(query, block_table, query_start, seq_lens)
+        if decodes:
+            output = custom.decode_attention(query, *caches, block_table, seq_lens, scale, window, 2, layout)
+        else:
+            tables = (block_table, query_start, seq_lens)
+            output = custom.prefix_attention(query, *caches, *tables, scale, window, 2, layout)
+        rounding = (exact.half().double() - exact).abs().max()
+        assert (output.cpu().double() - exact).abs().max() <= 2 * rounding
+
+
+def test_rows_advance(custom: Any) -> None:
+    sampled, block_table = torch.tensor([7, 8, 9]), torch.tensor([[4, 2], [1, 3], [0, 5]], dtype=torch.int32)
+    state = on_device(
+        torch.tensor([1, 2, 3]), torch.tensor([63, 5, 9]), torch.tensor([64, 6, 10]).int(), torch.zeros(3).long()
+    )
+    stopped = torch.tensor([False, False, True])
+    custom.advance_step(*on_device(sampled, block_table, stopped), *state, 64)
+    ids, positions, seq_lens, slots = (tensor.tolist() for tensor in state)
+    assert ids == [7, 8, 3]
+    assert positions == [64, 6, 9]
+    assert seq_lens == [65, 7, 10]
+    assert slots == [2 * 64, 64 + 6, -1]
+
+
+def test_adapters_shrink_and_expand(custom: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 48, generator=generator).bfloat16()
+    a, b = (torch.randn(2, *shape, generator=generator).bfloat16() for shape in ((8, 48), (24, 8)))
+    adapters = torch.tensor([1, -1, 0])
+    shrunk = torch.zeros(3, 8)
+    y = torch.randn(3, 40, generator=generator).bfloat16()
+    x_npu, a_npu, b_npu, adapters_npu, shrunk_npu, y_npu = on_device(x, a, b, adapters, shrunk, y)
+    custom.lora_shrink(x_npu, a_npu, adapters_npu, shrunk_npu, 0.5)
+    custom.lora_expand(shrunk_npu, b_npu, adapters_npu, y_npu, 16)
+    expected = y.double()
+    for token, adapter in ((0, 1), (2, 0)):
+        shrunk[token] = (0.5 * a[adapter].double() @ x[token].double()).float()
+        expected[token, 16:] += b[adapter].double() @ shrunk[token].double()
+    torch.testing.assert_close(shrunk_npu.cpu(), shrunk, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y_npu.cpu().double(), expected, rtol=2**-7, atol=2**-6)
+    assert torch.equal(y_npu.cpu()[:, :16], y[:, :16])
+
+
+def test_bindings_name_what_is_wrong(custom: Any) -> None:
+    key = torch.zeros(2, 2, 64, dtype=torch.float16, device=NPU)
+    cache = torch.zeros(1, 64, 2, 64, dtype=torch.float16, device=NPU)
+    slots = torch.zeros(2, dtype=torch.int64, device=NPU)
+    for arguments, words in (
+        ((key, key, cache, cache, slots, "TND"), "layout must be 'ND' or 'NZ', got 'TND'"),
+        ((key, key, cache, cache, slots.int(), "ND"), "slot_mapping must be Long, got Int"),
+        ((key.float(), key.float(), cache, cache, slots, "ND"), "key must be float16 or bfloat16"),
+        ((key, key, cache, cache, slots, "NZ"), "which is no NZ cache of 2 heads of 64"),
+        ((key.transpose(1, 2), key, cache, cache, slots, "ND"), "key's heads must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            custom.store_kv(*arguments)
+
+
+def test_kernels_stay_within_device_memory(custom: Any) -> None:
+    key = torch.zeros(1, 2, 64, dtype=torch.float16, device=NPU)
+    cache = torch.zeros(1, 64, 2, 64, dtype=torch.float16, device=NPU)
+    slots = torch.tensor([1 << 30]).to(NPU)
+    # on an ordinary stream the error comes when Python has gone on
+    with (
+        pytest.raises(RuntimeError, match="outside of the global memory"),
+        torch.npu.stream(torch.npu.SyncLaunchStream()),
+    ):
+        custom.store_kv(key, key, cache, cache, slots, "ND")
+
+
+def test_penalties_are_an_op_of_the_platform(use: Use) -> None:
+    assert "apply_penalties" in ops_on_reference("npu")
+    use("apply_penalties")
+    assert "apply_penalties" not in ops_on_reference("npu")
+    spec = OPS["apply_penalties"]
+    for logits, *others in spec.inputs(torch.float32):
+        expected = logits.clone()
+        spec.reference(expected, *others)
+        logits = logits.to(NPU)
+        with traced() as calls:
+            torch.ops.ascend_vllm.apply_penalties(logits, *on_device(*others))
+        assert [call["op"] for call in calls if not call["op"].startswith("aclnn")] == ["penalties"] * (
+            len(expected) > 0
+        )
+        torch.testing.assert_close(logits.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+def attention_of(problem: Problem) -> list[str]:
+    """Names of the operators that store keys or attend."""
+    backend, kv_cache = make_backend(problem)
+    with Recorder() as recorder:
+        step = backend.prepare(problem.batch)
+        backend.forward(problem.spec, *problem.parts(), kv_cache, problem.batch, step)
+    names = [name for name, _ in recorder.calls if "attention" in name or "kv" in name]
+    return [name.split("::")[1] for name in names]
+
+
+PRECISE = {"USE_PREFIX_HIGH_PRECISION_MODE": "1", "USE_IFA_HIGH_PRECISION_MODE": "1"}
+FUSED = "npu_fused_infer_attention_score"
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("family", ["fused", "flash"])
+def test_attention_in_high_precision(use: Use, family: str, window: int | None) -> None:
+    use("all", ASCEND_VLLM_ATTENTION_OPS=family, **PRECISE)
+    for rows in (DECODE, CHUNKS, MIXED):
+        check(make_problem(rows, spec_of(window=window)))
+
+
+@pytest.mark.parametrize(
+    ("names", "variables", "rows", "operators"),
+    [
+        ("all", PRECISE, DECODE, ["store_kv", "decode_attention"]),
+        ("all", PRECISE, CHUNKS, ["store_kv", "prefix_attention"]),
+        # one call for rows of one precision: keys of prompts are in the cache, too
+        ("all", PRECISE, MIXED, ["store_kv", "prefix_attention"]),
+        # a decoding row is another call's: the part begins behind it
+        ("all", {"USE_PREFIX_HIGH_PRECISION_MODE": "1"}, [(1, 9), (3, 70)], ["store_kv", FUSED, "prefix_attention"]),
+        ("all", PRECISE, [(5, 5), (64, 64)], ["store_kv", FUSED]),
+        ("all", {}, DECODE, ["store_kv", FUSED]),
+        ("all", {}, CHUNKS, ["store_kv", FUSED]),
+        ("decode_attention", PRECISE, DECODE, ["npu_scatter_pa_kv_cache", "decode_attention"]),
+        ("store_kv, prefix_attention", PRECISE, DECODE, ["store_kv", FUSED]),
+    ],
+)
+def test_which_operators_are_taken(
+    use: Use, names: str, variables: dict[str, str], rows: Rows, operators: list[str]
+) -> None:
+    use(names, **variables)
+    assert attention_of(make_problem(rows, spec_of())) == operators
+
+
+def test_a_part_behind_others_starts_at_its_own_token(use: Use) -> None:
+    use("prefix_attention", USE_PREFIX_HIGH_PRECISION_MODE="1")
+    problem = make_problem([(1, 9), (1, 70), (3, 70), (5, 64)], spec_of())
+    step = make_backend(problem)[0].prepare(problem.batch)
+    assert [part.part.kinds for part in step.parts] == [{RowKind.DECODE}, {RowKind.PREFIX}]
+    check(problem)
+
+
+def test_graphs_decode_with_them(use: Use) -> None:
+    """Lengths grow from replay to replay, which only the device's memory tells these operators."""
+    answers = []
+    for enforce_eager in (True, False):
+        use("all", **PRECISE)
+        engine = make_engine(enforce_eager=enforce_eager, gears=(3,), max_num_seqs=3)
+        with traced() as calls:
+            answers.append(generate(engine, PROMPTS[:2], max_tokens=5, repetition_penalty=1.2))
+        names = [call["op"] for call in calls]
+        assert "penalties" in names
+        # a replay launches nothing by itself
+        assert ("decode_attention_f16" in names) == enforce_eager
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == 2
+
+
+def test_what_is_asked_for_is_in_the_log(use: Use, caplog: pytest.LogCaptureFixture) -> None:
+    use("decode_attention,store_kv")
+    with caplog.at_level(logging.INFO, "ascend_vllm"):
+        ascend_custom._report(ascend_custom.taken())
+    assert caplog.messages == [
+        "Custom operators of libascend_vllm_npu.so: decode_attention (with USE_IFA_HIGH_PRECISION_MODE=1), store_kv"
+    ]
