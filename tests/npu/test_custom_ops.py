@@ -45,13 +45,16 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     def start(names: str, **variables: str) -> None:
         for name, value in {"ASCEND_VLLM_CUSTOM_OPS": names, **variables}.items():
             monkeypatch.setenv(name, value)
-        ascend_custom.taken.cache_clear()
+        stop()
         registered.append(ascend_custom.register(ascend_custom.taken()))
 
+    def stop() -> None:
+        while registered:
+            registered.pop()._destroy()
+        ascend_custom.taken.cache_clear()
+
     yield start
-    for library in registered:
-        library._destroy()
-    ascend_custom.taken.cache_clear()
+    stop()
 
 
 @pytest.fixture(scope="module")
