@@ -117,8 +117,8 @@ void Communicator::wait_for(const std::function<bool()>& ready, const std::strin
   auto next_look = Clock::now() + std::chrono::milliseconds(20);
   for (int round = 0; !ready(); ++round) {
     if (shared_->broken.load()) {
-      // The rank that failed may have come further than this one: what it waited for is then there, and this rank
-      // finds by itself what is wrong.
+      // The rank that failed may have come further than this one: what it waited for is then there, and this
+      // rank finds by itself what is wrong.
       if (ready()) return;
       throw Failure(HCCL_E_INTERNAL, std::string("another rank failed: ") + shared_->reason);
     }
