@@ -42,6 +42,23 @@ _LONG_PREFILL_SHARE = 0.04
 _WINDOWED_ARCHITECTURES = frozenset({"MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
+def check_device(dtype: str, facts: DeviceFacts) -> None:
+    """Refuses devices that no model runs on, before a model is fetched or read.
+
+    Args:
+        dtype: the --dtype value, whose fault may be nearer.
+        facts: of the device.
+
+    Raises:
+        ConfigError: no model runs on it, or none in this dtype.
+    """
+    if facts.refusal is None:
+        return
+    if dtype != "auto":
+        resolve_dtype(dtype, {}, facts)
+    raise ConfigError(facts.refusal)
+
+
 def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFacts) -> str:
     """The dtype of weights and activations.
 

@@ -103,6 +103,7 @@ class EngineArgs(
         if device == "npu" and (reason := npu_unusable_reason()):
             raise ConfigError(reason)
         facts = device_facts(device)
+        arg_limits.check_device(self.dtype, facts)
         block_size = arg_checks.check_block_size(self.block_size, facts)
         max_model_len = _as_length(self.max_model_len)
         arg_checks.check_length("--max-model-len", max_model_len, auto_allowed=True)

@@ -91,7 +91,6 @@ def examine(machine: Machine) -> list[Finding]:
         _driver,
         _device_files,
         _cann,
-        _atb,
         _devices,
         _visible_devices,
         _autoload,
@@ -220,15 +219,6 @@ def _cann_version(toolkit: pathlib.Path) -> str | None:
     return next((version for file in files if (version := _value_of(file, "version"))), None)
 
 
-def _atb(machine: Machine) -> Iterator[Finding]:
-    path = machine.library("libatb.so")
-    if path is None:
-        advice = "only some operators of 310P need it: install CANN's nnal and source its atb/set_env.sh"
-        yield Finding("libatb", "warning", "not in LD_LIBRARY_PATH", advice)
-    else:
-        yield Finding("libatb", "ok", str(path))
-
-
 def _devices(machine: Machine) -> Iterator[Finding]:
     found = machine.probe()
     if found.error:
@@ -236,8 +226,8 @@ def _devices(machine: Machine) -> Iterator[Finding]:
     if found.count == 0:
         advice = "unset ASCEND_RT_VISIBLE_DEVICES, or give the container cards that nobody else has"
         yield Finding("NPUs", "problem", "the runtime sees none", advice)
-    elif npu_facts(found.soc) is None:
-        advice = "models run on Ascend910B1 to B4, Ascend910_93 and Ascend310P; use --device cpu here"
+    elif (facts := npu_facts(found.soc)) is None or facts.refusal:
+        advice = "models run on Ascend910B1 to B4 and Ascend910_93; use --device cpu here"
         yield Finding("NPUs", "problem", f"{found.count} x {found.soc}", advice)
     else:
         yield Finding("NPUs", "ok", f"{found.count} x {found.soc}")

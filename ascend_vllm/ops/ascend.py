@@ -25,28 +25,24 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def wants_fractal(dtype: torch.dtype, device_name: str, enable_nz: int, *, quantized: bool) -> bool:
+def wants_fractal(dtype: torch.dtype, enable_nz: int, *, quantized: bool) -> bool:
     """Whether a weight is kept in the format FRACTAL_NZ, 16x16 tiles that the matrix units read as they are.
 
     Args:
         dtype: of the weight.
-        device_name: as torch.npu.get_device_name() tells it.
         enable_nz: VLLM_ASCEND_ENABLE_NZ.
         quantized: whether it is a quantised weight.
     """
     if dtype not in _FORMAT_DTYPES:
         return False
-    # these cards multiply by weights in no other format
-    if device_name.startswith("Ascend310P"):
-        return True
     return enable_nz == 2 or (enable_nz == 1 and quantized)
 
 
 def arranged_weight(weight: torch.Tensor, *, quantized: bool = False) -> torch.Tensor:
     """A weight [N, K] in the format that its products are to read it in; itself if that is the plain one."""
-    npu: Any = torch.npu  # type: ignore[attr-defined]  # there once torch_npu is
-    if not wants_fractal(weight.dtype, npu.get_device_name(), envs.ascend_enable_nz(), quantized=quantized):
+    if not wants_fractal(weight.dtype, envs.ascend_enable_nz(), quantized=quantized):
         return weight
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # there once torch_npu is
     # without this, torch_npu takes the request for a format and does not follow it
     npu.config.allow_internal_format = True
     result: torch.Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), _FRACTAL_NZ)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.platforms.facts import npu_unusable_reason
+from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
 
 if TYPE_CHECKING:
     from ascend_vllm.platforms.interface import Platform
@@ -35,7 +35,7 @@ def resolve_device(device: str) -> str:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}.")
     if device != "auto":
         return device
-    reason = npu_unusable_reason()
+    reason = npu_unusable_reason() or device_facts("npu").refusal
     if reason is None:
         return "npu"
     if importlib.util.find_spec("torch_npu") is not None:

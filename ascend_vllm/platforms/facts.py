@@ -30,7 +30,7 @@ class DeviceFacts:
         iteration_timeout_s: seconds of a step beyond which the engine counts as hung, unless the environment says
             otherwise.
         model: what kind of the device it is; empty if that is not known or there is only one.
-        nz_kv_cache: the KV cache lies in the fractal format NZ, the only one that the attention kernels read.
+        missing: operators that every model needs and the device does not have; empty if models run on it.
     """
 
     name: str
@@ -39,12 +39,22 @@ class DeviceFacts:
     default_block_size: int
     iteration_timeout_s: float
     model: str = ""
-    nz_kv_cache: bool = False
+    missing: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """The device for the text of an error: "cpu", or "npu (Ascend310P3)"."""
         return f"{self.name} ({self.model})" if self.model else self.name
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no model runs on the device, as a sentence that says what to do; None if models do."""
+        if not self.missing:
+            return None
+        return (
+            f"--device npu: attention on {self.model} is not possible: the operators that it is made of "
+            f"({', '.join(self.missing)}) do not exist there. Use --device cpu, or another chip: {_NPU_FAMILIES}."
+        )
 
 
 # bfloat16 first on CPU: its instructions (AVX-512 BF16, AMX) are common, float16 ones are not. 60 s are vLLM's limit
@@ -55,21 +65,24 @@ FACTS = {facts.name: facts for facts in (CPU, NPU)}
 
 # Kinds of NPU by the runtime's names for them. Ascend910B1 to B4 are the A2 generation and Ascend910_93xx the A3;
 # Ascend910A, Ascend910B without a number and their like are the first generation, which the operators that this
-# server is made of do not run on. Atlas 300I Duo and its like (310P) have no bfloat16 and keep the KV cache in NZ.
+# server is made of do not run on. Atlas 300I Duo and its like (310P) have no bfloat16 and none of the operators that
+# are named here, by torch_npu's and CANN's documentation; what attends there, npu_prompt_flash_attention and
+# npu_incre_flash_attention, takes no KV heads that several query heads share.
+_NOT_ON_310P = ("npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache")
 _NPU_MODELS = (
     (re.compile(r"Ascend910B\d"), NPU),
     (re.compile(r"Ascend910_93"), NPU),
-    (re.compile(r"Ascend310P\d"), dataclasses.replace(NPU, dtypes=("float16",), nz_kv_cache=True)),
+    (re.compile(r"Ascend310P\d"), dataclasses.replace(NPU, dtypes=("float16",), missing=_NOT_ON_310P)),
 )
-_NPU_FAMILIES = "Ascend910B1 to B4 (A2), Ascend910_93 (A3) and Ascend310P"
+_NPU_FAMILIES = "Ascend910B1 to B4 (A2) and Ascend910_93 (A3)"
 
 
 def npu_facts(soc: str) -> DeviceFacts | None:
-    """Facts of a kind of NPU by the runtime's name for it; None if models cannot run on it.
+    """Facts of a kind of NPU by the runtime's name for it; None if it is not known.
 
     Example::
 
-        npu_facts("Ascend310P3").dtypes     # ("float16",)
+        npu_facts("Ascend910B3").dtypes     # ("bfloat16", "float16")
     """
     for pattern, facts in _NPU_MODELS:
         if pattern.match(soc):
@@ -117,7 +130,10 @@ def probe_npus(*, with_memory: bool = False) -> NpuProbe:
 
 
 def npu_unusable_reason() -> str | None:
-    """Why no model can run on an NPU here, as a sentence that says what to do; None if one can."""
+    """Why no NPU can be used here, as a sentence that says what to do; None if one can.
+
+    That models do not run on one of its kind is another matter: see `DeviceFacts.refusal`.
+    """
     if importlib.util.find_spec("torch_npu") is None:
         return (
             "--device npu needs torch_npu, which is not installed: "

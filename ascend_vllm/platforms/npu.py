@@ -36,7 +36,6 @@ class NpuPlatform(Platform):
         soc: the runtime's name of the device, such as "Ascend910B3"; known once it is initialised.
         num_cube_cores: cores that multiply matrices.
         num_vector_cores: the others.
-        nz_kv_cache: the KV cache lies in the fractal format NZ.
     """
 
     name = "npu"
@@ -52,7 +51,6 @@ class NpuPlatform(Platform):
         self.soc = ""
         self.num_cube_cores = 0
         self.num_vector_cores = 0
-        self.nz_kv_cache = False
         # torch_npu.npu, once it is imported; Any: the module has no annotations
         self._npu: Any = None
         self._device = torch.device("cpu")
@@ -105,9 +103,10 @@ class NpuPlatform(Platform):
         facts = npu_facts(properties.name)
         if facts is None:
             raise ConfigError(npu_unusable_reason() or f"--device npu: models do not run on {properties.name}.")
+        if facts.refusal:
+            raise ConfigError(facts.refusal)
         self.soc = facts.model
         self.dtypes = tuple(getattr(torch, name) for name in facts.dtypes)
-        self.nz_kv_cache = facts.nz_kv_cache
         self.num_cube_cores = properties.cube_core_num
         self.num_vector_cores = properties.vector_core_num
 

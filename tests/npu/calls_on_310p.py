@@ -10,6 +10,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.platforms.npu import NpuPlatform
 from tests.npu.attention_reference import Sequences
 
 TRIANGLE = torch.triu(torch.ones(16, 16, dtype=torch.bool), 1)
@@ -25,8 +27,10 @@ def prompt(dtype: torch.dtype = torch.float16, **changes: Any) -> None:
     torch_npu.npu_prompt_flash_attention(*tensors, **options)
 
 
-def incremental(form: str, inner_precise: int = 1, dtype: torch.dtype = torch.float16) -> None:
-    sequences = Sequences([1, 1], [40, 130], (4, 2), 64, dtype)
+def incremental(
+    form: str, inner_precise: int = 1, dtype: torch.dtype = torch.float16, kv_heads: int = 4, **changes: Any
+) -> None:
+    sequences = Sequences([1, 1], [40, 130], (4, kv_heads), 64, dtype)
     key, value, table = (tensor.npu() for tensor in sequences.paged(128, form))
     query = sequences.query.unsqueeze(2) if form == "BNBD" else sequences.query.flatten(1).unsqueeze(1)
     out = torch_npu.npu_incre_flash_attention(
@@ -37,17 +41,17 @@ def incremental(form: str, inner_precise: int = 1, dtype: torch.dtype = torch.fl
         block_size=128,
         actual_seq_lengths=[40, 130],
         num_heads=4,
-        num_key_value_heads=2,
         scale_value=sequences.scale,
         input_layout="BNSD" if form == "BNBD" else "BSH",
         inner_precise=inner_precise,
+        **changes,
     )
     sequences.check(out.cpu().reshape(2, 4, 64))
 
 
-def scatter(dtype: torch.dtype) -> None:
-    key = half(2, 2, 64).to(dtype).npu()
-    caches = [half(3, 8, 16, 16).to(dtype).npu() for _ in range(2)]
+def scatter() -> None:
+    key = half(2, 2, 64).npu()
+    caches = [half(3, 8, 16, 16).npu() for _ in range(2)]
     torch_npu.npu_scatter_pa_kv_cache(key, key, *caches, torch.tensor([4, 9]).npu())
 
 
@@ -58,7 +62,7 @@ def fused() -> None:
     )
 
 
-CALLS: dict[str, Callable[[], None]] = {
+CALLS: dict[str, Callable[[], Any]] = {
     "prompt": prompt,
     "prompt in bfloat16": lambda: prompt(torch.bfloat16),
     "prompt with key heads": lambda: prompt(num_key_value_heads=2),
@@ -66,17 +70,20 @@ CALLS: dict[str, Callable[[], None]] = {
     "prompt with a compressed mask": lambda: prompt(sparse_mode=3),
     "prompt with a window": lambda: prompt(pre_tokens=5),
     "incremental": lambda: incremental("BBH"),
-    "incremental, fractal cache": lambda: incremental("NZ", inner_precise=0),
+    "incremental, fractal cache": lambda: incremental("NZ"),
+    "incremental, precise": lambda: incremental("BBH", inner_precise=0),
     "incremental, heads apart": lambda: incremental("BNBD"),
     "incremental in bfloat16": lambda: incremental("BBH", dtype=torch.bfloat16),
-    "scatter": lambda: scatter(torch.float16),
-    "scatter in bfloat16": lambda: scatter(torch.bfloat16),
+    "incremental with key heads": lambda: incremental("BBH", kv_heads=2, num_key_value_heads=2),
+    "scatter": scatter,
     "fused": fused,
     "norm in bfloat16": lambda: torch_npu.npu_rms_norm(half(2, 64).bfloat16().npu(), half(64).bfloat16().npu()),
+    "worker": lambda: NpuPlatform().initialize(0),
+    "engine": lambda: EngineArgs(model="/nowhere", device="npu", dtype="float16").create_engine_config(),
 }
 
 
-def outcome(call: Callable[[], None]) -> str:
+def outcome(call: Callable[[], Any]) -> str:
     try:
         with torch.npu.stream(torch.npu.SyncLaunchStream()):
             call()

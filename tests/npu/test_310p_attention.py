@@ -1,4 +1,6 @@
-"""What Atlas inference cards (Ascend310P) take of attention and refuse, in a process that simulates one."""
+"""What Atlas inference cards (Ascend310P) take of attention and refuse, in a process that simulates one, and that the
+engine refuses them.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,7 @@ def outcomes(trace: pathlib.Path) -> dict[str, str]:
     return result
 
 
-@pytest.mark.parametrize(
-    "call", ["prompt", "incremental", "incremental, fractal cache", "incremental, heads apart", "scatter"]
-)
+@pytest.mark.parametrize("call", ["prompt", "incremental", "incremental, precise", "incremental, heads apart"])
 def test_taken(call: str, outcomes: dict[str, str]) -> None:
     assert outcomes[call] == ""
 
@@ -45,7 +45,9 @@ def test_taken(call: str, outcomes: dict[str, str]) -> None:
         ("prompt with a compressed mask", "aclnnPromptFlashAttentionV3", "sparse_mode"),
         ("prompt with a window", "aclnnPromptFlashAttentionV3", "pre_tokens"),
         ("incremental in bfloat16", "aclnnIncreFlashAttentionV4", "query"),
-        ("scatter in bfloat16", "aclnnScatterPaKvCache", "key"),
+        ("incremental with key heads", "aclnnIncreFlashAttentionV4", "num_key_value_heads"),
+        ("incremental, fractal cache", "aclnnIncreFlashAttentionV4", "key"),
+        ("scatter", "aclnnScatterPaKvCache", "key"),
         ("fused", "aclnnFusedInferAttentionScoreV3", "query"),
         ("norm in bfloat16", "aclnnRmsNorm", "x"),
     ],
@@ -55,10 +57,18 @@ def test_refused(call: str, operator: str, argument: str, outcomes: dict[str, st
     assert f"{operator}: {argument}: " in outcomes[call]
 
 
+@pytest.mark.parametrize("call", ["worker", "engine"])
+def test_models_are_refused(call: str, outcomes: dict[str, str]) -> None:
+    """By the sentence that names what is not there; the model's directory is not looked for."""
+    assert outcomes[call].startswith("ConfigError: --device npu: attention on Ascend310P3 is not possible")
+    assert "(npu_fused_infer_attention_score, npu_scatter_pa_kv_cache)" in outcomes[call]
+    assert "Use --device cpu" in outcomes[call]
+
+
 def test_the_trace_shows_the_precision_of_each_call(outcomes: dict[str, str], trace: pathlib.Path) -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in trace.read_text().splitlines()]
     incremental = [line["args"] for line in lines if line["op"] == "aclnnIncreFlashAttentionV4"]
     assert [args["inner_precise"] for args in incremental] == [1, 0, 1]
     assert [args["block_size"] for args in incremental] == [128] * 3
-    assert incremental[0]["key"][0] == {"shape": [6, 128, 128], "dtype": "float16"}
+    assert incremental[0]["key"][0] == {"shape": [6, 128, 256], "dtype": "float16"}
     assert [line["args"]["inner_precise"] for line in lines if line["op"] == "aclnnPromptFlashAttentionV3"] == [1]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch_npu  # noqa: F401 - makes the device known
+import torch_npu
 
-from tests.npu import test_op_compare, test_op_elementwise, test_op_index, test_op_matmul, test_op_reduce
+from tests.npu import acl, test_op_compare, test_op_elementwise, test_op_index, test_op_matmul, test_op_reduce
 from tests.npu.launches import launched_by, operators
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -70,3 +72,47 @@ def test_what_the_documentation_rules_out_is_refused(text: str, call: Callable[[
     result, launched = launched_by(lambda: X + 1)
     assert launched == {"aclnnAdds"}
     assert bool((result == 2).all())
+
+
+NOT_SIMULATED: list[tuple[str, Callable[[], torch.Tensor]]] = [
+    ("aclnnClippedSwiglu or aclnnClippedSwigluGetWorkspaceSize not in", lambda: torch_npu.npu_clipped_swiglu(HALF)),
+    # where the library has no function, torch_npu knows an operator of the older interface
+    ("aclopCompileAndExecute: Asinh is not simulated: its aclnn function is missing", lambda: torch.asinh(X)),
+]
+
+
+@pytest.mark.parametrize(("text", "call"), NOT_SIMULATED, ids=["aclnn", "aclop"])
+def test_operators_that_are_not_simulated_are_named(text: str, call: Callable[[], torch.Tensor]) -> None:
+    # by the call itself: torch_npu's own thread would launch nothing after such an error
+    with pytest.raises(RuntimeError, match=re.escape(text)), torch.npu.stream(torch.npu.SyncLaunchStream()):
+        call()
+    assert bool((X + 1 == 2).all())
+
+
+_LIBRARY = ctypes.CDLL("libopapi.so")
+_LIBRARY.aclCreateTensor.restype = ctypes.c_void_p
+_FLOAT, _ND = 0, 2
+
+
+@contextlib.contextmanager
+def _described(tensor: torch.Tensor) -> Iterator[ctypes.c_void_p]:
+    """A float32 tensor as operators get it, wherever its memory is: torch_npu lets none of the host through."""
+    axes = tensor.dim()
+    sizes, strides = ((ctypes.c_int64 * axes)(*numbers) for numbers in (tensor.shape, tensor.stride()))
+    count, offset = ctypes.c_uint64(axes), ctypes.c_int64(0)
+    memory = ctypes.c_void_p(tensor.data_ptr())
+    handle = _LIBRARY.aclCreateTensor(sizes, count, _FLOAT, strides, offset, _ND, sizes, count, memory)
+    assert handle
+    yield ctypes.c_void_p(handle)
+    assert _LIBRARY.aclDestroyTensor(ctypes.c_void_p(handle)) == 0
+
+
+@pytest.mark.parametrize(("devices", "argument"), [(("cpu", "npu"), "self"), (("npu", "cpu"), "out")])
+def test_tensors_of_the_host_are_refused(devices: tuple[str, str], argument: str) -> None:
+    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+    tensors = [torch.ones(4, 6).to(device) for device in devices]
+    torch.npu.synchronize()
+    with _described(tensors[0]) as x, _described(tensors[1]) as out:
+        answer = _LIBRARY.aclnnSiluGetWorkspaceSize(x, out, ctypes.byref(size), ctypes.byref(executor))
+    assert answer == 161002
+    assert acl.message() == f"aclnnSilu: {argument}: the tensor is not in device memory"

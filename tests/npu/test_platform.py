@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -19,7 +21,7 @@ from ascend_vllm.platforms.facts import NpuProbe, npu_unusable_reason
 from ascend_vllm.platforms.npu import NpuPlatform
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
-from tests.worker.worker_driver import make_config
+from tests.worker.worker_driver import GREEDY, generate, make_config, make_prompt, started_worker
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -61,13 +63,19 @@ def test_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_configurations_follow_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decided by another process than this one, whose devices are what they are."""
-    monkeypatch.setattr(facts, "probe_npus", probe)
+    monkeypatch.setattr(facts, "probe_npus", functools.cache(probe))
     args = EngineArgs(model=tiny_model("qwen2", dtype="bfloat16"), max_num_seqs=4, enable_chunked_prefill=False)
     config = args.create_engine_config()
     assert (config.device.device, config.model.dtype, config.cache.block_size) == ("npu", "bfloat16", 128)
     monkeypatch.setenv("ASCEND_SIM_SOC", "Ascend310P3")
+    monkeypatch.setattr(facts, "probe_npus", functools.cache(probe))
+    args = dataclasses.replace(args, device="npu", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"bfloat16 does not run on npu \(Ascend310P3\); possible are float16"):
         args.create_engine_config()
+    with pytest.raises(ConfigError, match=r"attention on Ascend310P3 is not possible: .* Use --device cpu"):
+        dataclasses.replace(args, dtype="float16").create_engine_config()
+    config = dataclasses.replace(args, device="auto").create_engine_config()
+    assert (config.device.device, config.model.dtype) == ("cpu", "bfloat16")
 
 
 def test_the_longest_length_is_that_which_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +94,6 @@ def test_the_longest_length_is_that_which_fits(monkeypatch: pytest.MonkeyPatch) 
 def test_what_it_says_of_its_device(platform: NpuPlatform) -> None:
     assert platform.soc == "Ascend910B3"
     assert platform.dtypes == (torch.bfloat16, torch.float16)
-    assert not platform.nz_kv_cache
     properties = torch_npu.npu.get_device_properties(0)
     assert platform.num_cube_cores == properties.cube_core_num > 0
     assert platform.num_vector_cores == properties.vector_core_num > 0
@@ -195,8 +202,10 @@ def test_a_worker_that_cannot_start_names_the_flags(options: dict[str, object], 
 
 _ON_ANOTHER_CHIP = """
 import json, os, sys
-from ascend_vllm.platforms.npu import NpuPlatform
+from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.platforms import get_platform
 from ascend_vllm.worker.worker import Worker
+from tests.npu.threads import cores_of_launches
 from tests.worker.worker_driver import make_config
 
 def outcome(**options):
@@ -208,41 +217,39 @@ def outcome(**options):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
-platform = NpuPlatform()
-platform.initialize(1)
-threads = os.listdir("/proc/self/task")
-names = {open(f"/proc/self/task/{thread}/comm").read().strip(): int(thread) for thread in threads}
-cores = sorted(os.sched_getaffinity(names["acl_thread"]))
-found = {"cores": cores, "soc": platform.soc, "nz": platform.nz_kv_cache}
-found["bfloat16"] = outcome(dtype="bfloat16")
+sizes = {"num_gpu_blocks_override": 8, "max_model_len": 256, "max_num_seqs": 4, "swap_space": 0}
+llm = LLM(sys.argv[1], dtype="float16", block_size=64, enforce_eager=True, **sizes)
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+output = llm.generate({"prompt_token_ids": json.loads(sys.argv[2])}, params, use_tqdm=False)[0]
+found = {"tokens": list(output.outputs[0].token_ids), "cores": cores_of_launches(os.getpid())}
+platform = get_platform("auto")
+platform.initialize(0)
+found["soc"] = platform.soc
 found["budget"] = outcome(dtype="float16", max_num_batched_tokens=1 << 18, max_num_seqs=1 << 10)
 print(json.dumps(found))
 """
 
 
 def test_another_chip_with_little_memory() -> None:
-    """In a process of its own: a chip without bfloat16, whose 64 MiB do not hold the largest step."""
-    python = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "sim-run", "--devices", "2"]
-    options = ["--soc", "Ascend310P3", "--memory", str(64 * MIB)]
-    script = [sys.executable, "-W", "ignore", "-c", _ON_ANOTHER_CHIP, tiny_model("qwen2")]
+    """In a process of its own: an A3 whose 64 MiB hold the tiny model and not the largest step of another."""
+    model, prompt = tiny_model("qwen2"), make_prompt(150)
+    expected = generate(started_worker(model, dtype="float16", block_size=64), prompt, GREEDY, 12)
+    command = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "sim-run", "--devices", "2"]
+    command += ["--soc", "Ascend910_9391", "--memory", str(64 * MIB), "--", sys.executable, "-W", "ignore"]
     done = subprocess.run(
-        [*python, *options, "--", *script],
+        [*command, "-c", _ON_ANOTHER_CHIP, model, json.dumps(prompt)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CPU_AFFINITY_CONF": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CPU_AFFINITY_CONF": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["soc"], found["nz"]) == ("Ascend310P3", True)
-    # the thread that launches operators on the second of two devices has the second half of the cores
-    cores = sorted(os.sched_getaffinity(0))
-    assert found["cores"] == cores[len(cores) // 2 :]
-    assert (
-        "ConfigError: --dtype bfloat16 is not available on --device npu; possible here: float16" in found["bfloat16"]
-    )
+    assert found["soc"] == "Ascend910_9391"
+    assert found["tokens"] == expected
+    assert found["cores"] == sorted(os.sched_getaffinity(0))
     assert (
         found["budget"].startswith("ConfigError") and "--max-num-batched-tokens or --max-num-seqs" in found["budget"]
     )

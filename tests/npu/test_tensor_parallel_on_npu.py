@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.worker.worker import Worker
+from tests.npu.threads import cores_of_launches
 from tests.server import Server, wait_until
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import GREEDY, generate, make_config, make_prompt
@@ -18,16 +20,21 @@ SERVE = "ascend_vllm.entrypoints.cli serve"
 FLAGS = ["--device", "npu", "--dtype", "float16", "--num-gpu-blocks-override", "64", "--swap-space", "0"]
 FLAGS += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager", "--served-model-name", "tiny"]
 LENGTH = 12
+HCCL = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_IF_IP": "127.0.0.1", "HCCL_BUFFSIZE": "64"}
 
 
-def test_a_server_with_two_devices() -> None:
-    """It says what one worker says, and dies with the worker that dies."""
+def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what one worker says; its workers have the variables of HCCL and cores of their own, since nothing else
+    is asked for; and it dies with the worker that dies.
+    """
     model, prompt = tiny_model("qwen2"), make_prompt(40)
     worker = Worker(make_config(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64))
     worker.load_model()
     worker.initialize_cache(64)
     expected = generate(worker, prompt, GREEDY, LENGTH)
-    server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1"})
+    # the worker here has set it for this process
+    monkeypatch.delenv("CPU_AFFINITY_CONF", raising=False)
+    server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1", **HCCL})
     try:
         server.wait_ready(180)
         with httpx.Client(base_url=server.url, timeout=60) as http:
@@ -36,6 +43,11 @@ def test_a_server_with_two_devices() -> None:
             assert answer["choices"][0]["token_ids"] == expected, server.log
         workers = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
         assert len(workers) == 2
+        for worker_process in workers:
+            assert HCCL.items() <= worker_process.environ().items()
+        assert "CPU affinity of the workers: 1; HCCL's expansion mode: AIV" in server.log
+        first, second = (set(cores_of_launches(worker_process.pid)) for worker_process in workers)
+        assert first and second and not first & second and first | second <= os.sched_getaffinity(0)
         workers[1].kill()
         assert wait_until(lambda: server.process.poll() is not None, 20), server.log
         assert server.wait_exit() == 1

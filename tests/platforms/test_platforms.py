@@ -18,6 +18,7 @@ import torch
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.engine.arg_checks import check_block_size
 from ascend_vllm.engine.arg_limits import resolve_dtype
+from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import cpu, facts, get_platform, npu, resolve_device
 from ascend_vllm.platforms.cpu import GIB, CpuPlatform
@@ -129,7 +130,6 @@ def test_the_npu_says_what_is_missing(torch_npu_is_there: None, monkeypatch: pyt
     [
         (NpuProbe(count=2, soc="Ascend910B3"), None),
         (NpuProbe(count=1, soc="Ascend910_9391"), None),
-        (NpuProbe(count=1, soc="Ascend310P3"), None),
         (NpuProbe(count=1, soc="Ascend910B"), "this is an Ascend910B. Use --device cpu"),
         (NpuProbe(count=1, soc="Ascend310B1"), "models run on Ascend910B1 to B4"),
         (NpuProbe(count=0, soc="Ascend910B3"), "ASCEND_RT_VISIBLE_DEVICES=7 leaves none"),
@@ -149,14 +149,40 @@ def test_which_npus_can_be_used(
 def test_facts_are_those_of_the_kind_of_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "probe_npus", lambda: NpuProbe(count=1, soc="Ascend310P3"))
     found = facts.device_facts("npu")
-    assert (found.name, found.dtypes, found.nz_kv_cache) == ("npu", ("float16",), True)
+    assert (found.name, found.dtypes) == ("npu", ("float16",))
     with pytest.raises(ConfigError, match=r"bfloat16 does not run on npu \(Ascend310P3\); possible are float16"):
         resolve_dtype("auto", {"dtype": "bfloat16"}, found)
     assert resolve_dtype("auto", {"dtype": "float32"}, found) == "float16"
     with pytest.raises(ConfigError, match=r"one of 64, 128 on npu \(Ascend310P3\), got 16"):
         check_block_size(16, found)
+    for soc in ("Ascend910B4", "Ascend910_9391"):
+        known = facts.npu_facts(soc)
+        assert known is not None and known.refusal is None
     assert facts.npu_facts("Ascend910B4") == dataclasses.replace(facts.NPU, model="Ascend910B4")
     assert facts.device_facts("cpu") is facts.CPU
+
+
+def test_chips_that_lack_operators_of_every_model(
+    torch_npu_is_there: None,
+    ascend_vllm_log: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Refused before a model is looked for, and left by --device auto; a dtype that is wrong there comes first."""
+    monkeypatch.setattr(facts, "probe_npus", lambda: NpuProbe(count=1, soc="Ascend310P3"))
+    args = EngineArgs(model="/nowhere", device="npu")
+    attention = (
+        "--device npu: attention on Ascend310P3 is not possible: .*Use --device cpu, or another chip: Ascend910B"
+    )
+    for dtype in ("auto", "float16", "half"):
+        with pytest.raises(ConfigError, match=attention):
+            dataclasses.replace(args, dtype=dtype).create_engine_config()
+    with pytest.raises(ConfigError, match=r"bfloat16 does not run on npu \(Ascend310P3\); possible are float16"):
+        dataclasses.replace(args, dtype="bfloat16").create_engine_config()
+    assert resolve_device("auto") == "cpu"
+    assert (
+        "--device auto takes the CPU, for no NPU can be used. --device npu: attention on Ascend310P3" in caplog.text
+    )
 
 
 def test_a_runtime_that_crashes_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

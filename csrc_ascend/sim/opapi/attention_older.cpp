@@ -18,13 +18,18 @@ void require_counts(const AttentionCall& call, int64_t most_sequences, int64_t m
               std::to_string(most_tokens));
 }
 
-// What Ascend310P adds to the rules of prompts.
-void require_310p_prompt(const AttentionCall& call) {
+// What Ascend310P adds to the rules of both operators.
+void require_310p(const AttentionCall& call) {
   require(!call.pse, "pse_shift", "is not supported on Ascend310P");
-  require(!call.query_lengths, call.names.query_lengths, "is not supported on Ascend310P");
-  require(!call.kv_lengths, call.names.kv_lengths, "is not supported on Ascend310P");
   require(call.kv_heads == 0, call.names.kv_heads,
           "must be 0 on Ascend310P: keys have as many heads as the query");
+}
+
+// What it adds to those of prompts.
+void require_310p_prompt(const AttentionCall& call) {
+  require_310p(call);
+  require(!call.query_lengths, call.names.query_lengths, "is not supported on Ascend310P");
+  require(!call.kv_lengths, call.names.kv_lengths, "is not supported on Ascend310P");
   require(call.sparse_mode == 0, "sparse_mode", "must be 0 on Ascend310P");
   require(call.pre == INT32_MAX, call.names.pre, "must be 2147483647 on Ascend310P");
   require(call.next == 0 || call.next == INT32_MAX, call.names.next, "must be 0 or 2147483647 on Ascend310P");
@@ -77,11 +82,10 @@ void require_incremental_cache(const AttentionCall& call) {
   if (call.key.dim() == 3) {
     require(call.key.size(2) <= 65535, call.key.name,
             "heads times head size of the cache is " + std::to_string(call.key.size(2)) + ", more than 65535");
-  } else if (call.key.dim() == 4) {
+  } else {
+    require(call.key.dim() == 4, call.key.name, "a fractal cache is not supported");
     require(call.layout == "BNSD", "input_layout",
             call.layout + " does not go with a cache of (blocks, heads, block size, head size)");
-  } else {
-    require(soc() == Soc::P310, call.key.name, "a fractal cache is one of Ascend310P");
   }
 }
 
@@ -89,7 +93,7 @@ Work incremental(AttentionCall call) {
   const bool small = soc() == Soc::P310;
   require_layout(call, {"BSH", "BSND", "BNSD"});
   require_dtypes(call, kHalfs);
-  require(!small || !call.pse, "pse_shift", "is not supported on Ascend310P");
+  if (small) require_310p(call);
   resolve(call);
   require_dense(call);
   require(call.query_rows == 1, call.query.name,

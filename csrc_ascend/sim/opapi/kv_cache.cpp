@@ -75,9 +75,7 @@ at::Tensor checked_slots(const In& mapping, int64_t room) {
   return slots;
 }
 
-Dtypes cache_dtypes() {
-  return soc() == Soc::P310 ? Dtypes{at::kHalf, at::kChar} : Dtypes{at::kHalf, at::kBFloat16, at::kChar};
-}
+const Dtypes kCacheDtypes{at::kHalf, at::kBFloat16, at::kChar};
 
 }  // namespace
 
@@ -87,13 +85,14 @@ OPERATOR(aclnnScatterPaKvCache,
           Ints offsets),
          {
            (void)strides, (void)offsets;  // of the scatter mode Nct
+           require(soc() != Soc::P310, "key", "the operator does not exist on Ascend310P");
            require(!compress_lens, "compress_lens", "the compressed forms are not simulated");
            require(!compress_seq_offsets, "compress_seq_offsets", "the compressed forms are not simulated");
            require(!seq_lens, "seq_lens", "the compressed forms are not simulated");
            require(scatter_mode.empty() || scatter_mode == "None", "scatter_mode",
                    "\"" + scatter_mode + "\" is not simulated");
            const bool fractal = is_fractal(cache_mode);
-           key.in(cache_dtypes()).rank(3, 3).dense();
+           key.in(kCacheDtypes).rank(3, 3).dense();
            value.like(key).rank(3, 3).dense();
            key_cache.like(key);
            value_cache.like(key);
@@ -180,8 +179,8 @@ OPERATOR(aclnnGatherPaKvCache,
          {
            require(soc() != Soc::P310, "key_cache", "the operator does not exist on Ascend310P");
            const bool fractal = is_fractal(cache_mode);
-           key.in(cache_dtypes()).rank(3, 3).dense();
-           value.in(cache_dtypes()).rank(3, 3).dense();
+           key.in(kCacheDtypes).rank(3, 3).dense();
+           value.in(kCacheDtypes).rank(3, 3).dense();
            key_cache.like(key);
            value_cache.like(value);
            block_tables.in(kIndices).rank(2, 2).dense();
