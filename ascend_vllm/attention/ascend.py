@@ -144,8 +144,18 @@ class AscendAttention(AttentionBackend):
     def copy_blocks(
         self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
     ) -> None:
-        blocks = source.index_select(1, source_blocks)
-        target.index_copy_(1, target_blocks, blocks.to(target.device))
+        if source.device == target.device:
+            blocks = source.index_select(1, source_blocks)
+        else:
+            # host and device copy to each other at full speed through pinned memory alone
+            shape = (source.shape[0], source_blocks.shape[0], *source.shape[2:])
+            blocks = torch.empty(shape, dtype=source.dtype, pin_memory=True)
+            if source.device.type == "cpu":
+                blocks = torch.index_select(source, 1, source_blocks, out=blocks)
+                blocks = blocks.to(target.device, non_blocking=True)
+            else:
+                blocks.copy_(source.index_select(1, source_blocks))
+        target.index_copy_(1, target_blocks, blocks)
 
     def prepare(self, batch: ForwardBatch) -> AscendStep:
         if self._spare_slots is None:

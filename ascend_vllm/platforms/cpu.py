@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import CPU
 from ascend_vllm.platforms.host import LOOPBACK, available_memory_bytes, usable_cores
+from ascend_vllm.platforms.host_memory import allocate_on_first_use
 from ascend_vllm.platforms.interface import Platform
 
 logger = init_logger(__name__)
@@ -66,17 +65,8 @@ class CpuPlatform(Platform):
         return gloo(store, rank, size, options)
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:  # noqa: ARG002 - the interface's
-        """Zeros straight from the kernel: pages are taken when first written, and are huge if they can be."""
-        memory = mmap.mmap(-1, max(1, num_bytes))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # kernels without huge pages answer EINVAL; the memory is as good, only slower to walk
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-
-    def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """The same as on the device."""
-        return self.allocate(num_bytes, torch.device("cpu"))
+        """Zeros whose pages are taken when first written."""
+        return allocate_on_first_use(num_bytes)
 
     def free_bytes(self) -> int:
         """What this process may still take of the machine's."""

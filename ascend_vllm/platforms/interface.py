@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.platforms.host import LOOPBACK
+from ascend_vllm.platforms.host_memory import allocate_on_first_use
 
 
 class DeviceGraph(abc.ABC):
@@ -167,6 +168,10 @@ class Platform(abc.ABC):
         """[num_bytes] uint8 of zeros, for big buffers that live as long as the worker."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
-    @abc.abstractmethod
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 in CPU memory that the device copies to and from; its contents are void."""
+        """[num_bytes] uint8 of zeros in CPU memory, whose pages are taken when first written.
+
+        It is not pinned, which would take all of it at once and for good: copies to a device pass through a small
+        pinned buffer.
+        """
+        return allocate_on_first_use(num_bytes)

@@ -181,10 +181,6 @@ class NpuPlatform(Platform):
         """
         return TorchairCompiler(_import_torch_npu())
 
-    def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """Pinned, so that copies need no detour and nobody waits for them."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
 
 def size_of_cache(config: CacheConfig, free: int, total: int, used: int, peak_bytes: int) -> int:
     """Bytes for the KV cache; 0 or less if there is no room.

@@ -171,10 +171,6 @@ def test_the_cache_gets_what_its_share_leaves_and_memory_grows_in_segments() -> 
     assert found["expandable"] == [True]
 
 
-def test_host_memory_is_pinned(platform: NpuPlatform) -> None:
-    assert platform.allocate_host(1000).is_pinned()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_vllm.config.model import PoolerConfig
+from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput
@@ -22,6 +24,8 @@ from tests.worker.worker_driver import GREEDY, Driver, generate, make_config, ma
 
 OPTIONS: dict[str, Any] = {"dtype": "float16", "block_size": 64}
 LONG, SHORT = make_prompt(150), make_prompt(9, seed=1)
+# the default of --swap-space
+SWAP_SPACE_GIB = EngineArgs.swap_space
 # float16 has 11 bits, and sums are added up in another order
 TOLERANCE = 0.06
 
@@ -81,13 +85,16 @@ def forked(worker: Worker) -> list[list[int]]:
 
 
 def swapped(worker: Worker) -> list[int]:
+    assert worker._cache_size is not None
+    last = worker._cache_size.num_cpu_blocks - 1
+    cpu_blocks = [last, 0, last // 2]
     with Driver(worker) as driver:
         driver.add("row", LONG)
         driver.step()
-        gone = driver.swap_out("row", cpu_blocks=[2, 0, 1])
+        gone = driver.swap_out("row", cpu_blocks)
         driver.add("other", make_prompt(100, seed=3))
         driver.step()
-        driver.swap_in("row", gone, GREEDY, cpu_blocks=[2, 0, 1])
+        driver.swap_in("row", gone, GREEDY, cpu_blocks)
         for _ in range(3):
             driver.step()
         return driver.output("row")
@@ -134,9 +141,10 @@ SCENARIOS: dict[str, Callable[[Worker], Any]] = {
 
 @pytest.fixture(scope="module")
 def npu() -> Worker:
-    worker = Worker(make_config(tiny_model("qwen2"), device="npu", **OPTIONS))
+    """With a swap pool of the size that it has where no flag says another."""
+    worker = Worker(make_config(tiny_model("qwen2"), device="npu", swap_space_gib=SWAP_SPACE_GIB, **OPTIONS))
     worker.load_model()
-    worker.initialize_cache(256, 8)
+    worker.initialize_cache(256, worker.determine_num_cpu_blocks())
     return worker
 
 
@@ -151,6 +159,16 @@ def cpu() -> Worker:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_tokens_are_the_cpus(name: str, npu: Worker, cpu: Worker) -> None:
     assert SCENARIOS[name](npu) == SCENARIOS[name](cpu)
+
+
+def test_the_swap_pool_takes_memory_as_it_is_written(npu: Worker) -> None:
+    swapped(npu)
+    assert npu._cache_size is not None
+    # 3 layers, keys and values of 2 heads of 16 elements in float16
+    pool_bytes = npu._cache_size.num_cpu_blocks * 3 * 2 * 2 * 16 * 2 * 64
+    assert pool_bytes > 0.99 * SWAP_SPACE_GIB * 2**30
+    # with all of it this process would have more than the pool alone
+    assert psutil.Process().memory_info().rss < pool_bytes
 
 
 def test_probabilities_are_the_cpus(npu: Worker, cpu: Worker) -> None:
