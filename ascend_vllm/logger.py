@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import logging.config
+import os
 import pathlib
 import sys
 
@@ -53,6 +54,13 @@ def _configure_from(path: pathlib.Path) -> None:
     # dictConfig raises all kinds for wrong contents
     except Exception as err:
         raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path} does not configure logging: {err}") from err
+
+
+def name_process(name: str) -> None:
+    """Puts a name and this process's id in front of the lines of the log, unless somebody else formats them."""
+    if envs.logging_config_path() is None and envs.configure_logging():
+        for handler in logging.getLogger("ascend_vllm").handlers:
+            handler.setFormatter(logging.Formatter(f"({name} pid={os.getpid()}) {_FORMAT}", _DATE_FORMAT))
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -17,10 +17,19 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     Attributes:
         tensor_parallel_size: workers that share each layer.
         distributed_executor_backend: "uni": the worker lives in the engine core; "mp": each in a process of its own.
+        data_parallel_size: engine cores, each with workers of its own, that share the requests.
+        data_parallel_rank: number of the engine core that has this configuration; 0 in that of the whole.
     """
 
     tensor_parallel_size: int = 1
     distributed_executor_backend: str = "uni"
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine core."""
+        return self.tensor_parallel_size
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ import zmq
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.engine_core import EngineCore, build
 from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError
-from ascend_vllm.logger import init_logger
+from ascend_vllm.logger import init_logger, name_process
 from ascend_vllm.types.messages import (
     AbortRequests,
     CoreInbound,
@@ -222,6 +222,8 @@ def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed | Non
         return None, None
     try:
         threading.Thread(target=_watch_parent, args=(fd,), name="watch-parent", daemon=True).start()
+        if config.parallel.data_parallel_size > 1:
+            name_process(f"EngineCore_DP{config.parallel.data_parallel_rank}")
         core = build(config)
     except AscendVllmError as error:
         return None, EngineFailed(type(error).__name__, str(error))

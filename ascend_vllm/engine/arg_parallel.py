@@ -20,18 +20,37 @@ def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str)
         ConfigError: there are fewer devices; the model's KV heads cannot be shared so; or one process is to hold
             several workers.
     """
-    size = args.tensor_parallel_size
+    _check_data_parallel(args)
+    size, engines = args.tensor_parallel_size, args.data_parallel_size
+    if device == "npu" and size * engines > 1 and (count := probe_npus().count) < size * engines:
+        flags = "--tensor-parallel-size"
+        if engines > 1:
+            flags = f"--data-parallel-size {engines} with --tensor-parallel-size {size}"
+        raise ConfigError(too_few_npus(size * engines, count, flags))
     if size == 1:
-        return ParallelConfig()
+        return ParallelConfig(data_parallel_size=engines)
     if args.distributed_executor_backend == "uni":
         raise ConfigError(
             f"--distributed-executor-backend uni runs one worker, and --tensor-parallel-size is {size}: use mp."
         )
-    if device == "npu" and (count := probe_npus().count) < size:
-        raise ConfigError(too_few_npus(size, count))
     num_kv_heads = hf_config.get("num_key_value_heads")
     if isinstance(num_kv_heads, int) and num_kv_heads % size and size % num_kv_heads:
         raise ConfigError(
             f"--tensor-parallel-size {size} and the model's {num_kv_heads} KV heads: one must divide the other."
         )
-    return ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="mp")
+    return ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="mp", data_parallel_size=engines)
+
+
+def _check_data_parallel(args: EngineArgs) -> None:
+    size, local = args.data_parallel_size, args.data_parallel_size_local
+    if local is not None and local > size:
+        raise ConfigError(f"data_parallel_size_local ({local}) must be <= data_parallel_size ({size})")
+    if local not in (None, size):
+        raise ConfigError(
+            f"--data-parallel-size-local {local} leaves engines of --data-parallel-size {size} to other machines, "
+            "which is not supported in this version: leave it out."
+        )
+    if size > 1 and args.distributed_executor_backend == "ray":
+        raise ConfigError(
+            f"--data-parallel-size {size} is not supported with --distributed-executor-backend ray: use mp."
+        )

@@ -280,7 +280,9 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
 
         num_workers = parallel.tensor_parallel_size
         weight_bytes = arg_hf_config.weight_bytes(model.model)
-        available = get_platform(device).expected_kv_cache_bytes(cache, weight_bytes, num_workers)
+        available = get_platform(device).expected_kv_cache_bytes(
+            cache, weight_bytes, num_workers, parallel.data_parallel_size
+        )
         # a worker has one KV head at least
         num_heads = max(1, model.num_kv_heads // num_workers)
         per_token = 2 * model.num_layers * num_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]

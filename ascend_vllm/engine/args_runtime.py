@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from ascend_vllm.engine.arg_fields import flag
 
+_ONE_MACHINE = "all engines of --data-parallel-size run on this machine in this version; leave it out"
+_OTHER_BALANCER = "requests are shared by the server itself; leave it out, or start several servers"
 _ONE_DEVICE = "several devices share every layer in this version; use --tensor-parallel-size"
 
 
@@ -249,10 +251,74 @@ class ParallelArgs:
     )
     data_parallel_size: int = flag(
         1,
-        "The number of copies of the model that share the requests.",
+        "The number of engines, each with the whole model on devices of its own, that share the requests of one "
+        "server.",
         kind="int",
         short=("-dp",),
-        unsupported="one server runs one copy of the model; start several servers behind a load balancer",
+        example="--data-parallel-size 2",
+    )
+    data_parallel_size_local: int | None = flag(
+        None,
+        "The number of engines that run on this machine; all of --data-parallel-size do.",
+        kind="int",
+        short=("-dpl",),
+    )
+    data_parallel_backend: str = flag(
+        "mp",
+        "How the engines of --data-parallel-size are started: mp, a process for each.",
+        kind="str",
+        choices=("mp", "ray"),
+        short=("-dpb",),
+        unsupported=_ONE_MACHINE,
+    )
+    data_parallel_rank: int | None = flag(
+        None,
+        "The number of this engine among those of several servers.",
+        kind="int",
+        short=("-dpn",),
+        unsupported=_OTHER_BALANCER,
+    )
+    data_parallel_start_rank: int | None = flag(
+        None,
+        "The number of the first engine of this machine among those of several machines.",
+        kind="int",
+        short=("-dpr",),
+        unsupported=_ONE_MACHINE,
+    )
+    data_parallel_address: str | None = flag(
+        None,
+        "The address of the machine with the API server, for engines on other machines.",
+        kind="str",
+        short=("-dpa",),
+        unsupported=_ONE_MACHINE,
+    )
+    data_parallel_rpc_port: int | None = flag(
+        None,
+        "The port of the machine with the API server, for engines on other machines.",
+        kind="int",
+        short=("-dpp",),
+        unsupported=_ONE_MACHINE,
+    )
+    data_parallel_hybrid_lb: bool = flag(
+        False,
+        "Shares requests out among the engines of each machine, and leaves machines to another load balancer.",
+        kind="flag",
+        short=("-dph",),
+        unsupported=_OTHER_BALANCER,
+    )
+    data_parallel_external_lb: bool = flag(
+        False,
+        "Leaves sharing requests out among the engines to another load balancer.",
+        kind="flag",
+        short=("-dpe",),
+        unsupported=_OTHER_BALANCER,
+    )
+    data_parallel_multi_port_external_lb: bool = flag(
+        False,
+        "Starts an API server with a port of its own for each engine.",
+        kind="flag",
+        short=("-dpm",),
+        unsupported=_OTHER_BALANCER,
     )
     enable_expert_parallel: bool = flag(
         False,

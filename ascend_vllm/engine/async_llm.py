@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine.core_client import AsyncCoreClient
+from ascend_vllm.engine.data_parallel_client import DataParallelClient
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
@@ -46,9 +46,9 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class AsyncLLM:
-    """An engine whose core runs in a process of its own.
+    """An engine whose core runs in a process of its own; with --data-parallel-size several share the requests.
 
-    The constructor starts that process and returns before the model is loaded; `ready` waits for it.
+    The constructor starts these processes and returns before the model is loaded; `ready` waits for it.
 
     Args:
         config: of the engine.
@@ -72,7 +72,7 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._metrics = EngineMetrics(config)
-        self._client = AsyncCoreClient(config, self._on_outputs, self._on_death)
+        self._client = DataParallelClient(config, self._on_outputs, self._on_death)
         self._client.start()
         try:
             # While the core imports torch and reads the weights.
@@ -84,7 +84,8 @@ class AsyncLLM:
         self._output = OutputProcessor.from_config(config, self.tokenizer)
         # request id → sequences of requests between admission and the output processor (being tokenised)
         self._admitted: dict[str, int] = {}
-        self._num_waiting = 0
+        # as each of the cores counts them
+        self._num_waiting = [0] * config.parallel.data_parallel_size
         self._is_ready = False
         self._log_task: asyncio.Task[None] | None = None
         # set when requests have ended, for those that wait for it
@@ -122,8 +123,8 @@ class AsyncLLM:
 
     @property
     def core_pid(self) -> int | None:
-        """Process id of the engine core."""
-        return self._client.pid
+        """Process id of the engine core, of the first one if there are several."""
+        return self._client.pids[0]
 
     async def ready(self) -> None:
         """Waits until the model is loaded.
@@ -133,12 +134,13 @@ class AsyncLLM:
             ModelLoadError: the model's directory cannot be served.
             EngineDeadError: the engine core died.
         """
-        ready = await self._client.ready()
+        sizes = await self._client.ready()
         if self._is_ready:
             return
         self._is_ready = True
-        self._input.max_model_len = ready.max_model_len
-        self._metrics.set_num_blocks(ready.num_gpu_blocks, ready.num_cpu_blocks)
+        self._input.max_model_len = min(size.max_model_len for size in sizes)
+        for rank, size in enumerate(sizes):
+            self._metrics.set_num_blocks(size.num_gpu_blocks, size.num_cpu_blocks, rank)
         if self.config.observability.log_stats:
             self._log_task = asyncio.get_running_loop().create_task(self._log_stats(), name="engine-log")
 
@@ -363,6 +365,8 @@ class AsyncLLM:
     ) -> list[Any]:
         """Calls a method of every worker and returns what each returned, as text what no message can hold.
 
+        The workers of the first engine core come first.
+
         Raises:
             RequestError: workers have no such method.
             AscendVllmError: it failed, or took longer than `timeout` seconds.
@@ -417,7 +421,7 @@ class AsyncLLM:
         return self._input.default_sampling_params()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls a method of the engine core, for example "audit".
+        """Calls a method of the engine core, for example "audit"; of several the results are merged.
 
         Raises:
             AscendVllmError: the method failed.
@@ -485,8 +489,9 @@ class AsyncLLM:
         if limit is None:
             return
         in_flight = self._output.num_sequences + sum(self._admitted.values())
-        beyond_running = in_flight - self.config.scheduler.max_num_seqs
-        if beyond_running >= limit or (self._num_waiting > 0 and self._num_waiting >= limit):
+        beyond_running = in_flight - self.config.scheduler.max_num_seqs * self.config.parallel.data_parallel_size
+        num_waiting = sum(self._num_waiting)
+        if beyond_running >= limit or (num_waiting > 0 and num_waiting >= limit):
             self._metrics.count_rejection()
             raise EngineBusyError(_BUSY)
 
@@ -497,30 +502,30 @@ class AsyncLLM:
         stats = StepStats()
         core_ids = self._output.abort(request_id, stats)
         if core_ids:
+            rank = self._client.rank_of(core_ids[0])
             self._client.abort_requests(core_ids)
             if self.config.observability.log_requests:
                 logger.info("Aborted request %s.", request_id)
-            self._metrics.record(None, stats)
-            self._note_idle()
+            self._metrics.record(None, stats, rank)
+            self._note_idle(rank)
 
-    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """Takes what a step gave back."""
+    def _on_outputs(self, outputs: EngineCoreOutputs, rank: int) -> None:
+        """Takes what a step of one of the cores gave back."""
         stats = StepStats()
         processed = self._output.process(outputs, stats)
         self._client.abort_requests(processed.stopped_ids)
         if outputs.stats is not None:
-            self._num_waiting = outputs.stats.num_waiting
-        self._metrics.record(outputs.stats, stats)
-        self._note_idle()
+            self._num_waiting[rank] = outputs.stats.num_waiting
+        self._metrics.record(outputs.stats, stats, rank)
+        self._note_idle(rank)
 
-    def _note_idle(self) -> None:
-        """With nothing left to run the core takes no more steps, and so tells nothing: its last state is stale."""
+    def _note_idle(self, rank: int) -> None:
+        """With nothing left to run a core takes no more steps, and so tells nothing: its last state is stale."""
         if self._end_waiters:
             self._tell_of_ends()
-        if self._output.num_sequences == 0:
-            self._num_waiting = 0
-            self._metrics.set_idle()
-            self._client.note_idle()
+        if self._client.is_idle(rank):
+            self._num_waiting[rank] = 0
+            self._metrics.set_idle(rank)
 
     def _on_death(self, error: EngineDeadError) -> None:
         self._output.fail_all(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,6 +61,7 @@ class AsyncCoreClient:
         config: of the engine.
         on_outputs: called with what each step gives back.
         on_death: called once if the core ends without having been told to or hangs, after `ready`.
+        environment: variables that the core has beside, or instead of, this process's.
 
     Raises:
         ConfigError: VLLM_ENGINE_ITERATION_TIMEOUT_S is no number of seconds.
@@ -71,11 +72,17 @@ class AsyncCoreClient:
         config: EngineConfig,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_death: Callable[[EngineDeadError], None],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        parallel = config.parallel
+        # among several the log and the clients must learn which one it was
+        self._name = (
+            "the engine core" if parallel.data_parallel_size == 1 else f"engine core {parallel.data_parallel_rank}"
+        )
         self._timeout_s = envs.engine_iteration_timeout_s(FACTS[config.device.device].iteration_timeout_s)
         self._on_outputs = on_outputs
         self._on_death = on_death
-        self._process = CoreProcess(config)
+        self._process = CoreProcess(config, environment)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sender = _bound(zmq.Socket(self._context, zmq.PUSH), self._process.inbound)
         # An asynchronous socket from the start: its close() also takes the descriptor back from the event loop, which
@@ -96,6 +103,9 @@ class AsyncCoreClient:
         self._num_received = 0
         self._num_noticed = 0
         self._error: AscendVllmError | None = None
+        # it was told to end, and may do so by itself
+        self._is_ending = False
+        self._is_stopping = False
         self._is_closed = False
 
     @property
@@ -181,21 +191,39 @@ class AsyncCoreClient:
             del self._calls[call_id]
             self._stop_watch_if_idle()
 
+    def abandon(self, error: EngineDeadError) -> None:
+        """Ends the core for a reason that lies elsewhere: everything that waits for it gets the error.
+
+        Does not wait; `shutdown` is still to be called.
+        """
+        if self._error is None:
+            self._fail(error, expected=True)
+            self._terminate()
+
+    def begin_shutdown(self) -> None:
+        """Tells the core to end and does not wait, so that several may end at the same time; see `shutdown`."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        was_ready = self._ready is not None and self._ready.done() and not self._ready.cancelled()
+        self._is_ending = was_ready and self._error is None
+        self._fail(EngineDeadError("the engine was shut down"), expected=True)
+        if self._is_ending:
+            with contextlib.suppress(zmq.ZMQError):
+                self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
+        else:
+            # A core that is still loading does not read messages.
+            self._process.terminate()
+        if self._task is not None:
+            self._task.cancel()
+
     def shutdown(self) -> None:
         """Ends the core and removes everything that was made for it; takes seconds at most; may be called again."""
         if self._is_closed:
             return
+        self.begin_shutdown()
         self._is_closed = True
-        was_ready = self._ready is not None and self._ready.done() and not self._ready.cancelled()
-        can_listen = was_ready and self._error is None
-        self._fail(EngineDeadError("the engine was shut down"), expected=True)
-        if can_listen:
-            with contextlib.suppress(zmq.ZMQError):
-                self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
-        if self._task is not None:
-            self._task.cancel()
-        # A core that is still loading does not read messages: it is terminated.
-        self._process.stop(_SHUTDOWN_GRACE_S if can_listen else 0.0)
+        self._process.stop(_SHUTDOWN_GRACE_S if self._is_ending else 0.0)
         self._sender.close(linger=0)
         self._receiver.close(linger=0)
         self._context.term()
@@ -267,6 +295,9 @@ class AsyncCoreClient:
                 "VLLM_ENGINE_ITERATION_TIMEOUT_S sets, and was ended."
             )
         )
+        self._terminate()
+
+    def _terminate(self) -> None:
         self._process.terminate()
         if self._loop is not None:
             self._loop.call_later(_HANG_GRACE_S, self._process.kill)
@@ -279,7 +310,11 @@ class AsyncCoreClient:
 
     def _expect_last_words(self, exit_code: int) -> None:
         if self._loop is not None:
-            self._loop.call_later(_LAST_WORDS_S, self._fail, EngineDeadError(_describe_exit(exit_code)))
+            self._loop.call_later(_LAST_WORDS_S, self._fail, EngineDeadError(self._describe_exit(exit_code)))
+
+    def _describe_exit(self, exit_code: int) -> str:
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        return f"{self._name} {how}; its log may say why"
 
     def _fail(self, error: AscendVllmError, expected: bool = False) -> None:
         """The core is gone: everything that waits for it gets the error. Only the first call counts."""
@@ -297,7 +332,7 @@ class AsyncCoreClient:
             if not future.done():
                 future.set_exception(dead)
         if was_ready and not expected:
-            logger.error("The engine core is gone: %s", error)
+            logger.error("%s is gone: %s", self._name[0].upper() + self._name[1:], error)
             self._on_death(dead)
 
 
@@ -306,8 +341,3 @@ def _bound(socket: S, address: str) -> S:
     socket.set_hwm(0)
     socket.bind(address)
     return socket
-
-
-def _describe_exit(exit_code: int) -> str:
-    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
-    return f"the engine core {how}; its log may say why"

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 
 # Socket addresses are limited to 107 bytes by the kernel.
@@ -32,14 +33,16 @@ class CoreProcess:
 
     Args:
         config: of the engine.
+        environment: variables that the process has beside, or instead of, this one's.
 
     Attributes:
         inbound: address on which the core listens to us; bind a PUSH socket there before `start`.
         outbound: address on which we listen to the core; bind a PULL socket there before `start`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, environment: Mapping[str, str] | None = None) -> None:
         self._config = config
+        self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = tempfile.mkdtemp(prefix="ascend_vllm-", dir=_short_directory())
         self.inbound = f"ipc://{self._directory}/inbound"
@@ -53,7 +56,8 @@ class CoreProcess:
             on_exit: called once with the exit code, in a thread of its own.
         """
         command = [sys.executable, "-m", "ascend_vllm.core.proc", "--input", self.inbound, "--output", self.outbound]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        environment = envs.everything() | self._environment
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         self._process = process
         # also at the interpreter's end, if nobody called stop()
         self._cleanup.detach()

@@ -16,7 +16,7 @@ from ascend_vllm.engine.output_processor import OutputProcessor
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
-from ascend_vllm.errors import RequestError
+from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
@@ -50,6 +50,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        refuse_data_parallel(config)
         self.config = config
         self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
         self.metrics = EngineMetrics(config)
@@ -301,3 +302,17 @@ class LLMEngine:
         self._input = InputProcessor(self.config, self.tokenizer)
         self._input.max_model_len = self._client.ready.max_model_len
         self._output = OutputProcessor.from_config(self.config, self.tokenizer)
+
+
+def refuse_data_parallel(config: EngineConfig) -> None:
+    """Refuses several engine cores: there is one process, which has one.
+
+    Raises:
+        ConfigError: --data-parallel-size asks for more.
+    """
+    size = config.parallel.data_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"LLM(data_parallel_size={size}) is not supported for single-process usage. Please start a server with "
+            f"--data-parallel-size {size}, or an LLM in each of {size} processes, which share the prompts."
+        )

@@ -82,7 +82,7 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class EngineMetrics(Collector):
-    """Everything that is counted about one engine.
+    """Everything that is counted about an engine; about each of its cores, if there are several.
 
     Args:
         config: of the engine.
@@ -93,6 +93,70 @@ class EngineMetrics(Collector):
 
     def __init__(self, config: EngineConfig) -> None:
         self.registry = make_process_registry()
+        self._logs = config.observability.log_stats
+        self._cores = [_CoreMetrics(config, rank) for rank in range(config.parallel.data_parallel_size)]
+        if self._logs:
+            self.registry.register(self)
+
+    def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int, rank: int = 0) -> None:
+        """Says how many KV blocks a core has, on the device and for swapping; known once it has started."""
+        self._cores[rank].set_num_blocks(num_gpu_blocks, num_cpu_blocks)
+
+    def set_sleep_level(self, level: int) -> None:
+        """Says how deep the engine sleeps; 0: not at all."""
+        for core in self._cores:
+            core.set_sleep_level(level)
+
+    def count_rejection(self, reason: str = QUEUE_FULL) -> None:
+        """Counts a request that was refused, at the first core: QUEUE_FULL or BACKLOG_FULL says why."""
+        self._cores[0].count_rejection(reason)
+
+    def record(self, scheduler: SchedulerStats | None, step: StepStats, rank: int = 0) -> None:
+        """Takes a step in.
+
+        Args:
+            scheduler: the core's state after it; None: unchanged.
+            step: what happened to requests.
+            rank: number of the core.
+        """
+        self._cores[rank].record(scheduler, step)
+
+    def set_idle(self, rank: int = 0) -> None:
+        """Says that nothing runs or waits in a core any more, and so no KV block is in use."""
+        self._cores[rank].set_idle()
+
+    def log_if_due(self, now: float | None = None) -> None:
+        """Logs each core's state if the last time is at least five seconds ago and something happened since.
+
+        Args:
+            now: seconds of time.monotonic(); None: now.
+        """
+        if not self._logs:
+            return
+        now = time.monotonic() if now is None else now
+        for rank, core in enumerate(self._cores):
+            line = core.log_line(now)
+            if line is not None:
+                logger.info("%s%s", f"Engine {rank:03}: " if len(self._cores) > 1 else "", line)
+
+    def collect(self) -> Iterator[Metric]:
+        """Makes the metric families, with the samples of all cores in each; called by the registry."""
+        for family, *others in zip(*(core.collect() for core in self._cores), strict=True):
+            for other in others:
+                family.samples += other.samples
+            yield family
+
+
+class _CoreMetrics:
+    """What is counted about one engine core.
+
+    Args:
+        config: of the engine.
+        rank: number of the core, the label "engine".
+    """
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._rank = str(rank)
         self._config = config
         self._model_name = config.model.served_model_names[0]
         self._num_gpu_blocks: int | None = None
@@ -107,28 +171,18 @@ class EngineMetrics(Collector):
         self._sleep_level = 0
         self._make_histograms(config.scheduler.max_model_len)
         self._log = _LogLine(config.cache.enable_prefix_caching)
-        if config.observability.log_stats:
-            self.registry.register(self)
 
     def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Says how many KV blocks the engine has, on the device and for swapping; known once it has started."""
         self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
 
     def set_sleep_level(self, level: int) -> None:
-        """Says how deep the engine sleeps; 0: not at all."""
         self._sleep_level = level
 
-    def count_rejection(self, reason: str = QUEUE_FULL) -> None:
-        """Counts a request that was refused: QUEUE_FULL or BACKLOG_FULL says why."""
+    def count_rejection(self, reason: str) -> None:
         self._num_rejections[reason] += 1
 
     def record(self, scheduler: SchedulerStats | None, step: StepStats) -> None:
-        """Takes a step in.
-
-        Args:
-            scheduler: the core's state after it; None: unchanged.
-            step: what happened to requests.
-        """
+        """See `EngineMetrics.record`."""
         if scheduler is not None:
             self._scheduler = scheduler
             num_tokens = scheduler.num_prompt_tokens + scheduler.num_generation_tokens
@@ -165,30 +219,22 @@ class EngineMetrics(Collector):
                     histogram.observe(seconds_or_none)
 
     def set_idle(self) -> None:
-        """Says that nothing runs or waits any more, and so no KV block is in use."""
         self._scheduler = msgspec.structs.replace(
             self._scheduler, num_running=0, num_waiting=0, num_swapped=0, kv_cache_usage=0.0, cpu_cache_usage=0.0
         )
 
-    def log_if_due(self, now: float | None = None) -> None:
-        """Logs the engine's state if the last time is at least five seconds ago and something happened since.
-
-        Args:
-            now: seconds of time.monotonic(); None: now.
-        """
-        if not self._config.observability.log_stats:
-            return
-        now = time.monotonic() if now is None else now
+    def log_line(self, now: float) -> str | None:
+        """The line about its state, if it is due."""
         line = self._log.next(now, self._num_prompt_tokens, self._num_generation_tokens, self._scheduler)
         if line is not None:
             self._throughput = self._log.throughput
-            logger.info("%s", line)
+        return line
 
     def collect(self) -> Iterator[Metric]:
-        """Makes the metric families; called by the registry."""
+        """Makes the metric families, always the same ones in the same order."""
         yield from self._collect_gauges()
         yield from self._collect_counters()
-        labels = [self._model_name, "0"]
+        labels = [self._model_name, self._rank]
         for histogram in self._histograms:
             names = [histogram.name]
             if histogram is self.inter_token:  # its name until 0.10
@@ -319,10 +365,10 @@ class EngineMetrics(Collector):
         samples: Iterable[tuple[tuple[str, ...], float]],
         extra_labels: Sequence[str] = (),
     ) -> Metric:
-        """A family labelled with the model's name and the engine's number."""
+        """A family labelled with the model's name and the core's number."""
         family = kind(f"vllm:{name}", documentation, labels=["model_name", "engine", *extra_labels])
         for values, value in samples:
-            family.add_metric([self._model_name, "0", *values], value)
+            family.add_metric([self._model_name, self._rank, *values], value)
         return family
 
     def _make_histograms(self, max_model_len: int) -> None:

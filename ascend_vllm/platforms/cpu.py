@@ -42,15 +42,17 @@ class CpuPlatform(Platform):
     distributed_backend = "gloo"
     cache_size_flags = "--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE"
 
-    # workers that share the machine's memory
+    # workers that share the machine's memory, those of all engines
     _num_workers = 1
     _address = LOOPBACK
 
-    def initialize(self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK) -> torch.device:
+    def initialize(
+        self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK, num_engines: int = 1
+    ) -> torch.device:
         """Gives torch this worker's share of the cores the process may use, a thread each, or OMP_NUM_THREADS."""
-        self._num_workers = num_workers
+        self._num_workers = num_workers * num_engines
         self._address = address
-        threads = envs.omp_num_threads() or max(1, usable_cores() // num_workers)
+        threads = envs.omp_num_threads() or max(1, usable_cores() // self._num_workers)
         torch.set_num_threads(threads)
         logger.info("CPU worker %d computes on %d threads", local_rank, threads)
         return torch.device("cpu")
@@ -76,10 +78,12 @@ class CpuPlatform(Platform):
         """0: the cache takes a part of the free memory, activations are in the other part."""
         return 0
 
-    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int, num_workers: int = 1) -> int:
+    def expected_kv_cache_bytes(
+        self, config: CacheConfig, weight_bytes: int, num_workers: int = 1, num_engines: int = 1
+    ) -> int:
         """The same rule, on a machine without the weights."""
-        self._num_workers = num_workers
-        return self.kv_cache_bytes(config, weight_bytes)
+        self._num_workers = num_workers * num_engines
+        return self.kv_cache_bytes(config, weight_bytes * num_engines)
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
         """--kv-cache-memory-bytes, else VLLM_CPU_KVCACHE_SPACE, else a share of the free memory, at most 4 GiB.

@@ -157,12 +157,18 @@ def npu_unusable_reason() -> str | None:
     return None
 
 
-def too_few_npus(wanted: int, found: int) -> str:
-    """That there are fewer NPUs than workers, as a sentence that names both numbers and says what to do."""
+def too_few_npus(wanted: int, found: int, flags: str = "--tensor-parallel-size") -> str:
+    """That there are fewer NPUs than workers, as a sentence that names both numbers and says what to do.
+
+    Args:
+        wanted: workers.
+        found: NPUs.
+        flags: that say how many workers there are.
+    """
     visible = envs.ascend_rt_visible_devices()
     cause = f"ASCEND_RT_VISIBLE_DEVICES={visible} leaves {found}" if visible else f"this container has {found}"
     return (
-        f"--tensor-parallel-size: {wanted} NPUs are needed and {cause}. Lower it, or make more NPUs visible; "
+        f"{flags}: {wanted} NPUs are needed and {cause}. Lower it, or make more NPUs visible; "
         "ASCEND_RT_VISIBLE_DEVICES counts from 0 within the container."
         if wanted > 1
         else f"--device npu: there is no NPU to use, {cause}. See `ascend-vllm doctor` for what is wrong with the "

@@ -83,13 +83,16 @@ class Platform(abc.ABC):
     op_modules: str | None = None
 
     @abc.abstractmethod
-    def initialize(self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK) -> torch.device:
+    def initialize(
+        self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK, num_engines: int = 1
+    ) -> torch.device:
         """Binds this process to its device and returns it; called once, before anything is allocated.
 
         Args:
             local_rank: number of this worker.
             num_workers: workers of the engine on this machine, each in a process of its own.
             address: of this machine, at which workers on other ones reach it.
+            num_engines: engines with so many workers that share this machine's cores and memory.
 
         Raises:
             ConfigError: the device cannot be used; the text says what to do.
@@ -133,13 +136,16 @@ class Platform(abc.ABC):
         """
 
     @abc.abstractmethod
-    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int, num_workers: int = 1) -> int:
+    def expected_kv_cache_bytes(
+        self, config: CacheConfig, weight_bytes: int, num_workers: int = 1, num_engines: int = 1
+    ) -> int:
         """What `kv_cache_bytes` will about be on the first device, said before it is initialised or a model loaded.
 
         Args:
             config: the cache's section of the configuration.
             weight_bytes: of the whole model.
             num_workers: workers that share the model on this machine.
+            num_engines: engines with so many workers, and a model each, on this machine.
 
         Raises:
             ConfigError: the device cannot be asked, or an explicit size is wrong.

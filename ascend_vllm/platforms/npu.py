@@ -57,7 +57,13 @@ class NpuPlatform(Platform):
         # free when nothing of this process was on the device yet
         self._free_at_start = 0
 
-    def initialize(self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK) -> torch.device:  # noqa: ARG002 - HCCL knows
+    def initialize(
+        self,
+        local_rank: int,
+        num_workers: int = 1,
+        address: str = LOOPBACK,  # noqa: ARG002 - HCCL knows
+        num_engines: int = 1,
+    ) -> torch.device:
         """Binds to the NPU of a rank.
 
         Raises:
@@ -87,7 +93,9 @@ class NpuPlatform(Platform):
         except RuntimeError as error:
             raise ConfigError(f"--device npu: NPU {local_rank} does not answer: {error}. {_WHAT_TO_DO}") from error
         self._take_facts(properties)
-        torch.set_num_threads(envs.omp_num_threads() or max(1, usable_cores() // max(count, num_workers)))
+        torch.set_num_threads(
+            envs.omp_num_threads() or max(1, usable_cores() // (max(count, num_workers) * num_engines))
+        )
         logger.info(
             "NPU worker %d: %s, %d cube and %d vector cores, %.2f of %.2f GiB free",
             local_rank,
@@ -147,7 +155,13 @@ class NpuPlatform(Platform):
         )
         return size
 
-    def expected_kv_cache_bytes(self, config: CacheConfig, weight_bytes: int, num_workers: int = 1) -> int:
+    def expected_kv_cache_bytes(
+        self,
+        config: CacheConfig,
+        weight_bytes: int,
+        num_workers: int = 1,
+        num_engines: int = 1,  # noqa: ARG002 - each has NPUs of its own
+    ) -> int:
         """By the memory of the first NPU, with a guess at activations.
 
         Raises:

@@ -94,7 +94,9 @@ class Worker:
         self._parallel = ParallelContext(tp_rank=rank, tp_size=config.parallel.tensor_parallel_size)
         meeting = rendezvous or Rendezvous(port=0)
         place = meeting.place(rank, self._parallel.tp_size)
-        self._device = self._platform.initialize(place.local_rank, place.num_workers, meeting.address)
+        self._device = self._platform.initialize(
+            place.local_rank, place.num_workers, meeting.address, config.parallel.data_parallel_size
+        )
         if self._dtype not in self._platform.dtypes:
             possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._platform.dtypes)
             raise ConfigError(
@@ -247,7 +249,9 @@ class Worker:
             raise ConfigError(f"INFER_MODE=PTA: {missing}; unset INFER_MODE.")
         made_for = fingerprint(config, loaded.backend, compiler.versions())
         # what users keep in the directory stays as it is
-        directory = envs.torchair_cache_home() / "ascend_vllm" / f"rank{self._parallel.tp_rank}"
+        parallel = config.parallel
+        rank = parallel.data_parallel_rank * parallel.world_size + self._parallel.tp_rank
+        directory = envs.torchair_cache_home() / "ascend_vllm" / f"rank{rank}"
         cache = GraphCache(directory.absolute(), made_for)
         return CompiledRunner(
             config.graphs,
