@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -12,15 +13,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
+import torch
 
 from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.engine import DeviceConfig, EngineConfig
+from ascend_vllm.engine import arg_parallel
 from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.data_parallel import VISIBLE_NPUS, config_of_engine, environment_of_engine
 from ascend_vllm.engine.data_parallel_client import DataParallelClient, merge_results
-from ascend_vllm.errors import ConfigError, EngineDeadError, RequestError, UnsupportedFlagError
+from ascend_vllm.errors import ConfigError, EngineDeadError
+from ascend_vllm.platforms import cpu
+from ascend_vllm.platforms.cpu import CpuPlatform
+from ascend_vllm.platforms.facts import NpuProbe
 from tests.raw_requests import post_raw, read_events, read_rest
-from tests.server import Server, is_alive, running, wait_until
+from tests.server import Server, is_alive, wait_until
 from tests.tiny_models import tiny_model
 
 SERVE = "ascend_vllm.entrypoints.cli serve"
@@ -242,31 +252,27 @@ def test_the_death_of_a_core_ends_all(server: Server) -> None:
 
 
 def test_cores_of_several_workers(llm: LLM) -> None:
-    """Two engines of two workers each, which end in order; and die with any of their workers, if one must go on."""
+    """Two engines of two workers each; any worker's death ends them all, also if the server must stay."""
     flags = [tiny_model("qwen2"), "--data-parallel-size", "2", "-tp", "2", *FLAGS]
-    with running(SERVE, flags, ENV | {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"}, START_S) as server:
+    server = Server(SERVE, flags, ENV | {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
+    try:
+        server.wait_ready(START_S)
         with httpx.Client(base_url=server.url, timeout=120) as http:
             with concurrent.futures.ThreadPoolExecutor(4) as pool, worked(http) as numbers:
                 answers = list(pool.map(lambda prompt: complete(http, prompt), PROMPTS[:4]))
             assert [tokens_of(answer) for answer in answers] == offline(llm, PROMPTS[:4])
             assert min(numbers) >= 1
-        workers = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
-        assert len(workers) == 4
-
-
-def test_a_server_that_must_stay_ends_all_its_cores() -> None:
-    server = Server(SERVE, [tiny_model("qwen2"), "-dp", "2", *FLAGS], ENV | {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
-    try:
-        server.wait_ready(START_S)
-        children = server.children()
-        cores = [child for child in children if "ascend_vllm.core.proc" in " ".join(child.cmdline())]
-        cores[0].kill()
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+            cores, workers = (
+                [child for child in server.children() if name in " ".join(child.cmdline())]
+                for name in ("ascend_vllm.core.proc", "worker_process")
+            )
+            assert (len(cores), len(workers)) == (2, 4)
+            workers[0].kill()
             assert wait_until(lambda: http.get("/health").status_code == 503, 30)
             response = http.post("/v1/completions", json=GREEDY | {"prompt": "Hello"})
             assert response.status_code == 500
-            assert re.search(r"engine core [01] was killed by signal 9", response.text)
-        assert wait_until(lambda: not is_alive(cores[1]), 30)
+            assert f"(process {workers[0].pid}) was killed by signal 9" in response.text
+            assert wait_until(lambda: not any(map(is_alive, [*cores, *workers])), 60)
         assert server.terminate() == 1
         assert server.orphans() == []
     finally:
@@ -313,3 +319,83 @@ def test_results_of_all_cores_are_merged() -> None:
     assert merge_results("reset_prefix_cache", [True, False]) is False
     assert merge_results("collective_rpc", [[1, 2], [3, 4]]) == [1, 2, 3, 4]
     assert merge_results("pause", [None, None]) is None
+
+
+def make_config(**options: Any) -> EngineConfig:
+    return EngineArgs(model=tiny_model("qwen2"), **options).create_engine_config()
+
+
+def test_one_process_has_one_engine() -> None:
+    with pytest.raises(ConfigError, match=r"LLM\(data_parallel_size=2\) is not supported for single-process usage"):
+        LLM(tiny_model("qwen2"), data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"data_parallel_size": 0}, "--data-parallel-size must be at least 1, got 0"),
+        ({"data_parallel_size_local": 0}, "--data-parallel-size-local must be at least 1, got 0"),
+        ({"data_parallel_size_local": 2}, r"data_parallel_size_local \(2\) must be <= data_parallel_size \(1\)"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "--data-parallel-size-local 1 leaves engines"),
+        ({"data_parallel_backend": "ray"}, "--data-parallel-backend ray is not supported"),
+        ({"data_parallel_rank": 0}, "--data-parallel-rank 0 is not supported"),
+        ({"data_parallel_start_rank": 2}, "--data-parallel-start-rank 2 is not supported"),
+        ({"data_parallel_address": "10.0.0.1"}, r"--data-parallel-address 10\.0\.0\.1 is not supported"),
+        ({"data_parallel_rpc_port": 13345}, "--data-parallel-rpc-port 13345 is not supported"),
+        ({"data_parallel_hybrid_lb": True}, "--data-parallel-hybrid-lb is not supported"),
+        ({"data_parallel_external_lb": True}, "--data-parallel-external-lb is not supported"),
+        ({"data_parallel_multi_port_external_lb": True}, "--data-parallel-multi-port-external-lb is not supported"),
+    ],
+)
+def test_what_means_several_machines_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_config(**options)
+
+
+def test_flags_that_ask_for_what_is_done_anyway() -> None:
+    config = make_config(data_parallel_size=2, data_parallel_size_local=2, data_parallel_backend="mp")
+    assert config.parallel.data_parallel_size == 2
+    assert [config_of_engine(config, rank).parallel.data_parallel_rank for rank in range(2)] == [0, 1]
+    assert environment_of_engine(config, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, ["0,1", "2,3"]), ("6,4,2,0", ["6,4", "2,0"]), ("1,3,5,7,9", ["1,3", "5,7"])]
+)
+def test_each_core_has_npus_of_its_own(
+    visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VISIBLE_NPUS, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE_NPUS, visible)
+    config = make_config(data_parallel_size=2, tensor_parallel_size=2)
+    config = msgspec.structs.replace(config, device=DeviceConfig("npu"))
+    cards = [environment_of_engine(config, rank)[VISIBLE_NPUS] for rank in range(2)]
+    assert cards == expected
+
+
+def test_too_few_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arg_parallel, "probe_npus", lambda: NpuProbe(3, "Ascend910B3"))
+    args = EngineArgs(model="", data_parallel_size=2, tensor_parallel_size=2)
+    text = r"--data-parallel-size 2 with --tensor-parallel-size 2: 4 NPUs are needed and this container has 3\."
+    with pytest.raises(ConfigError, match=text):
+        arg_parallel.parallel_config(args, {}, "npu")
+    assert arg_parallel.parallel_config(dataclasses.replace(args, tensor_parallel_size=1), {}, "npu").world_size == 1
+
+
+def test_cores_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpu, "usable_cores", lambda: 9)
+    num_threads = torch.get_num_threads()
+    cache = CacheConfig(block_size=32)
+    try:
+        platform = CpuPlatform()
+        platform.initialize(0, 2, 2)
+        assert torch.get_num_threads() == 2
+        assert platform.kv_cache_bytes(cache, 0) == (2 << 30) // 4
+    finally:
+        torch.set_num_threads(num_threads)
+    # of what the weights of all of them leave
+    assert CpuPlatform().expected_kv_cache_bytes(cache, 2 << 30, 1, 2) == (1 << 30) // 2
