@@ -392,7 +392,7 @@ def test_cores_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CacheConfig(block_size=32)
     try:
         platform = CpuPlatform()
-        platform.initialize(0, 2, 2)
+        platform.initialize(0, 2, num_engines=2)
         assert torch.get_num_threads() == 2
         assert platform.kv_cache_bytes(cache, 0) == (2 << 30) // 4
     finally:
