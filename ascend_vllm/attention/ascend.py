@@ -23,7 +23,7 @@ from ascend_vllm.attention.ascend_calls import (
     store_kv,
     window_masks,
 )
-from ascend_vllm.attention.ascend_custom import CustomAttention
+from ascend_vllm.attention.ascend_custom import CustomAttention, store_kv_custom
 from ascend_vllm.attention.ascend_plan import Part, Precision, RowKind, split_rows
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
 from ascend_vllm.config.engine import EngineConfig
@@ -71,6 +71,7 @@ class AscendAttention(AttentionBackend):
         self._family = envs.ascend_attention_ops()
         self._ops: AttentionOps = _FAMILIES[self._family](block_size)
         self._custom = ascend_custom.taken()
+        self._store_kv = store_kv_custom if "store_kv" in self._custom else store_kv
         if self._custom:
             self._ops = CustomAttention(self._ops, self._custom, self.precision)
         self._windows: tuple[int, ...] = ()
@@ -188,7 +189,7 @@ class AscendAttention(AttentionBackend):
         if metadata.is_compiled:
             query = torch.ops.ascend_vllm.ascend_store_and_take(query, key, value, kv_cache, metadata.slots)
         else:
-            store_kv(key, value, kv_cache, metadata.slots)
+            self._store_kv(key, value, kv_cache, metadata.slots)
         layer = LayerInput(
             spec,
             query.contiguous().view(num_tokens, spec.num_heads, head_size),

@@ -19,7 +19,6 @@ import torch
 
 from ascend_vllm.attention.ascend_plan import Part, RowKind
 from ascend_vllm.attention.backend import AttentionSpec
-from ascend_vllm.ops import ascend_custom
 
 # the operators' words for what they mask: at and below the diagonal that ends in the lower right corner; the same
 # without what is more than pre_tokens before it
@@ -53,9 +52,6 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         slots: [T] int64 places, each another.
     """
     key_cache, value_cache = kv_cache.unbind(0)
-    if "store_kv" in ascend_custom.taken():
-        torch.ops.ascend_vllm_npu.store_kv(key, value, key_cache, value_cache, slots, "ND")
-        return
     torch.ops.npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, slots, cache_mode="Norm")
 
 

@@ -1,4 +1,4 @@
-"""Attention in high precision by the custom operators, the rest by a family of torch_npu's.
+"""Attention in high precision and the KV write by the custom operators, the rest by a family of torch_npu's.
 
 They compute in float32 between reading and writing, and read lengths on the device, so that captured graphs need
 not be told of them.
@@ -17,6 +17,11 @@ from ascend_vllm.attention.ascend_plan import Precision, RowKind
 
 # the layout of the caches: heads of a token side by side
 _LAYOUT = "ND"
+
+
+def store_kv_custom(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """See `ascend_calls.store_kv`."""
+    torch.ops.ascend_vllm_npu.store_kv(key, value, *kv_cache.unbind(0), slots, _LAYOUT)
 
 
 class CustomAttention(AttentionOps):
