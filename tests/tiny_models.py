@@ -84,6 +84,8 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2-window": lambda: transformers.Qwen2Config(
         **_GATED, use_sliding_window=True, sliding_window=24, max_window_layers=1
     ),
+    # heads as large as real models have them: NPUs have kernels of their own for 64 and 128
+    "qwen2-64": lambda: transformers.Qwen2Config(**_GATED, head_dim=64, tie_word_embeddings=False),
     "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
     "qwen3-biases": lambda: transformers.Qwen3Config(**_GATED, head_dim=32, attention_bias=True),
     "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),

@@ -66,6 +66,7 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
         return "--enforce-eager is set"
     if model.pooler is not None:
         return "a pooling model does not decode"
+    flash = "ASCEND_VLLM_ATTENTION_OPS=flash" if envs.ascend_attention_ops() == "flash" else ""
     if asks:
         if _has_experts(config) and config.scheduler.num_scheduler_steps > 1:
             raise ConfigError(
@@ -77,12 +78,16 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
                 f"INFER_MODE=PTA with --tensor-parallel-size {size}: graphs do not reach over several NPUs in this "
                 "version; unset INFER_MODE or use one NPU."
             )
+        if flash:
+            raise ConfigError(
+                f"INFER_MODE=PTA does not go with {flash}, whose operators cannot be replayed: unset one of them."
+            )
         return None
     if model.architecture not in CAPTURED_ARCHITECTURES:
         return f"{model.architecture} has them with INFER_MODE=PTA only"
     if size > 1:
         return f"--tensor-parallel-size {size}, and they do not reach over several NPUs"
-    return None
+    return f"the attention operators of {flash} cannot be replayed" if flash else None
 
 
 def _has_experts(config: EngineConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Ascend NPUs through torch_npu: the only place that imports it, and only when a worker is bound to a device."""
+"""Ascend NPUs through torch_npu, which is imported here, and only when a worker is bound to a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
 from ascend_vllm.platforms.host import LOOPBACK, usable_cores
 from ascend_vllm.platforms.interface import GraphRecorder, Platform
-from ascend_vllm.platforms.npu_compiler import TorchairCompiler
+from ascend_vllm.platforms.npu_compiler import NpuGraphCompiler
 from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 
 logger = init_logger(__name__)
@@ -187,13 +187,13 @@ class NpuPlatform(Platform):
         """NPUGraph."""
         return NpuGraphRecorder(self._npu)
 
-    def make_graph_compiler(self) -> TorchairCompiler:
-        """torchair.
+    def make_graph_compiler(self) -> NpuGraphCompiler:
+        """npugraph_ex.
 
         Raises:
             ConfigError: it does not load.
         """
-        return TorchairCompiler(_import_torch_npu())
+        return NpuGraphCompiler(_import_torch_npu(), self.soc)
 
 
 def size_of_cache(config: CacheConfig, free: int, total: int, used: int, peak_bytes: int) -> int:

@@ -1,9 +1,11 @@
-"""Compiled graphs on Ascend NPUs, over torchair."""
+"""Compiled graphs on Ascend NPUs, over torchair's npugraph_ex, which torch_npu brings along."""
 
 from __future__ import annotations
 
 import importlib
 import pathlib
+import signal
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,41 +15,41 @@ import torch
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms.interface import GraphCompiler
 
-# torchair's mode that makes graphs of the runtime, not of GE
-_MODE = "reduce-overhead"
+# makes graphs of the runtime, not of GE; in torchair's own module this is the mode "reduce-overhead", which torch_npu
+# calls deprecated for it
+_BACKEND = "npugraph_ex"
 
 
-class TorchairCompiler(GraphCompiler):
-    """torchair's `cache_compile`.
+class NpuGraphCompiler(GraphCompiler):
+    """npugraph_ex's `cache_compile`.
 
     Args:
         torch_npu: the module. Any: it has no annotations.
+        soc: the runtime's name of the device.
 
     Raises:
-        ConfigError: torchair does not load.
+        ConfigError: npugraph_ex does not load.
     """
 
-    def __init__(self, torch_npu: Any) -> None:
+    def __init__(self, torch_npu: Any, soc: str) -> None:
         self._torch_npu = torch_npu
+        self._soc = soc
         # Operators of torch_npu with `out=` return what they fill. torch warns of that while it compiles, but makes
         # it an error where the variable CI is set.
         functorch: Any = importlib.import_module("torch._functorch.config")
         functorch.error_on_custom_op_aliasing = False
         try:
-            importlib.import_module("torch_npu.dynamo")
-            self._torchair: Any = importlib.import_module("torchair")
+            self._backend = _import_backend()
         except (ImportError, OSError, RuntimeError) as error:
             raise ConfigError(
-                f"INFER_MODE=PTA needs torchair, which cannot be loaded: {error}. Unset INFER_MODE, or install what "
-                "is missing."
+                f"INFER_MODE=PTA needs torch_npu's {_BACKEND}, which cannot be loaded: {error}. Unset INFER_MODE, or "
+                "install what is missing."
             ) from error
 
     def compile(self, method: types.MethodType, directory: pathlib.Path) -> Callable[..., torch.Tensor]:
         """See `GraphCompiler.compile`."""
-        config = self._torchair.CompilerConfig()
-        config.mode = _MODE
-        compiled: Callable[..., torch.Tensor] = self._torchair.inference.cache_compile(
-            method, config=config, dynamic=True, cache_dir=str(directory)
+        compiled: Callable[..., torch.Tensor] = self._backend.inference.cache_compile(
+            method, config=self._backend.CompilerConfig(), dynamic=True, cache_dir=str(directory)
         )
         return compiled
 
@@ -60,5 +62,23 @@ class TorchairCompiler(GraphCompiler):
         return {
             "torch_npu": str(self._torch_npu.__version__),
             "CANN": str(self._torch_npu.npu.utils.get_cann_version()),
-            "torchair mode": _MODE,
+            "compiler": _BACKEND,
+            "SoC": self._soc,
         }
+
+
+def _import_backend() -> Any:
+    """The module; what signals do in this process stays as it is, although it takes hold of them when it loads."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        # what is found under the name afterwards imports the module when it is first asked for something
+        importlib.import_module("torch_npu.dynamo")
+        module: Any = importlib.import_module(_BACKEND)
+        importlib.import_module(f"{_BACKEND}.inference")
+        return module
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                # None: not of Python, and so not to be set from here
+                if handler is not None:
+                    signal.signal(number, handler)

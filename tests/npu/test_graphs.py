@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pathlib
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from ascend_vllm import SamplingParams
+from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.worker.graph_cache import GraphCache
 from tests.npu.launches import launched_by
+from tests.npu.recorder import traced
 from tests.tiny_models import tiny_model
+
+# with heads of 64, as of models that are served: rotary embedding and attention have kernels for them alone
+MODEL = "qwen2-64"
 
 PROMPTS = [
     "The quick brown fox",
@@ -26,6 +36,10 @@ PROMPTS = [
 ]
 # stores keys in eager steps, and is part of a graph otherwise
 STORES_KEYS = "aclnnScatterPaKvCache"
+ROTATES, ROTATES_OTHERS = "aclnnApplyRotaryPosEmbV2", "aclnnRotaryPositionEmbedding"
+ATTENDS = "aclnnFusedInferAttentionScoreV3"
+# what decodes heads of 64: query and key rotated by one call, attention at inner_precise 1
+FAST_KERNELS = {(ROTATES, None), (ATTENDS, 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +51,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
 
 
-def make_engine(model: str = "llama", gears: tuple[int, ...] | None = None, **changes: Any) -> LLMEngine:
+def make_config(model: str = MODEL, **changes: Any) -> EngineConfig:
     # one step at a time, so that what is launched is the step's
     options: dict[str, Any] = {
         "async_scheduling": False,
@@ -45,9 +59,13 @@ def make_engine(model: str = "llama", gears: tuple[int, ...] | None = None, **ch
         "max_model_len": 256,
         "num_gpu_blocks_override": 20,
     } | changes
-    config = EngineArgs(
+    return EngineArgs(
         model=tiny_model(model, "float16"), device="npu", swap_space=0, disable_log_stats=True, **options
     ).create_engine_config()
+
+
+def make_engine(model: str = MODEL, gears: tuple[int, ...] | None = None, **changes: Any) -> LLMEngine:
+    config = make_config(model, **changes)
     if gears is not None:
         config = msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, gears=gears))
     return LLMEngine(config)
@@ -67,12 +85,21 @@ def generate(engine: LLMEngine, prompts: Sequence[str] = PROMPTS, **params: Any)
     return [answers[str(number)] for number in range(len(prompts))]
 
 
+def layer_kernels(calls: Sequence[dict[str, Any]]) -> set[tuple[str, Any]]:
+    """Of a trace: the operators that heads of 64 have kernels of their own for, with the precision asked for."""
+    chosen = (call for call in calls if call["op"] in (ROTATES, ROTATES_OTHERS, ATTENDS))
+    return {(call["op"], call["args"].get("inner_precise")) for call in chosen}
+
+
 @pytest.fixture(scope="module")
 def eager_answers() -> list[tuple[int, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False")
         engine = make_engine(enforce_eager=True)
-        answers = generate(engine)
+        with traced() as calls:
+            answers = generate(engine)
+        # prompts are computed in high precision
+        assert layer_kernels(calls) == FAST_KERNELS | {(ATTENDS, 0)}
         # the model does not say the same whatever it is asked
         assert len(set(answers)) == len(PROMPTS)
         return answers
@@ -80,7 +107,10 @@ def eager_answers() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
 def test_tokens_are_those_of_eager_steps(eager_answers: list[tuple[int, ...]], num_scheduler_steps: int) -> None:
-    engine = make_engine(num_scheduler_steps=num_scheduler_steps, async_scheduling=True)
+    with traced() as calls:
+        engine = make_engine(num_scheduler_steps=num_scheduler_steps, async_scheduling=True)
+    # of what is captured, among others
+    assert layer_kernels(calls) >= FAST_KERNELS
     # rows in full gears, then ends of different times, so that batches shrink through padded ones
     assert generate(engine) == eager_answers
     assert generate(engine, PROMPTS[:1]) == eager_answers[:1]
@@ -156,8 +186,12 @@ def test_operators_that_cannot_be_replayed_run_eager(
 ) -> None:
     monkeypatch.setenv("ASCEND_VLLM_ATTENTION_OPS", "flash")
     engine = make_engine()
-    assert "Decoding runs without graphs: the attention operators cannot be replayed" in log.text
+    reason = "the attention operators of ASCEND_VLLM_ATTENTION_OPS=flash cannot be replayed"
+    assert f"Decoding runs without graphs: {reason}" in log.text
     assert decode_step_launches(engine, PROMPTS[:1]) == [True]
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    with pytest.raises(ConfigError, match="INFER_MODE=PTA does not go with ASCEND_VLLM_ATTENTION_OPS=flash"):
+        make_engine()
 
 
 def test_progress_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,19 +222,42 @@ def test_compiled_graphs_are_kept(
     cache: pathlib.Path, eager_answers: list[tuple[int, ...]], log: pytest.LogCaptureFixture
 ) -> None:
     """One gear only: compiling is what costs time here."""
-    engine = make_engine(max_num_seqs=2)
-    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 256)
+    options: dict[str, Any] = {"gears": (2,), "max_seq_len_to_capture": 24}
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with traced() as calls:
+        engine = make_engine(**options)
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 24)
+    assert layer_kernels(calls) >= FAST_KERNELS
+    assert (ROTATES_OTHERS, None) not in layer_kernels(calls)
     first = modules_in(cache)
     assert len(first) == 1
-    assert generate(engine) == eager_answers
-    assert decode_step_launches(engine, PROMPTS[:1]) == [False]
+    # a full gear, one that is padded, and sequences that outgrow the graph
+    for rows in (slice(2), slice(3, 4), slice(2, 5, 2)):
+        assert generate(engine, PROMPTS[rows]) == eager_answers[rows]
+    assert decode_step_launches(engine, PROMPTS[:2]) == [False]
+    # more rows than the gear has
+    assert decode_step_launches(engine, PROMPTS[:3]) == [True]
+    eager = decode_step_launches(engine, PROMPTS[4:], 10)
+    assert set(eager) == {False, True}
+    assert eager == sorted(eager)
     # no cache is copied: what is compiled writes in place
     compiled = pathlib.Path(next(iter(first))).read_bytes().decode("latin1")
     assert "ascend_store_and_take.default" in compiled
     assert "_functional.default" not in compiled
     assert "aten.copy_" not in compiled
     # the second start writes nothing, and reads what there is; the number of blocks may be another one
-    engine = make_engine(max_num_seqs=2, num_scheduler_steps=4, num_gpu_blocks_override=9)
+    engine = make_engine(**options, num_scheduler_steps=4, num_gpu_blocks_override=9)
     assert modules_in(cache) == first
     assert "Loaded 1 graphs" in log.text
     assert generate(engine) == eager_answers
+    assert_another_chip_compiles_anew(cache, log)
+
+
+def assert_another_chip_compiles_anew(cache: pathlib.Path, log: pytest.LogCaptureFixture) -> None:
+    (kept,) = cache.rglob("fingerprint.json")
+    made_for = json.loads(kept.read_text())
+    assert made_for["SoC"] == torch.npu.get_device_name()
+    assert not GraphCache(kept.parent, made_for | {"SoC": "Ascend910B1"}).prepare()
+    assert f"made anew: SoC was {made_for['SoC']}, is Ascend910B1" in log.text
+    assert modules_in(cache) == {}
