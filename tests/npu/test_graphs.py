@@ -16,10 +16,15 @@ import torch
 from ascend_vllm import SamplingParams
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
+from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.models.qwen2 import Qwen2ForCausalLM
+from ascend_vllm.models.registry import MODELS
 from ascend_vllm.worker.graph_cache import GraphCache
+from ascend_vllm.worker.worker import Worker
 from tests.npu.launches import launched_by
 from tests.npu.recorder import traced
 from tests.tiny_models import tiny_model
@@ -192,6 +197,82 @@ def test_operators_that_cannot_be_replayed_run_eager(
     monkeypatch.setenv("INFER_MODE", "PTA")
     with pytest.raises(ConfigError, match="INFER_MODE=PTA does not go with ASCEND_VLLM_ATTENTION_OPS=flash"):
         make_engine()
+
+
+# config.json of two published models, whose weights are not needed
+QWEN2_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
+}
+QWEN2_57B = QWEN2_7B | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 2560,
+    "norm_topk_prob": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "shared_expert_intermediate_size": 20480,
+    "vocab_size": 151936,
+}
+
+
+def config_of(hf_config: dict[str, Any], directory: pathlib.Path, **options: Any) -> EngineConfig:
+    (directory / "config.json").write_text(json.dumps(hf_config))
+    args = EngineArgs(model=str(directory), device="npu", load_format="dummy", max_model_len=4096, **options)
+    return args.create_engine_config()
+
+
+def test_experts_and_several_steps_are_refused_at_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is said of graphs or gears, let alone made."""
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    with pytest.raises(ConfigError, match="--num-scheduler-steps above 1 for models with experts"):
+        config_of(QWEN2_57B, tmp_path, num_scheduler_steps=8)
+    assert not [name for name in ("graph", "gear") if name in log.text]
+    assert config_of(QWEN2_57B, tmp_path).graphs.mode == GraphMode.COMPILED
+    assert "Decoding replays compiled graphs" in log.text
+    assert config_of(QWEN2_7B, tmp_path, num_scheduler_steps=8).graphs.mode == GraphMode.COMPILED
+
+
+class _SmallModel(Qwen2ForCausalLM):
+    """In the place of a model that is too large for a test, whatever its config.json says."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        small = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
+        small |= {"num_hidden_layers": 1, "vocab_size": 384}
+        super().__init__(msgspec.structs.replace(config, hf_config=config.hf_config | small), context)
+
+
+@pytest.mark.parametrize(("name", "hf_config"), [("Qwen2-7B", QWEN2_7B), ("Qwen2-57B", QWEN2_57B)])
+def test_models_that_need_high_precision_are_named_before_graphs_are_made(
+    name: str,
+    hf_config: dict[str, Any],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    monkeypatch.setenv("USE_PFA_HIGH_PRECISION_MODE", "0")
+    monkeypatch.setitem(MODELS, hf_config["architectures"][0], _SmallModel)
+    config = config_of(hf_config, tmp_path)
+    assert config.graphs.mode == GraphMode.COMPILED
+    # the cache is made afterwards, and then the graphs
+    Worker(config).load_model()
+    assert f"Models like {name} give wrong results with USE_PFA_HIGH_PRECISION_MODE=0: set it to 1." in log.text
+    assert not [record for record in log.records if record.name.startswith("ascend_vllm.worker.graph")]
 
 
 def test_progress_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import pytest
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.worker.worker import Worker
+from tests.npu.recorder import traced
+from tests.npu.test_graphs import FAST_KERNELS, layer_kernels
 from tests.npu.threads import cores_of_launches
 from tests.server import Server, wait_until
 from tests.tiny_models import tiny_model
@@ -27,11 +29,14 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what one worker says; its workers have the variables of HCCL and cores of their own, since nothing else
     is asked for; and it dies with the worker that dies.
     """
-    model, prompt = tiny_model("qwen2"), make_prompt(40)
+    # each has two query heads and one of keys, of 64
+    model, prompt = tiny_model("qwen2-64"), make_prompt(40)
     worker = Worker(make_config(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64))
     worker.load_model()
     worker.initialize_cache(64)
-    expected = generate(worker, prompt, GREEDY, LENGTH)
+    with traced() as calls:
+        expected = generate(worker, prompt, GREEDY, LENGTH)
+    assert layer_kernels(calls) >= FAST_KERNELS
     # the worker here has set it for this process
     monkeypatch.delenv("CPU_AFFINITY_CONF", raising=False)
     server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1", **HCCL})

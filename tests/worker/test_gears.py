@@ -75,7 +75,8 @@ def test_lists_are_read() -> None:
 @pytest.fixture
 def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """What a server of a small Llama on an NPU would have, without its graphs."""
-    for name in ("INFER_MODE", "PTA_TORCHAIR_DECODE_GEAR_ENABLE", "PTA_TORCHAIR_DECODE_GEAR_LIST"):
+    names = ("INFER_MODE", "PTA_TORCHAIR_DECODE_GEAR_ENABLE", "PTA_TORCHAIR_DECODE_GEAR_LIST")
+    for name in (*names, "ASCEND_VLLM_ATTENTION_OPS"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     made = EngineArgs(model=str(tmp_path), max_num_seqs=8, dtype="float16", device="cpu").create_engine_config()
@@ -153,6 +154,19 @@ def test_who_runs_eager_and_why(
     assert resolve_graph_config(other, 8192).mode == GraphMode.COMPILED
     with pytest.raises(ConfigError, match="INFER_MODE=PTA with --tensor-parallel-size 2"):
         resolve_graph_config(two, 8192)
+
+
+def test_older_attention_operators_cannot_be_replayed(
+    config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCEND_VLLM_ATTENTION_OPS", "flash")
+    assert resolve_graph_config(config, 8192) == GraphConfig()
+    assert "the attention operators of ASCEND_VLLM_ATTENTION_OPS=flash cannot be replayed" in log.text
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    with pytest.raises(ConfigError, match="does not go with ASCEND_VLLM_ATTENTION_OPS=flash"):
+        resolve_graph_config(config, 8192)
+    # with a reason that comes first, nothing asks for graphs
+    assert resolve_graph_config(with_model(config, enforce_eager=True), 8192) == GraphConfig()
 
 
 def test_experts_and_several_steps_exclude_each_other(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
