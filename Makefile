@@ -17,7 +17,8 @@ STAMPS := $(VENV)/.stamps
 INSTALL := $(PY) -m pip install --no-build-isolation --no-compile
 TORCH_NPU := $(shell grep -o 'torch_npu==[0-9.]*' pyproject.toml)
 NATIVE_SOURCES := $(shell find csrc_ascend -path csrc_ascend/sim -prune -o -path csrc_ascend/npu -prune -o -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.py' \) -print 2>/dev/null)
-SIM_SOURCES := $(shell find csrc_ascend/sim -type f 2>/dev/null) csrc_ascend/build.py
+# with the custom operators, whose bindings and kernels the tests run on the simulated runtime
+SIM_SOURCES := $(shell find csrc_ascend/sim csrc_ascend/npu -type f 2>/dev/null) csrc_ascend/build.py
 CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \))
 
 # in the order of tests/conftest.py, not that of the number of tests
@@ -132,7 +133,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim $(addprefix $(STAMPS)/,native package test dev clients npu sim)
+	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim ascend_vllm/_npu $(addprefix $(STAMPS)/,native package test dev clients npu sim)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean
