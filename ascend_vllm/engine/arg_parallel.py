@@ -50,7 +50,7 @@ def _check_data_parallel(args: EngineArgs) -> None:
             f"--data-parallel-size-local {local} leaves engines of --data-parallel-size {size} to other machines, "
             "which is not supported in this version: leave it out."
         )
-    if size > 1 and args.distributed_executor_backend == "ray":
+    if size > 1 and (args.distributed_executor_backend == "ray" or args.worker_use_ray):
         raise ConfigError(
             f"--data-parallel-size {size} is not supported with --distributed-executor-backend ray: use mp."
         )

@@ -1,15 +1,19 @@
-"""Two workers on two devices, through the server: the steps of one, with collectives over HCCL."""
+"""Two workers on two devices: the steps of one, with collectives over HCCL; or two engines of one worker each."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 
 import httpx
+import psutil
 import pytest
 
 from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.worker.worker import Worker
 from tests.npu.recorder import traced
 from tests.npu.test_graphs import FAST_KERNELS, layer_kernels
@@ -68,3 +72,27 @@ def test_more_workers_than_devices_are_refused() -> None:
     assert args.create_engine_config().parallel.tensor_parallel_size == 2
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size: 4 NPUs are needed and .* 2\. Lower it"):
         dataclasses.replace(args, tensor_parallel_size=4).create_engine_config()
+    with pytest.raises(ConfigError, match="--data-parallel-size 2 with --tensor-parallel-size 2: 4 NPUs are needed"):
+        dataclasses.replace(args, data_parallel_size=2).create_engine_config()
+
+
+async def test_each_engine_has_a_device_of_its_own() -> None:
+    options = {"max_model_len": 256, "num_gpu_blocks_override": 64, "swap_space": 0, "enforce_eager": True}
+    args = EngineArgs(model=tiny_model("qwen2"), device="npu", dtype="float16", data_parallel_size=2, **options)
+    engine = AsyncLLM.from_engine_args(args)
+    try:
+        await engine.ready()
+        devices = [psutil.Process(pid).environ()["ASCEND_RT_VISIBLE_DEVICES"] for pid in engine._client.pids]
+        assert devices == ["0", "1"]
+        assert (await engine.call_utility("audit"))["num_free_blocks"] == 2 * 64
+        params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+
+        async def generate_one(number: int) -> list[int]:
+            outputs = [one async for one in engine.generate("Hello", params, str(number))]
+            return list(outputs[-1].outputs[0].token_ids)
+
+        first, *others = await asyncio.gather(*(generate_one(number) for number in range(4)))
+        assert len(first) == LENGTH
+        assert others == [first] * 3
+    finally:
+        engine.shutdown()
