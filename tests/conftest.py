@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 
+import hypothesis
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -15,6 +16,12 @@ sys.path.insert(0, str(ROOT))
 # tests that run side by side share the cores; threads that wait for one another's would only be in the way
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# How long an example takes or is drawn says something of the machine, not of what is tested. A test that lists what
+# it suppresses must list this again.
+hypothesis.settings.register_profile(
+    "any machine", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -27,11 +27,22 @@ OPENAI_SERVER = "ascend_vllm.entrypoints.openai.api_server"
 GENERATE_SERVER = "ascend_vllm.entrypoints.api_server"
 
 
+# given to a server that may not listen yet
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that was free a moment ago, and that neither this worker of pytest nor another one is given again."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = int(sock.getsockname()[1])
+        # the system gives ports of one parity
+        if port // 2 % num_workers == worker and port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 class Server:
@@ -97,7 +108,7 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self.process.returncode}; log:\n{self.log}")
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5, verify=verify).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=30, verify=verify).status_code == 200:
                     self.children()
                     return
             time.sleep(0.05)
@@ -114,14 +125,14 @@ class Server:
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"the server did not end within {timeout_s} s; log:\n{self.log}") from error
 
-    def terminate(self, timeout_s: float = 30.0) -> int:
+    def terminate(self, timeout_s: float = 60.0) -> int:
         """End the server with SIGTERM and return its exit code."""
         self.children()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
-    def orphans(self, timeout_s: float = 5.0) -> list[psutil.Process]:
+    def orphans(self, timeout_s: float = 20.0) -> list[psutil.Process]:
         """Processes of the ended server that are still there after a grace period."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.children():
@@ -133,7 +144,7 @@ class Server:
         left = self.children()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for child in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -170,8 +181,8 @@ def running(
         server.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether the condition came true in time."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    """Whether the condition came true; the time is only there so that a test that fails does not hang."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():

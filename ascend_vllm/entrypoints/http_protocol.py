@@ -24,6 +24,10 @@ DEFAULT_MAX_HEADERS = 256
 # A client that sends this many bytes a second is slow, but not idle: each second's worth gives it a second more.
 _MIN_BYTES_PER_S = 1000
 
+# A refused client that still sends gets so long to read why. Were the connection closed at once, its next bytes would
+# be answered with a reset, which throws away what it has not read yet.
+_LINGER_S = 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class HttpLimits:
@@ -66,6 +70,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_received = 0
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        # set once a request was refused: what still comes is thrown away
+        self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client that connects must send something."""
@@ -75,16 +81,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
         self._cancel_timers()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse, then see what is still missing."""
-        if self.transport.is_closing():
+        if self._is_refused():
             return
         was_head = self._is_head
         self._is_complete = False
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._is_refused():
             return
         if was_head and self._is_head:
             # a header that does not end is not shown by the parser: what comes without an end counts whole
@@ -181,7 +189,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _check_request(self) -> None:
         """Whether the request that was waited for has its time used up."""
         self._read_timer = None
-        if self.transport.is_closing():
+        if self._is_refused():
             return
         allowed_s = self._limits.client_timeout_s + self._num_received / _MIN_BYTES_PER_S
         left_s = self._start + allowed_s - self.loop.time()
@@ -215,7 +223,27 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 "connection: close",
             ]
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
-        self.transport.close()
+            self._close_when_read()
+        else:
+            self.transport.close()
+
+    def _is_refused(self) -> bool:
+        """Whether nothing that comes matters any more."""
+        return self._linger_timer is not None or self.transport.is_closing()
+
+    def _close_when_read(self) -> None:
+        """Say that the answer has ended, and close once the client does, or after a while."""
+        # an encrypted connection has only one end
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._linger_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+        self.flow.resume_reading()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # the application need not wait for the rest of a body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _stop_reading_timer(self) -> None:
         if self._read_timer is not None:

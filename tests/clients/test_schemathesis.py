@@ -20,9 +20,9 @@ def test_described_routes_never_fail(client_command: Callable[..., str], clients
         # what a server of a tiny model does in far less
         *["--request-timeout", "30"],
     )
-    assert "/v1/chat/completions" in httpx.get(f"{clients_server.url}/openapi.json").text
+    assert "/v1/chat/completions" in httpx.get(f"{clients_server.url}/openapi.json", timeout=60).text
     cases = re.search(r"(\d+) generated, (\d+) passed", output)
     assert cases is not None and cases[1] == cases[2] and int(cases[1]) > 500, output
-    with httpx.Client(base_url=clients_server.url) as http:
+    with httpx.Client(base_url=clients_server.url, timeout=60) as http:
         assert http.get("/health").status_code == 200
         assert wait_until(lambda: is_idle(http)), http.get("/metrics").text

@@ -79,5 +79,5 @@ async def test_64_requests_at_once_equal_their_single_answers(demo_server: Serve
         alone = [await ask(question, False) for question in chosen]
     assert together == alone
     assert len(set(alone)) > 48
-    with httpx.Client(base_url=demo_server.url) as http:
+    with httpx.Client(base_url=demo_server.url, timeout=60) as http:
         assert wait_until(lambda: is_idle(http))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +23,25 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_BLOCKS = 64
+# A request that no machine finishes while a test looks at it: the tiny model makes thousands of tokens a second.
+LONG = 16_000
+MAX_MODEL_LEN = 16_384
+NUM_BLOCKS = MAX_MODEL_LEN // 16
 FINAL = RequestOutputKind.FINAL_ONLY
 DELTA = RequestOutputKind.DELTA
 
 
 def make_engine(**options: Any) -> AsyncLLM:
-    args = {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": NUM_BLOCKS, "block_size": 16}
+    args = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "num_gpu_blocks_override": NUM_BLOCKS}
+    args |= {"block_size": 16, "max_num_batched_tokens": MAX_MODEL_LEN}
     return AsyncLLM.from_engine_args(EngineArgs(model=tiny_model("qwen2-tied"), **(args | options)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def longer_than_the_model_says() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+        yield
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -96,9 +107,22 @@ async def test_output_kinds_agree(engine: AsyncLLM) -> None:
     assert cumulative[-1].outputs[0].text == completion.text
     assert "".join(output.outputs[0].text for output in deltas) == completion.text
     assert [i for output in deltas for i in output.outputs[0].token_ids] == completion.token_ids
-    # how many there are depends on how fast they are read: what has not been read yet is merged
-    assert len(deltas) > 6
     assert whole.prompt == "Hello!"
+
+
+async def test_outputs_come_while_the_request_runs(engine: AsyncLLM) -> None:
+    """How many there are depends on how fast they are read: what has not been read yet is merged."""
+    whole = await final(engine, "whole", params(200, output_kind=FINAL))
+    token_ids: list[int] = []
+    async with contextlib.aclosing(engine.generate("Hello!", params(LONG, output_kind=DELTA), "long")) as deltas:
+        for _ in range(7):
+            output = await anext(deltas)
+            assert output.outputs[0].token_ids
+            assert not output.finished
+            token_ids += output.outputs[0].token_ids
+    assert len(token_ids) < LONG
+    assert token_ids[:200] == whole.outputs[0].token_ids[: len(token_ids)]
+    await settle(engine)
 
 
 async def test_a_seeded_request_repeats_and_its_sequences_differ(engine: AsyncLLM) -> None:
@@ -137,7 +161,11 @@ async def test_logprobs(engine: AsyncLLM) -> None:
     [
         ("", params(), "Prompt cannot be empty"),
         ({"prompt_token_ids": [384]}, params(), "Token id 384 is out of vocabulary"),
-        ({"prompt_token_ids": [1] * 256}, params(), "maximum context length is 256 tokens"),
+        (
+            {"prompt_token_ids": [1] * MAX_MODEL_LEN},
+            params(),
+            f"maximum context length is {MAX_MODEL_LEN} tokens",
+        ),
         ("a", params(logprobs=21), "greater than max allowed: 20"),
         ("a", params(prompt_logprobs=21), "Requested prompt logprobs of 21"),
     ],
@@ -150,7 +178,7 @@ async def test_wrong_requests_are_refused_at_once(
 
 
 async def test_a_request_id_is_taken_while_it_runs(engine: AsyncLLM) -> None:
-    async with contextlib.aclosing(engine.generate("Hello!", params(100), "twin")) as first:
+    async with contextlib.aclosing(engine.generate("Hello!", params(LONG), "twin")) as first:
         await anext(first)
         with pytest.raises(RequestError, match=r"Request twin already exists\."):
             await anext(engine.generate("Hello!", params(), "twin"))
@@ -162,7 +190,7 @@ async def test_a_request_id_is_taken_while_it_runs(engine: AsyncLLM) -> None:
 @pytest.mark.parametrize("how", ["close", "cancel", "abort"])
 async def test_a_request_nobody_reads_is_aborted(engine: AsyncLLM, how: str) -> None:
     aborted = metric(engine, "request_success_total", finished_reason="abort")
-    generator = engine.generate("Hello!", params(200, output_kind=DELTA), "gone")
+    generator = engine.generate("Hello!", params(LONG, output_kind=DELTA), "gone")
     await anext(generator)
     if how == "close":
         await generator.aclose()
@@ -188,7 +216,7 @@ async def test_a_request_nobody_reads_is_aborted(engine: AsyncLLM, how: str) -> 
 
 async def test_a_full_queue_refuses(engine: AsyncLLM) -> None:
     rejections = metric(engine, "admission_rejections_total")
-    generators = [engine.generate("Hello!", params(100, output_kind=DELTA), f"q{i}") for i in range(4)]
+    generators = [engine.generate("Hello!", params(LONG, output_kind=DELTA), f"q{i}") for i in range(4)]
     reads = [asyncio.ensure_future(anext(generator)) for generator in generators]
     await asyncio.sleep(0)  # all four are admitted: two to run, two to wait
     with pytest.raises(EngineBusyError, match="The engine is currently busy and cannot accept new requests"):
@@ -230,7 +258,7 @@ async def test_state(engine: AsyncLLM) -> None:
     await engine.check_health()
     assert engine.is_running
     assert not engine.errored
-    assert engine.max_model_len == 256
+    assert engine.max_model_len == MAX_MODEL_LEN
     assert engine.default_sampling_params() == {}
     with pytest.raises(AscendVllmError, match="unknown utility"):
         await engine.call_utility("explode")
@@ -273,7 +301,7 @@ async def test_a_core_that_works_does_not_time_out(monkeypatch: pytest.MonkeyPat
             many = (final(engine, f"{turn}-{i}", params(60 if i else 240)) for i in range(40))
             assert all(output.finished for output in await asyncio.gather(*many))
             assert engine._client._cores[0]._watch._timer is None
-        async with contextlib.aclosing(engine.generate("Hello!", params(200), "gone")) as gone:
+        async with contextlib.aclosing(engine.generate("Hello!", params(LONG), "gone")) as gone:
             await anext(gone)
             assert engine._client._cores[0]._watch._timer is not None
         assert engine._client._cores[0]._watch._timer is None
@@ -289,10 +317,13 @@ async def test_a_core_that_hangs_ends_all_requests(monkeypatch: pytest.MonkeyPat
     engine = make_engine(max_num_seqs=1)
     try:
         await engine.ready()
+        running = engine.generate("Hello!", params(LONG), "running")
+        await anext(running)
+        os.kill(engine.core_pid, signal.SIGSTOP)
         requests = [asyncio.create_task(final(engine, f"h{i}", params(240))) for i in range(3)]
-        async for _ in engine.generate("Hello!", params(2), "first"):
-            os.kill(engine.core_pid, signal.SIGSTOP)
-            break
+        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+            async for _ in running:
+                pass
         for result in await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30):
             assert isinstance(result, EngineDeadError) and "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(result)
         assert engine.errored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
 from typing import Any
 
@@ -86,7 +87,7 @@ def one_letter_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.hf.convert_tokens_to_ids("Ġ" if character == " " else character) for character in text]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     text=st.text("abc ", min_size=1, max_size=24),
     stops=st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3),
@@ -312,16 +313,21 @@ def test_several_tokens_in_the_first_step_came_at_once(byte_level: Tokenizer) ->
 
 
 def test_decoding_text_takes_microseconds(byte_level: Tokenizer) -> None:
-    """Well above the usual 5 to 10 µs, so that only a change of kind makes it fail."""
+    """Well above the usual 5 to 10 µs, so that only a change of kind makes it fail.
+
+    The thread's own time, and that of the usual step: whatever else runs on this machine does not count.
+    """
     engine = FakeEngine(byte_level, max_model_len=100_000)
     for i in range(64):
         engine.add(SamplingParams(output_kind=DELTA, max_tokens=None), request_id=f"r{i}", queue=OutputQueue(DELTA))
     ids = byte_level.encode("The quick brown fox jumps over the lazy dog 日本")
     steps = [[EngineCoreOutput(core_ids[0], [id_]) for core_ids in engine.core_ids.values()] for id_ in ids]
-    start = time.perf_counter()
+    step_s = []
     for step in steps:
+        start = time.thread_time()
         engine.step(*step)
-    assert (time.perf_counter() - start) / (64 * len(ids)) < 60e-6
+        step_s.append(time.thread_time() - start)
+    assert statistics.median(step_s) / 64 < 60e-6
 
 
 def scored(token_id: int, logprob: float) -> dict[str, list[TokenLogprobs]]:

@@ -19,7 +19,9 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import ModelLoadError
 
 KINDS = ["byte_level", "sentencepiece", "word_level"]
-PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture(params=KINDS)

@@ -43,5 +43,5 @@ async def test_64_at_once_equal_their_single_answers(openai_server: Server) -> N
         alone = [await ask(client, fields | {"stream": not fields["stream"]}) for fields in requests]
     assert together == alone
     assert len(set(alone)) > COUNT // 2
-    with httpx.Client(base_url=openai_server.url) as http:
+    with httpx.Client(base_url=openai_server.url, timeout=60) as http:
         assert wait_until(lambda: is_idle(http))

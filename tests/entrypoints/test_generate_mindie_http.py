@@ -328,7 +328,7 @@ def test_errors_of_a_server_that_is_full_and_of_one_whose_engine_dies(tiny_dir: 
     try:
         server.wait_ready()
         url = f"{server.url}/generate"
-        large = httpx.post(url, json=BASE | {"prompt": "x" * 1000})
+        large = httpx.post(url, json=BASE | {"prompt": "x" * 1000}, timeout=60)
         assert (large.status_code, list(large.json())) == (413, ["type", "error"])
         with contextlib.closing(post_raw(server, "/generate", long)) as first:
             received = first.recv(65536)

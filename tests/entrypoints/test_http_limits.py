@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.entrypoints import http_protocol
 from ascend_vllm.entrypoints.http_server import HttpServer
 from ascend_vllm.entrypoints.launcher import bind
 from ascend_vllm.entrypoints.openai.errors import install_error_handlers
@@ -140,7 +141,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
 
 
 async def test_a_body_may_be_as_large_as_the_limit_and_no_larger() -> None:
-    async with opened(max_body_bytes=1000) as door, httpx.AsyncClient() as http:
+    async with opened(max_body_bytes=1000) as door, httpx.AsyncClient(timeout=60) as http:
         url = f"http://127.0.0.1:{door.port}/size"
 
         async def chunks(count: int) -> AsyncGenerator[bytes, None]:
@@ -162,7 +163,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
         reader, writer = await door.connect()
         head = post("/size", b"x" * 2000, "Expect: 100-continue").partition(b"x" * 2000)[0]
         writer.write(head)
-        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413")
+        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 413")
         writer.close()
 
 
@@ -193,6 +194,23 @@ async def test_the_size_of_a_head_is_limited() -> None:
         assert status == 431
         assert "--h11-max-incomplete-event-size" in message
         assert error_of(await door.ask(post("/size?" + "y" * 1000, b"abc")))[0] == 431
+
+
+async def test_a_client_that_goes_on_sending_can_read_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 60.0)
+    loop = asyncio.get_running_loop()
+    async with opened(h11_max_incomplete_event_size=1000) as door:
+        with socket.create_connection(("127.0.0.1", door.port)) as sock:
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, post("/size", b"abc", "X: " + "y" * 1000))
+            answer = await loop.sock_recv(sock, 1)
+            # the server has refused: were the connection closed, the first of these would be answered with a reset
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+                await loop.sock_sendall(sock, b"y" * 1000)
+            while data := await loop.sock_recv(sock, 65536):
+                answer += data
+        assert error_of(answer)[0] == 431
 
 
 async def test_a_header_without_an_end_is_limited() -> None:

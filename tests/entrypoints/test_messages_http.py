@@ -172,10 +172,11 @@ def test_keys(guarded_server: Server) -> None:
         ({}, 401),
     ):
         body = {"model": "tiny", "messages": MESSAGES}
-        response = httpx.post(f"{guarded_server.url}/v1/messages/count_tokens", json=body, headers=headers)
+        url = f"{guarded_server.url}/v1/messages/count_tokens"
+        response = httpx.post(url, json=body, headers=headers, timeout=60)
         assert response.status_code == status, headers
         # only there
-        models = httpx.get(f"{guarded_server.url}/v1/models", headers={"x-api-key": KEY})
+        models = httpx.get(f"{guarded_server.url}/v1/models", headers={"x-api-key": KEY}, timeout=60)
         assert (models.status_code, models.json()) == (401, {"error": "Unauthorized"})
 
 

@@ -92,7 +92,7 @@ def test_invocations(guarded: httpx.Client) -> None:
     assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "prompt")
     assert guarded.post("/invocations", json=[1]).status_code == 400
     # the other door to the same room has the same lock
-    assert httpx.post(guarded.base_url.join("/invocations"), json=CHAT).status_code == 401
+    assert httpx.post(guarded.base_url.join("/invocations"), json=CHAT, timeout=60).status_code == 401
 
 
 def test_a_batch_of_conversations(guarded: httpx.Client) -> None:

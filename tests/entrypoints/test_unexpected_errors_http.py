@@ -57,7 +57,7 @@ def test_what_stands_before_the_middleware_still_holds(connection: http.client.H
 
 
 def test_an_answer_that_breaks_off_ends_the_connection(guarded_server: Server) -> None:
-    with httpx.Client(base_url=guarded_server.url, headers=HEADERS) as client:
+    with httpx.Client(base_url=guarded_server.url, headers=HEADERS, timeout=60) as client:
         with pytest.raises(httpx.RemoteProtocolError):
             client.post("/v1/completions", content=BODY, headers={"X-Fail": "answer"})
         assert client.post("/v1/completions", content=BODY).status_code == 200

@@ -279,7 +279,9 @@ def test_decoding_and_prompts_equal_a_dense_mask(
 
 
 @hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.given(data=st.data())
 def test_ragged_batches(isa: str, data: st.DataObject) -> None:
