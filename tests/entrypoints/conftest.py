@@ -36,6 +36,23 @@ def openai_server(tiny_dir: str) -> Iterator[Server]:
         yield server
 
 
+# A request that no machine finishes while a test looks at it: the tiny model makes thousands of tokens a second.
+LONG_TOKENS = 30_000
+LONG_FLAGS = [*ENGINE_FLAGS, "--max-model-len", "32768", "--kv-cache-memory-bytes", "256M"]
+LONG_ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+
+
+@pytest.fixture(scope="session")
+def patient_server(tiny_dir: str) -> Iterator[Server]:
+    """The OpenAI-compatible server whose requests may be long, and are short unless they say more.
+
+    Nothing that is asked of it fills the context of what is asked next.
+    """
+    flags = ["--served-model-name", "tiny", "alias", "--override-generation-config", '{"max_new_tokens": 8}']
+    with running(OPENAI_SERVER, ["--model", tiny_dir, *flags, *LONG_FLAGS], LONG_ENV) as server:
+        yield server
+
+
 class Collector(http.server.ThreadingHTTPServer):
     """A collector of OpenTelemetry traces over HTTP.
 

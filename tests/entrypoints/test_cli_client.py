@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import httpx
-import pytest
 
-from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, ROOT, Server, free_port, running
+from tests.server import ROOT, Server, free_port
 
 
 def run(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
@@ -38,24 +35,14 @@ def num_prompt_tokens(server: Server) -> float:
     return float(line.split()[-1])
 
 
-@pytest.fixture(scope="module")
-def brief_server(tiny_dir: str) -> Iterator[Server]:
-    """A server whose answers never fill the context of the questions that follow."""
-    brief = ["--override-generation-config", '{"max_new_tokens": 8}']
-    with running(
-        OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "alias", *ENGINE_FLAGS, *brief]
-    ) as server:
-        yield server
-
-
-def test_chat_keeps_the_conversation(brief_server: Server) -> None:
-    words = ["chat", "--url", f"{brief_server.url}/v1", "--model-name", "alias", "--system-prompt", "Be brief."]
-    counts = [num_prompt_tokens(brief_server)]
+def test_chat_keeps_the_conversation(patient_server: Server) -> None:
+    words = ["chat", "--url", f"{patient_server.url}/v1", "--model-name", "alias", "--system-prompt", "Be brief."]
+    counts = [num_prompt_tokens(patient_server)]
     for typed in ("hello\n", "hello\nhello\n"):
         done = run(*words, typed=typed)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("Using model: alias\nPlease enter a message for the chat model:\n> ")
-        counts.append(num_prompt_tokens(brief_server))
+        counts.append(num_prompt_tokens(patient_server))
     one, two = counts[1] - counts[0], counts[2] - counts[1]
     # the second question brings the first one and its answer along
     assert two > 2 * one

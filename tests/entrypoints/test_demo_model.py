@@ -14,7 +14,16 @@ from ascend_vllm.entrypoints.demo.checkpoint import make_demo_model
 from ascend_vllm.entrypoints.demo.corpus import build_conversations, build_facts
 from ascend_vllm.entrypoints.demo.training import TrainingPlan
 
-SHORT = TrainingPlan(num_steps=4)
+# the second step depends on what the first one left in the optimisers
+SHORT = TrainingPlan(num_steps=2)
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A model of seed 1."""
+    path = tmp_path_factory.mktemp("demo") / "a"
+    make_demo_model(path, seed=1, plan=SHORT)
+    return path
 
 
 def test_every_flag_and_every_documented_variable_is_a_fact() -> None:
@@ -38,19 +47,19 @@ def test_conversations_repeat_from_a_seed() -> None:
 
 
 @pytest.mark.slow
-def test_training_repeats_from_a_seed(tmp_path: pathlib.Path) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+def test_training_repeats_from_a_seed(short_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for name, seed in (("b", 1), ("c", 2)):
         make_demo_model(tmp_path / name, seed=seed, plan=SHORT)
-    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    directories = (short_model, tmp_path / "b", tmp_path / "c")
+    first, again, other = ((directory / "model.safetensors").read_bytes() for directory in directories)
     assert first == again
     assert first != other
 
 
-def test_the_directory_is_in_hugging_face_layout(tmp_path: pathlib.Path) -> None:
-    make_demo_model(tmp_path / "demo", plan=SHORT)
-    config = json.loads((tmp_path / "demo" / "config.json").read_text())
+def test_the_directory_is_in_hugging_face_layout(short_model: pathlib.Path) -> None:
+    config = json.loads((short_model / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "demo")
+    tokenizer = AutoTokenizer.from_pretrained(short_model)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "héllo 你好"}], add_generation_prompt=True, tokenize=False
     )

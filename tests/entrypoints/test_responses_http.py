@@ -13,15 +13,16 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from ascend_vllm.engine.tokenization import Tokenizer
-from tests.entrypoints.conftest import KEY
+from tests.entrypoints.conftest import KEY, LONG_TOKENS
 from tests.server import Server, is_idle, wait_until
 from tests.tiny_models import VOCAB_SIZE
 
 BASE: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 16}
 HELLO: dict[str, Any] = {"role": "user", "content": "Hello!"}
 WHO: dict[str, Any] = {"role": "user", "content": "Who are you?"}
-# what runs until it is stopped, as far as a test can tell
-ENDLESS: dict[str, Any] = BASE | {"max_output_tokens": 400, "input": "Tick", "extra_body": {"ignore_eos": True}}
+TICK: dict[str, Any] = BASE | {"max_output_tokens": 400, "input": "Tick", "extra_body": {"ignore_eos": True}}
+# what runs until it is stopped, as far as a test can tell; for `patient`
+ENDLESS: dict[str, Any] = TICK | {"max_output_tokens": LONG_TOKENS}
 FIND: dict[str, Any] = {
     "type": "function",
     "name": "find",
@@ -257,13 +258,25 @@ async def test_the_asynchronous_client(openai_server: Server) -> None:
         assert (await client.responses.retrieve(response.id)).output_text == response.output_text
 
 
-def test_who_goes_away_is_not_answered(client: openai.OpenAI, http: httpx.Client) -> None:
-    with client.responses.create(**ENDLESS, stream=True) as stream:
+@pytest.fixture(scope="module")
+def patient(patient_server: Server) -> Iterator[openai.OpenAI]:
+    """The official client of a server whose requests may be long."""
+    with openai.OpenAI(base_url=f"{patient_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def becomes_idle(server: Server) -> bool:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        return wait_until(lambda: is_idle(http))
+
+
+def test_who_goes_away_is_not_answered(patient: openai.OpenAI, patient_server: Server) -> None:
+    with patient.responses.create(**ENDLESS, stream=True) as stream:
         first: ResponseStreamEvent = next(iter(stream))
         assert first.type == "response.created"
-    assert wait_until(lambda: is_idle(http))
+    assert becomes_idle(patient_server)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(first.response.id)
+        patient.responses.retrieve(first.response.id)
 
 
 # ---- what is kept --------------------------------------------------------------------------------------------
@@ -343,19 +356,19 @@ def test_a_response_in_the_background(client: openai.OpenAI) -> None:
         client.responses.cancel(begun.id)
 
 
-def test_cancelling(client: openai.OpenAI, http: httpx.Client) -> None:
-    begun = client.responses.create(**ENDLESS, background=True)
-    assert wait_until(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+def test_cancelling(patient: openai.OpenAI, patient_server: Server) -> None:
+    begun = patient.responses.create(**ENDLESS, background=True)
+    assert wait_until(lambda: patient.responses.retrieve(begun.id).status == "in_progress")
     with pytest.raises(openai.BadRequestError, match="is still in_progress"):
-        client.responses.create(**BASE, input="Hello!", previous_response_id=begun.id)
-    cancelled = client.responses.cancel(begun.id)
+        patient.responses.create(**BASE, input="Hello!", previous_response_id=begun.id)
+    cancelled = patient.responses.cancel(begun.id)
     assert (cancelled.status, cancelled.output) == ("cancelled", [])
-    assert wait_until(lambda: is_idle(http))
-    assert client.responses.retrieve(begun.id).status == "cancelled"
+    assert becomes_idle(patient_server)
+    assert patient.responses.retrieve(begun.id).status == "cancelled"
 
 
 def test_a_background_stream_survives_its_listener(client: openai.OpenAI, http: httpx.Client) -> None:
-    with client.responses.create(**ENDLESS, background=True, stream=True) as stream:
+    with client.responses.create(**TICK, background=True, stream=True) as stream:
         heard = [event for event, _ in zip(stream, range(6), strict=False)]
     created = heard[0]
     assert created.type == "response.created"
@@ -376,17 +389,17 @@ def test_a_background_stream_survives_its_listener(client: openai.OpenAI, http: 
     assert http.get(f"/v1/responses/{response_id}").json() == again[-1][1]["response"]
 
 
-def test_cancelling_ends_the_stream(client: openai.OpenAI, http: httpx.Client) -> None:
-    with client.responses.create(**ENDLESS, background=True, stream=True) as stream:
+def test_cancelling_ends_the_stream(patient: openai.OpenAI, patient_server: Server) -> None:
+    with patient.responses.create(**ENDLESS, background=True, stream=True) as stream:
         events = iter(stream)
         created = next(events)
         assert created.type == "response.created"
         assert created.response.status == "queued"
         assert next(events).type == "response.in_progress"
-        client.responses.cancel(created.response.id)
+        patient.responses.cancel(created.response.id)
         rest = list(events)
     assert "response.completed" not in [event.type for event in rest]
-    assert wait_until(lambda: is_idle(http))
+    assert becomes_idle(patient_server)
 
 
 # ---- what the text must look like ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from ascend_vllm.entrypoints.demo import demo_model_path
 from tests.certificates import make_certificates
-from tests.entrypoints.conftest import ENGINE_FLAGS
+from tests.entrypoints.conftest import ENGINE_FLAGS, LONG_ENV, LONG_FLAGS, LONG_TOKENS
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import (
     GENERATE_SERVER,
@@ -31,10 +31,7 @@ from tests.server import (
     wait_until,
 )
 
-# A request that no machine finishes while a test looks at it: the tiny model makes thousands of tokens a second.
-LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
-LONG_FLAGS = [*ENGINE_FLAGS, "--max-model-len", "32768", "--kv-cache-memory-bytes", "256M"]
-LONG_ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": LONG_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
 def count_aborted(http: httpx.Client) -> float:
@@ -43,21 +40,13 @@ def count_aborted(http: httpx.Client) -> float:
     return float(found[1]) if found else 0.0
 
 
-@pytest.fixture(scope="module")
-def patient(tiny_dir: str) -> Iterator[Server]:
-    """A server whose requests may be long."""
-    flags = ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS]
-    with running(OPENAI_SERVER, flags, LONG_ENV) as server:
-        yield server
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_lost_client_frees_its_blocks(patient: Server, path: str, stream: bool) -> None:
-    with httpx.Client(base_url=patient.url, timeout=30) as http:
+def test_a_lost_client_frees_its_blocks(patient_server: Server, path: str, stream: bool) -> None:
+    with httpx.Client(base_url=patient_server.url, timeout=30) as http:
         before = count_aborted(http)
         body = LONG | {"stream": stream, "messages": [{"role": "user", "content": "Hello"}]}
-        with post_raw(patient, path, body) as sock:
+        with post_raw(patient_server, path, body) as sock:
             if stream:
                 read_events(sock, 3)
             assert wait_until(lambda: metric(http, "num_requests_running") == 1)
@@ -66,9 +55,9 @@ def test_a_lost_client_frees_its_blocks(patient: Server, path: str, stream: bool
         assert count_aborted(http) == before + 1
     name = "chatcmpl" if "chat" in path else "cmpl"
     assert re.search(
-        rf"Received request {name}-[\w-]+: prompt: '.*Hello.*', params: SamplingParams\(n=1", patient.log
+        rf"Received request {name}-[\w-]+: prompt: '.*Hello.*', params: SamplingParams\(n=1", patient_server.log
     )
-    assert f"Aborted request {name}-" in patient.log
+    assert wait_until(lambda: f"Aborted request {name}-" in patient_server.log)
 
 
 def test_a_lost_client_of_the_generate_server_frees_its_blocks(tiny_dir: str) -> None:

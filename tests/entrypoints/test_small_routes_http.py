@@ -144,7 +144,9 @@ def test_answers_in_the_log(guarded: httpx.Client, guarded_server: Server) -> No
         body = CHAT | {"stream": stream, "request_id": f"{request_id}-{stream}"}
         text = guarded.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"]
         assert guarded.post("/v1/chat/completions", json=body).status_code == 200
-        line = re.search(rf"Generated response chatcmpl-{request_id}-{stream}\S*, (.*)", guarded_server.log)
+        pattern = re.compile(rf"Generated response chatcmpl-{request_id}-{stream}\S*, (.*)")
+        assert wait_until(lambda pattern=pattern: pattern.search(guarded_server.log) is not None)
+        line = pattern.search(guarded_server.log)
         assert line is not None
         assert line[1] == f"choice 0: output: {text!r}, finish_reason: length"
 
