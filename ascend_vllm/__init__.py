@@ -21,7 +21,7 @@ _EXPORTS = {
     "EngineArgs": "ascend_vllm.engine.args",
     "AsyncEngineArgs": "ascend_vllm.engine.args",
     "ModelRegistry": "ascend_vllm.models.registry",
-    "initialize_ray_cluster": "ascend_vllm.executor.base",
+    "initialize_ray_cluster": "ascend_vllm.executor.ray_cluster",
     "PromptType": "ascend_vllm.engine.input_processor",
     "TextPrompt": "ascend_vllm.engine.input_processor",
     "TokensPrompt": "ascend_vllm.engine.input_processor",

@@ -239,6 +239,42 @@ def export(values: dict[str, str], paths: dict[str, pathlib.Path]) -> None:
         os.environ[name] = os.pathsep.join(filter(None, (str(path), os.environ.get(name))))
 
 
+# variables that decide what a worker does: their beginnings, and whole names
+_WORKERS_PREFIXES = ("ASCEND_", "HCCL_", "VLLM_", "OMP_", "PTA_", "USE_PFA_", "USE_IFA_", "USE_PREFIX_")
+_WORKERS_NAMES = {"PYTORCH_NPU_ALLOC_CONF", "CPU_AFFINITY_CONF", "INFER_MODE", "TORCHAIR_CACHE_HOME"}
+# of one machine only, or a secret
+_NOT_FOR_WORKERS = {"ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_API_KEY"}
+
+
+def for_workers() -> dict[str, str]:
+    """The variables that workers on other machines are to have as this process has them."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_WORKERS_PREFIXES) or name in _WORKERS_NAMES) and name not in _NOT_FOR_WORKERS
+    }
+
+
+def forget(name: str) -> None:
+    """Unsets a variable that somebody else has set for this process."""
+    os.environ.pop(name, None)
+
+
+def prepare_ray() -> None:
+    """Lets Ray send no usage statistics and not run workers behind all other processes, unless it is told to."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # read by a cluster that is started here; Ray's own choice is 15
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def ray_address() -> str | None:
+    """`RAY_ADDRESS`: the Ray cluster of --distributed-executor-backend ray, such as 10.0.0.1:6379.
+
+    If it is not set, the cluster that `ray start` started on this machine, else one that is started for the server.
+    """
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def everything() -> dict[str, str]:
     """A copy of the whole environment, for who examines it."""
     return dict(os.environ)

@@ -16,7 +16,8 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         tensor_parallel_size: workers that share each layer.
-        distributed_executor_backend: "uni": the worker lives in the engine core; "mp": each in a process of its own.
+        distributed_executor_backend: "uni": the worker lives in the engine core; "mp": each in a process of its own;
+            "ray": each in an actor of Ray, on this machine or another.
         data_parallel_size: engine cores, each with workers of its own, that share the requests.
         data_parallel_rank: number of the engine core that has this configuration; 0 in that of the whole.
     """

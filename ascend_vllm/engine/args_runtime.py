@@ -328,19 +328,17 @@ class ParallelArgs:
     )
     distributed_executor_backend: str | None = flag(
         None,
-        "How workers on several devices are started: mp, a process for each on this machine. With one device the "
-        "worker lives in the engine process, and mp and uni both mean that.",
+        "How workers on several devices are started: mp, a process for each on this machine, or ray, an actor of Ray "
+        "for each on this and other machines. With one device the worker lives in the engine process, unless it is "
+        "ray.",
         kind="str",
         choices=("ray", "mp", "uni"),
-        unsupported="workers on other machines are not available in this version; leave it out, or use mp",
-        allowed=("mp", "uni"),
         example="--distributed-executor-backend mp",
     )
     worker_use_ray: bool = flag(
         False,
         "The older spelling of --distributed-executor-backend ray.",
         kind="flag",
-        unsupported="workers under Ray are not available in this version",
     )
     engine_use_ray: bool = flag(
         False,
@@ -352,7 +350,7 @@ class ParallelArgs:
         False,
         "Profiles workers under Ray with Nsight.",
         kind="flag",
-        unsupported="workers under Ray are not available in this version",
+        unsupported="Nsight profiles NVIDIA's devices; VLLM_TORCH_PROFILER_DIR has workers trace their steps",
     )
     max_parallel_loading_workers: int | None = flag(
         None,

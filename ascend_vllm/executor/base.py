@@ -6,16 +6,17 @@ import abc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.errors import ConfigError, UnsupportedFlagError
+from ascend_vllm.errors import ConfigError
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 
 # --distributed-executor-backend → "module:Class", imported when chosen
 EXECUTORS: dict[str, str] = {
     "uni": "ascend_vllm.executor.uniproc:UniProcExecutor",
     "mp": "ascend_vllm.executor.multiproc:MultiprocExecutor",
+    "ray": "ascend_vllm.executor.ray:RayExecutor",
 }
 
 
@@ -130,14 +131,3 @@ def _how_to_size(config: EngineConfig) -> str:
     if config.device.device != "cpu":
         return ""
     return " (On CPU the KV cache is sized by --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE, in GiB.)"
-
-
-def initialize_ray_cluster(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """vLLM's function that connects workers on several machines, which this version does not have.
-
-    Raises:
-        UnsupportedFlagError: always; it names what is missing.
-    """
-    raise UnsupportedFlagError(
-        "--distributed-executor-backend ray", "workers on other machines are not available in this version"
-    )

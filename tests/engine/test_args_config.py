@@ -739,8 +739,8 @@ def test_refusals_come_before_files_are_read() -> None:
         config_of("/no/such/dir", enable_lora=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--pipeline-parallel-size 2 is not supported"):
         config_of("/no/such/dir", pipeline_parallel_size=2)
-    with pytest.raises(UnsupportedFlagError, match=r"^--distributed-executor-backend ray is not supported"):
-        config_of("/no/such/dir", tensor_parallel_size=2, distributed_executor_backend="ray")
+    with pytest.raises(UnsupportedFlagError, match=r"^--ray-workers-use-nsight is not supported"):
+        config_of("/no/such/dir", distributed_executor_backend="ray", ray_workers_use_nsight=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):
         config_of("/no/such/dir", num_lookahead_slots=1)
 
@@ -752,6 +752,14 @@ def test_several_workers(make_model: MakeModel) -> None:
     for backend in (None, "mp"):
         config = config_of(model, tensor_parallel_size=4, distributed_executor_backend=backend)
         assert config.parallel == ParallelConfig(4, "mp")
+    for ray in ({"distributed_executor_backend": "ray"}, {"worker_use_ray": True}):
+        assert config_of(model, **ray).parallel == ParallelConfig(1, distributed_executor_backend="ray")
+        config = config_of(model, tensor_parallel_size=2, **ray)
+        assert config.parallel == ParallelConfig(2, distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match=r"^--data-parallel-size 2 is not supported with .* ray"):
+        config_of(model, worker_use_ray=True, data_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"^worker-use-ray can't be used with distributed executor backend 'mp'\.$"):
+        config_of(model, worker_use_ray=True, distributed_executor_backend="mp")
     with pytest.raises(ConfigError, match=r"uni runs one worker, and --tensor-parallel-size is 2"):
         config_of(model, tensor_parallel_size=2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2 and the model's 3 KV heads"):

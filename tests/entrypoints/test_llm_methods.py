@@ -16,7 +16,7 @@ import pytest
 import ascend_vllm
 from ascend_vllm import LLM, CompletionOutput, ModelRegistry, RequestOutput, SamplingParams
 from ascend_vllm.engine.metrics_reader import Counter, Gauge, Histogram, Metric
-from ascend_vllm.errors import RequestError, UnsupportedFlagError
+from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import RequestMetrics
 from tests.tiny_models import tiny_model
 
@@ -222,8 +222,6 @@ def test_the_exports_of_vllm() -> None:
     ]
     assert set(names) <= set(ascend_vllm.__all__)
     assert all(getattr(ascend_vllm, name) is not None for name in ascend_vllm.__all__)
-    with pytest.raises(UnsupportedFlagError, match="--distributed-executor-backend ray is not supported"):
-        ascend_vllm.initialize_ray_cluster(None)
 
 
 def test_the_fields_of_outputs() -> None:

@@ -1,0 +1,284 @@
+"""The cluster of Ray that workers run in: found or started, and what is reserved there.
+
+Whatever Ray has that is used here is public, and the module is imported when it is needed: it is not installed with
+the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ascend_vllm import envs
+from ascend_vllm.config.engine import ParallelConfig
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import probe_npus
+from ascend_vllm.platforms.host import usable_cores
+
+logger = init_logger(__name__)
+
+# what a worker takes of its machine, in Ray's words
+_RESOURCES = {"cpu": "CPU", "npu": "NPU"}
+# steps and what they give are small; Ray's own choice would be a third of the memory
+_OBJECT_STORE_BYTES = 256 << 20
+_CONNECT_TIMEOUT_S = 10.0
+# for what others have reserved to become free: a server that has just ended may not have given it back
+RESERVE_TIMEOUT_S = 60.0
+_FLAG = "--distributed-executor-backend ray"
+
+
+def import_ray() -> Any:
+    """The module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    # before it is imported: Ray asks the environment once
+    envs.prepare_ray()
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"{_FLAG}: Failed to import Ray: {error}. Please install Ray with `pip install ray`, or with this "
+            "server: `pip install 'ascend-vllm[ray]'`."
+        ) from error
+
+
+def initialize_ray_cluster(
+    parallel_config: ParallelConfig | None = None,  # noqa: ARG001 - vLLM's
+    ray_address: str | None = None,
+    require_gpu_on_driver: bool = True,  # noqa: ARG001 - vLLM's
+) -> None:
+    """Connects this process with a cluster of Ray, or starts one on this machine; engines made later use it.
+
+    Nothing happens if Ray is initialised already. What an engine needs is reserved by the engine. The cluster is the
+    program's, which may call `ray.shutdown()`.
+
+    Args:
+        parallel_config: not needed, it is in vLLM's signature.
+        ray_address: of the cluster; None: RAY_ADDRESS, else the one that `ray start` started here.
+        require_gpu_on_driver: not needed either.
+
+    Raises:
+        ConfigError: Ray is not installed, or the cluster does not answer.
+    """
+    ray = import_ray()
+    if not ray.is_initialized():
+        _connect(ray, {}, ray_address)
+
+
+class _Connection:
+    """This process's connection with Ray, which all its engines share; it ends with the last of them.
+
+    One that somebody else made is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._is_ours = False
+
+    def take(self, ray: Any, own: dict[str, Any]) -> None:
+        """Connects if that has not been done; see `_connect`."""
+        with self._lock:
+            if not ray.is_initialized():
+                _connect(ray, own)
+                # whoever used one that is gone gives back nothing that counts
+                self._num_users, self._is_ours = 0, True
+            self._num_users += 1
+
+    def give_back(self, ray: Any) -> None:
+        """Ends it if nobody else uses it."""
+        with self._lock:
+            self._num_users -= 1
+            if self._is_ours and self._num_users <= 0:
+                self._is_ours = False
+                # nothing happens if the program, or its end, has done so already
+                ray.shutdown()
+
+
+_CONNECTION = _Connection()
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """What is reserved for a worker.
+
+    Attributes:
+        bundle: number in the placement group.
+        node_id: Ray's name of the machine.
+        address: the machine's.
+    """
+
+    bundle: int
+    node_id: str
+    address: str
+
+
+class RayCluster:
+    """What an engine has of a cluster: a connection, and a device for each worker.
+
+    Args:
+        device: "cpu" or "npu".
+        num_workers: of the engine.
+
+    Attributes:
+        ray: the module.
+        resource: Ray's name of the device.
+        group: the placement group.
+        seats: of the workers by rank; those on this machine come first, and those on one machine are neighbours.
+
+    Raises:
+        ConfigError: Ray is not installed, the cluster does not answer, or it has too little.
+    """
+
+    def __init__(self, device: str, num_workers: int) -> None:
+        self.ray = import_ray()
+        self.resource = _RESOURCES[device]
+        self._num_workers = num_workers
+        self._is_group_ours = False
+        self.group: Any = None
+        # devices of other kinds are none of our business
+        own: dict[str, Any] = {"num_gpus": 0, "object_store_memory": _OBJECT_STORE_BYTES}
+        if device == "npu":
+            own["resources"] = {"NPU": probe_npus().count}
+        _CONNECTION.take(self.ray, own)
+        try:
+            self.group = self._existing_group() or self._make_group()
+            self.seats = self._take_seats()
+        except BaseException:
+            self.close()
+            raise
+
+    def _existing_group(self) -> Any:
+        """The placement group that this very process runs in, if it does; its owner has reserved what is needed."""
+        group = self.ray.util.get_current_placement_group()
+        if group is None:
+            return None
+        count = sum(bundle.get(self.resource, 0) >= 1 for bundle in group.bundle_specs)
+        if count < self._num_workers:
+            raise ConfigError(self._too_little(count))
+        logger.info("Using the existing placement group")
+        return group
+
+    def _make_group(self) -> Any:
+        count = int(self.ray.cluster_resources().get(self.resource, 0))
+        if count < self._num_workers:
+            raise ConfigError(self._too_little(count))
+        bundles = [{self.resource: 1}] * self._num_workers
+        group = self.ray.util.placement_group(bundles, strategy="PACK")
+        self._is_group_ours = True
+        self.group = group
+        if not group.wait(timeout_seconds=RESERVE_TIMEOUT_S):
+            available = self.ray.available_resources().get(self.resource, 0)
+            raise ConfigError(
+                f"{_FLAG}: Cannot provide a placement group requiring {self._num_workers} {self.resource}s "
+                f"(placement_group_specs={bundles}) within {RESERVE_TIMEOUT_S:g} seconds: of {count} in the Ray "
+                f"cluster {available:g} are free. Check resources with `ray status` and `ray list nodes`."
+            )
+        return group
+
+    def _too_little(self, count: int) -> str:
+        return (
+            f"{_FLAG}: The number of required {self.resource}s exceeds the total number of available "
+            f"{self.resource}s in the placement group. Required number of devices: {self._num_workers}. Total number "
+            f"of devices: {count}. Lower --tensor-parallel-size, or add machines to the Ray cluster; `ray status` "
+            "shows what it has."
+        )
+
+    def _take_seats(self) -> list[Seat]:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
+        node_ids = self.ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        here = self.ray.get_runtime_context().get_node_id()
+        bundles = [
+            number for number, bundle in enumerate(self.group.bundle_specs) if bundle.get(self.resource, 0) >= 1
+        ]
+        bundles.sort(key=lambda number: (node_ids[number] != here, node_ids[number], number))
+        return [
+            Seat(number, node_ids[number], addresses[node_ids[number]]) for number in bundles[: self._num_workers]
+        ]
+
+    def close(self) -> None:
+        """Gives back what was reserved, and ends the connection, and the cluster with it if it was started here."""
+        if self._is_group_ours and self.ray.is_initialized():
+            self.ray.util.remove_placement_group(self.group)
+        _CONNECTION.give_back(self.ray)
+
+
+def _connect(ray: Any, own: dict[str, Any], address: str | None = None) -> None:
+    """Finds a cluster, else starts one.
+
+    Args:
+        ray: the module.
+        own: what a cluster that is started has.
+        address: of the cluster to find; None: see `initialize_ray_cluster`.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    asked = address or envs.ray_address()
+    _check_address(asked)
+    level = max(logging.INFO, logger.getEffectiveLevel())
+    options = {"address": address, "include_dashboard": False, "logging_level": level}
+    own = {"num_cpus": usable_cores()} | own
+    try:
+        with _same_signal_handlers():
+            if not _start(ray, options | own):
+                ray.init(**options)
+                logger.info("Connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
+    except Exception as error:  # Ray has no class of its own for what may go wrong here
+        where = f"the Ray cluster at {asked}" if asked else "the Ray cluster of this machine"
+        raise ConfigError(
+            f"{_FLAG}: {where} cannot be used: {error}. See `ray status`; RAY_ADDRESS says which cluster is taken, "
+            "RAY_AUTH_MODE=token is needed for one that wants a token."
+        ) from error
+
+
+def _start(ray: Any, options: dict[str, Any]) -> bool:
+    """Starts a cluster on this machine; false if there is one already to connect to."""
+    try:
+        ray.init(**options)
+    except ValueError as error:
+        # only a cluster that is to be started can be told what it has
+        if "existing cluster" not in str(error):
+            raise
+        return False
+    logger.info("Started a Ray cluster on this machine")
+    return True
+
+
+def _check_address(address: str | None) -> None:
+    """Ray itself would try for a minute to reach a cluster that is not there.
+
+    Raises:
+        ConfigError: nobody listens at the address, or it is none that workers can be started through.
+    """
+    if address is None or address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        raise ConfigError(f"{_FLAG}: RAY_ADDRESS must be host:port of a Ray cluster, got {address!r}.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"{_FLAG}: no Ray cluster answers at RAY_ADDRESS={address}: {error}.") from error
+
+
+@contextlib.contextmanager
+def _same_signal_handlers() -> Iterator[None]:
+    """Ray would have SIGTERM end the process in its way."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main and handler is not None:
+            signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,24 @@
+"""Functions that tests have Ray call in a process of its own."""
+
+from __future__ import annotations
+
+import ray
+
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.executor.ray_cluster import RayCluster
+
+
+def use_own_group() -> tuple[list[int], bool, str]:
+    """What an engine in this process gets of the placement group that the process is in.
+
+    Returns:
+        Bundles for one worker, whether they are of that group, and the error for two workers.
+    """
+    cluster = RayCluster("cpu", 1)
+    is_own = cluster.group.id == ray.util.get_current_placement_group().id
+    cluster.close()
+    try:
+        RayCluster("cpu", 2)
+    except ConfigError as error:
+        return [seat.bundle for seat in cluster.seats], is_own, str(error)
+    return [], False, ""

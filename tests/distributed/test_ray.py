@@ -1,0 +1,369 @@
+"""Workers in actors of Ray: on two machines as Ray sees it, found, started, too few, dying, and leaving nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.errors import ConfigError, EngineDeadError
+from ascend_vllm.executor import ray_cluster
+from ascend_vllm.executor.base import create_executor
+from ascend_vllm.executor.ray import RayExecutor
+from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.platforms.host import usable_cores
+from tests.distributed import worker_functions
+from tests.raw_requests import post_raw, read_events, read_rest
+from tests.server import ROOT, Server, is_alive, metric, wait_until
+from tests.worker.worker_driver import make_config
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"
+)
+
+SERVE = "ascend_vllm.entrypoints.cli serve"
+# as `ray start` on two machines; they end when nobody writes to the program any more
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+print("nodes at", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+NODE_PROCESSES = ("gcs_server", "raylet")
+# guards: what is waited for comes in seconds
+TIMEOUT_S = 180.0
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 128,
+    "block_size": 16,
+    "max_num_seqs": 8,
+    "swap_space": 0,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 64,
+    "num_scheduler_steps": 3,
+    "seed": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
+PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks of the cache hold keys; " * 5)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[pathlib.Path]:
+    """A directory for Ray's files, short enough for the names of its sockets, and a key of its own."""
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("RAY_TMPDIR", str(directory))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # modules of the tests, for workers that a cluster starts
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(environment: pathlib.Path) -> Iterator[str]:
+    """Address of a cluster of two nodes with a CPU each: workers of theirs talk as on two machines."""
+    log = environment / "cluster.log"
+    with log.open("w") as errors:
+        nodes = subprocess.Popen(
+            [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        assert nodes.stdout is not None
+        address = next((line for line in nodes.stdout if line.startswith("nodes at ")), None)
+        assert address is not None, log.read_text()
+        started = psutil.Process(nodes.pid).children(recursive=True)
+        family = [process for process in started if process.name() in NODE_PROCESSES]
+        assert len(family) == 3
+        yield address.removeprefix("nodes at ").strip()
+        # whatever came to use it has left everything as it was
+        assert all(map(is_alive, family))
+        with _joined() as ray:
+            assert wait_until(lambda: ray.available_resources().get("CPU") == 2, TIMEOUT_S)
+            groups = ray.util.placement_group_table().values()
+            assert {group["state"] for group in groups} <= {"REMOVED"}
+    finally:
+        nodes.communicate()
+    assert wait_until(lambda: not any(map(is_alive, family)), TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _joined() -> Iterator[Any]:
+    # not before its settings are in the environment, which it reads when it is imported
+    ray = ray_cluster.import_ray()
+    ray.init(log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: str, odd_model: str) -> Iterator[LLM]:
+    """Two workers, one on each node."""
+    llm = LLM(odd_model, tensor_parallel_size=2, distributed_executor_backend="ray", **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+def _executor(llm: LLM) -> RayExecutor:
+    executor = llm.llm_engine._client.core._executor
+    assert isinstance(executor, RayExecutor)
+    return executor
+
+
+def _ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_greedy_tokens_are_those_of_one_process(shared: LLM, odd_model: str) -> None:
+    alone = LLM(odd_model, **OPTIONS)
+    for _ in range(2):
+        expected = alone.generate(PROMPTS, GREEDY, use_tqdm=False)
+        got = shared.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert _ids(got) == _ids(expected)
+        assert [output.num_cached_tokens for output in got] == [output.num_cached_tokens for output in expected]
+    assert got[0].num_cached_tokens
+    parts = shared.collective_rpc(worker_functions.weight_bytes)
+    assert sum(parts) == alone.collective_rpc(worker_functions.weight_bytes)[0]
+    assert max(parts) < 0.55 * sum(parts)
+    alone.shutdown()
+
+
+def test_each_worker_is_an_actor_on_a_node_of_its_own(shared: LLM, cluster: str) -> None:
+    actors = _executor(shared)._group._actors
+    assert [actor.facts.pid for actor in actors] == shared.collective_rpc(worker_functions.process_id)
+    assert len({actor.seat.node_id for actor in actors}) == 2
+    # the first one is where the program is
+    assert actors[0].seat.node_id == ray_cluster.import_ray().get_runtime_context().get_node_id()
+    with pytest.raises(ValueError, match="the second one does not"):
+        shared.collective_rpc(worker_functions.fail)
+
+
+def test_too_few_devices_are_an_error_that_names_both_numbers(shared: LLM, odd_model: str) -> None:
+    config = make_config(odd_model, tensor_parallel_size=4, distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match=r"Required number of devices: 4\. Total number of devices: 2\."):
+        create_executor(config)
+    assert _ids(shared.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def test_devices_that_others_use_are_waited_for_and_then_named(
+    shared: LLM, odd_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "RESERVE_TIMEOUT_S", 0.2)
+    with pytest.raises(ConfigError, match=r"requiring 1 CPUs .* of 2 in the Ray cluster 0 are free"):
+        create_executor(make_config(odd_model, distributed_executor_backend="ray"))
+
+
+def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> None:
+    """The last of the tests that share these workers."""
+    executor = _executor(shared)
+    pids = shared.collective_rpc(worker_functions.process_id)
+    processes = [psutil.Process(pid) for pid in pids]
+    executor.check_health()
+    processes[1].kill()
+    descriptor = executor.death_descriptor
+    assert descriptor is not None
+    assert select.select([descriptor], [], [], TIMEOUT_S)[0]
+    for use in (executor.check_health, lambda: shared.generate("Hello", GREEDY, use_tqdm=False)):
+        with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pids[1]} on .*\) is gone: The actor died"):
+            use()
+    assert wait_until(lambda: not any(map(is_alive, processes)), TIMEOUT_S)
+    shared.shutdown()
+    # it was this engine that had connected
+    assert not ray_cluster.import_ray().is_initialized()
+
+
+def test_a_server_dies_with_any_worker_and_with_it_the_cluster_that_it_started(odd_model: str) -> None:
+    # Ray gives away as many places as there are cores
+    size = min(2, usable_cores())
+    flags = [odd_model, "--tensor-parallel-size", str(size), "--worker-use-ray", "--dtype", "float32"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", "256M", "--max-model-len", "32768"]
+    env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+    server = Server(SERVE, flags, env)
+    try:
+        server.wait_ready(TIMEOUT_S)
+        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+            body = {"model": "tiny", "prompt": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answer = http.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 12
+            victim = int(server.log.split(f"Worker {size - 1} is process ")[1].split()[0])
+            assert victim in {child.pid for child in server.children()}
+            streaming = post_raw(server, "/v1/completions", body | {"max_tokens": 30000, "stream": True})
+            received = read_events(streaming, 3)
+            assert wait_until(lambda: metric(http, "num_requests_running") == 1)
+            os.kill(victim, signal.SIGKILL)
+            received += read_rest(streaming)
+        *_, error, done = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        message = json.loads(error.removeprefix("data: "))["error"]
+        assert (message["code"], message["type"]) == (500, "InternalServerError")
+        assert f"worker {size - 1} (process {victim} on " in message["message"]
+        assert server.wait_exit(TIMEOUT_S) == 1
+        assert server.orphans() == []
+    finally:
+        server.close()
+
+
+def test_a_program_in_a_placement_group_has_its_workers_there(cluster: str) -> None:
+    with _joined() as ray:
+        # imported by its name where it is called
+        from tests.distributed.ray_functions import use_own_group
+
+        # the first bundle has no device, and the program runs there
+        group = ray.util.placement_group([{"memory": 1 << 20}, {"CPU": 1}], strategy="PACK")
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        )
+        call = ray.remote(num_cpus=0)(use_own_group).options(scheduling_strategy=strategy)
+        bundles, is_own, error = ray.get(call.remote(), timeout=TIMEOUT_S)
+        assert (bundles, is_own) == ([1], True)
+        assert "Required number of devices: 2. Total number of devices: 1." in error
+        # nobody has ended it
+        assert ray.util.placement_group_table(group)["state"] == "CREATED"
+
+
+# ---- programs ----------------------------------------------------------------------------------------------
+
+# starts the workers and says who they are
+PROGRAM = """
+import json, sys
+import msgspec, ray
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.executor.base import create_executor
+from tests.distributed import worker_functions
+
+executor = create_executor(msgspec.json.decode(sys.stdin.readline(), type=EngineConfig))
+pids = executor.collective_rpc(worker_functions.process_id)
+print(json.dumps(pids), flush=True)
+sys.stdin.readline()
+"""
+
+
+class Program:
+    """A process with workers.
+
+    Attributes:
+        process: it.
+        workers: of it.
+        family: everything that it started, the workers among them.
+        nodes: those of the family that a cluster cannot be without.
+    """
+
+    def __init__(self, directory: str, **env: str) -> None:
+        config = make_config(directory, distributed_executor_backend="ray")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            cwd=ROOT,
+            env=os.environ | env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(config).decode() + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout is not None
+        line = next(line for line in self.process.stdout if line.startswith("["))
+        self.workers = [psutil.Process(pid) for pid in json.loads(line)]
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.nodes = [process for process in self.family if process.name() in NODE_PROCESSES]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        for process in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def test_the_worker_of_a_program_that_is_killed_ends(cluster: str, odd_model: str) -> None:
+    """One worker is an actor, too."""
+    program = Program(odd_model, RAY_ADDRESS=cluster)
+    try:
+        (worker,) = program.workers
+        assert program.family == []
+        program.process.kill()
+        assert wait_until(lambda: not is_alive(worker), TIMEOUT_S)
+    finally:
+        program.close()
+
+
+def test_a_cluster_that_was_started_ends_with_the_program_that_is_killed(odd_model: str) -> None:
+    program = Program(odd_model, RAY_ADDRESS="local")
+    try:
+        assert set(program.workers) < set(program.family)
+        program.process.kill()
+        # Ray's own agents, which hold nothing, look for their cluster for another minute
+        assert len(program.nodes) == 2
+        assert wait_until(lambda: not any(map(is_alive, [*program.workers, *program.nodes])), TIMEOUT_S)
+    finally:
+        program.close()
+
+
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+from ascend_vllm.engine.args import EngineArgs
+try:
+    EngineArgs(model=sys.argv[1], distributed_executor_backend="ray").create_engine_config()
+except ValueError as error:
+    print(error)
+from ascend_vllm import initialize_ray_cluster
+try:
+    initialize_ray_cluster(None)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_without_ray_the_error_says_what_to_install(odd_model: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, odd_model],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    first, second = done.stdout.splitlines()
+    for text in (first, second):
+        assert text.startswith("--distributed-executor-backend ray: ")
+        assert "Please install Ray with `pip install ray`" in text
+        assert "'ascend-vllm[ray]'" in text
+
+
+def test_an_address_at_which_nobody_answers_is_an_error(odd_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(odd_model, distributed_executor_backend="ray")
+    for address, text in (
+        ("127.0.0.1:1", "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:1"),
+        ("ray://127.0.0.1:10001", "must be host:port of a Ray cluster"),
+    ):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=text):
+            create_executor(config)
