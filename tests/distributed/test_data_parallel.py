@@ -35,27 +35,37 @@ from tests.tiny_models import tiny_model
 
 SERVE = "ascend_vllm.entrypoints.cli serve"
 START_S = 300.0
+NUM_BLOCKS = 2048
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 16,
-    "num_gpu_blocks_override": 512,
-    "max_model_len": 8192,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+    "max_model_len": 32768,
     "max_num_seqs": 16,
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "max_num_batched_tokens": 512,
     "seed": 0,
 }
-FLAGS = ["--dtype", "float32", "--block-size", "16", "--num-gpu-blocks-override", "512", "--max-model-len", "8192"]
-FLAGS += ["--max-num-seqs", "16", "--enable-prefix-caching", "--enable-chunked-prefill", "--swap-space", "0"]
+FLAGS = ["--dtype", "float32", "--block-size", "16", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+FLAGS += [
+    "--max-model-len",
+    "32768",
+    "--max-num-seqs",
+    "16",
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--swap-space",
+    "0",
+]
 FLAGS += ["--max-num-batched-tokens", "512", "--seed", "0", "--served-model-name", "tiny"]
 ENV = {"OMP_NUM_THREADS": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_SERVER_DEV_MODE": "1"}
 LENGTH = 16
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
 SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
 PROMPTS = [f"{SYSTEM if number % 2 else ''}{number} blocks of the cache hold keys" for number in range(24)]
-# as many tokens as the test of an end in the midst of it may take
-LONG = GREEDY | {"prompt": "Hello", "max_tokens": 8000, "stream": True}
+# more tokens than any test waits for
+LONG = GREEDY | {"prompt": "Hello", "max_tokens": 30000, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +144,14 @@ def worked(http: httpx.Client) -> Iterator[list[float]]:
 
 
 def test_many_requests_have_the_tokens_of_one_engine(http: httpx.Client, llm: LLM) -> None:
+    before = metric(http, "generation_tokens_total")
     with worked(http) as numbers, concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: complete(http, prompt), PROMPTS))
     assert [tokens_of(answer) for answer in answers] == offline(llm, PROMPTS)
     assert sum(numbers) == len(PROMPTS)
-    assert min(numbers) >= 4
-    tokens = metric(http, "generation_tokens_total")
-    assert sum(tokens) == LENGTH * len(PROMPTS)
-    assert min(tokens) >= 4 * LENGTH
+    assert min(numbers) >= 1
+    tokens = [after - one for after, one in zip(metric(http, "generation_tokens_total"), before, strict=True)]
+    assert tokens == [LENGTH * number for number in numbers]
 
 
 def test_one_beginning_is_computed_once(http: httpx.Client) -> None:
@@ -181,7 +191,7 @@ def test_a_client_that_leaves_frees_its_core(http: httpx.Client, server: Server)
     streams = [post_raw(server, "/v1/completions", LONG | {"n": 2, "temperature": 1}) for _ in range(2)]
     for stream in streams:
         read_events(stream, 3)
-    assert metric(http, "num_requests_running") == [2, 2]
+    assert wait_until(lambda: metric(http, "num_requests_running") == [2, 2], 30)
     streams[0].close()
     assert wait_until(lambda: sorted(metric(http, "num_requests_running")) == [0, 2], 30)
     # the free one takes the next
@@ -196,7 +206,7 @@ def test_a_client_that_leaves_frees_its_core(http: httpx.Client, server: Server)
 
 def test_calls_go_to_all_cores(http: httpx.Client, llm: LLM) -> None:
     expected = offline(llm, PROMPTS[:2])
-    blocks = metric(http, "cache_config_info", 'num_gpu_blocks="512"')
+    blocks = metric(http, "cache_config_info", f'num_gpu_blocks="{NUM_BLOCKS}"')
     assert blocks == [1, 1]
     assert http.post("/sleep?level=2").status_code == 200
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
@@ -214,18 +224,22 @@ def test_calls_go_to_all_cores(http: httpx.Client, llm: LLM) -> None:
     answer = complete(http, PROMPTS[1])
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     counts = http.post("/collective_rpc", json={"method": "determine_num_blocks"}).json()
-    assert counts == {"results": [512, 512]}
+    assert counts == {"results": [NUM_BLOCKS, NUM_BLOCKS]}
     refused = http.post("/collective_rpc", json={"method": "nothing"})
     assert refused.status_code == 400
     assert http.get("/health").status_code == 200
 
 
 def test_families_of_metrics_are_told_once(http: httpx.Client) -> None:
+    before = metric(http, "e2e_request_latency_seconds_count")
+    with worked(http) as numbers:
+        # equals take turns
+        for prompt in ("One", "Two"):
+            complete(http, prompt)
+    assert numbers == [1, 1]
+    assert metric(http, "e2e_request_latency_seconds_count") == [count + 1 for count in before]
     names = re.findall(r"^# TYPE (\S+)", http.get("/metrics").text, re.MULTILINE)
     assert len(names) == len(set(names))
-    counts = metric(http, "e2e_request_latency_seconds_count")
-    assert min(counts) > 0
-    assert sum(counts) < sum(metric(http, "request_success_total"))
 
 
 def test_the_death_of_a_core_ends_all(server: Server) -> None:
@@ -235,7 +249,7 @@ def test_the_death_of_a_core_ends_all(server: Server) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as http:
         streams = [post_raw(server, "/v1/completions", LONG) for _ in range(2)]
         received = [read_events(stream, 3) for stream in streams]
-        assert metric(http, "num_requests_running") == [1, 1]
+        assert wait_until(lambda: metric(http, "num_requests_running") == [1, 1], 30)
     victim = max(cores)
     os.kill(victim, signal.SIGKILL)
     for start, stream in zip(received, streams, strict=True):
