@@ -351,6 +351,10 @@ def test_one_process_has_one_engine() -> None:
         ({"data_parallel_size_local": 0}, "--data-parallel-size-local must be at least 1, got 0"),
         ({"data_parallel_size_local": 2}, r"data_parallel_size_local \(2\) must be <= data_parallel_size \(1\)"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "--data-parallel-size-local 1 leaves engines"),
+        (
+            {"data_parallel_size": 2, "worker_use_ray": True},
+            "--data-parallel-size 2 is not supported with --distributed-executor-backend ray",
+        ),
         ({"data_parallel_backend": "ray"}, "--data-parallel-backend ray is not supported"),
         ({"data_parallel_rank": 0}, "--data-parallel-rank 0 is not supported"),
         ({"data_parallel_start_rank": 2}, "--data-parallel-start-rank 2 is not supported"),
