@@ -60,6 +60,11 @@ def allow_long_max_model_len() -> bool:
     return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1"
 
 
+def pp_layer_partition() -> str | None:
+    """`VLLM_PP_LAYER_PARTITION`: layers of each stage of --pipeline-parallel-size, separated by commas."""
+    return os.environ.get("VLLM_PP_LAYER_PARTITION") or None
+
+
 def cache_root() -> pathlib.Path:
     """`VLLM_CACHE_ROOT`: where the demo model is kept; default ~/.cache/ascend_vllm."""
     value = os.environ.get("VLLM_CACHE_ROOT")

@@ -39,7 +39,6 @@ They may be set; nothing changes.
 | `VLLM_CONFIG_ROOT` | nothing is kept there |
 | `VLLM_RPC_TIMEOUT` | a call waits for the engine's answer or death; `VLLM_ENGINE_ITERATION_TIMEOUT_S` bounds both |
 | `VLLM_WORKER_MULTIPROC_METHOD` | one worker lives in the engine's process, several in programs of their own |
-| `VLLM_PP_LAYER_PARTITION` | layers are not cut into stages |
 | `VLLM_ALLOW_DEPRECATED_BLOCK_MANAGER_V1` | there is only one block manager |
 | `VLLM_TRACE_FUNCTION` | use a debugger or the profiler |
 | `PROMETHEUS_MULTIPROC_DIR` | one process answers HTTP requests and keeps the metrics |

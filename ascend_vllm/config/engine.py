@@ -20,17 +20,26 @@ class ParallelConfig(msgspec.Struct, frozen=True):
             "ray": each in an actor of Ray, on this machine or another.
         data_parallel_size: engine cores, each with workers of its own, that share the requests.
         data_parallel_rank: number of the engine core that has this configuration; 0 in that of the whole.
+        pipeline_parallel_size: stages, one after another, that the layers are cut into.
+        stage_layers: layers of each stage; empty: they are parted as evenly as can be.
     """
 
     tensor_parallel_size: int = 1
     distributed_executor_backend: str = "uni"
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
         """Workers of one engine core."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The worker that tells what steps gave: the first of the last stage."""
+        return self.world_size - self.tensor_parallel_size
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):

@@ -64,13 +64,20 @@ class EngineCore:
             sliding_window=config.cache.sliding_window,
         )
         self._structured = structured or StructuredOutputManager(config.structured, config.model)
+        num_stages = config.parallel.pipeline_parallel_size
         self._scheduler = Scheduler(
-            config.scheduler, kv_cache, QUEUES[config.scheduler.policy](), config.model.seed, self._structured
+            config.scheduler,
+            kv_cache,
+            QUEUES[config.scheduler.policy](),
+            config.model.seed,
+            self._structured,
+            num_stages,
         )
         # steps that the workers compute or will compute, oldest first
         self._in_flight: collections.deque[Future[StepOutput]] = collections.deque()
-        # with two, one is made, and the outputs of the one before are told, while one is computed
-        self._max_in_flight = 2 if config.scheduler.async_scheduling else 1
+        # with two, one is made, and the outputs of the one before are told, while one is computed; stages compute
+        # one each
+        self._max_in_flight = num_stages if num_stages > 1 else 1 + config.scheduler.async_scheduling
         # what steps gave that were waited for outside of `step`
         self._untold: collections.deque[EngineCoreOutputs] = collections.deque()
         self._pausing = Pausing(self._scheduler, executor, enable_sleep_mode=config.model.enable_sleep_mode)

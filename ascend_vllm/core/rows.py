@@ -18,18 +18,21 @@ class Rows:
     Args:
         num_slots: most rows that can run.
         queue: its policy orders the running rows.
+        num_stages: pipeline stages, which are to work on different rows at the same time.
 
     Attributes:
         num_slots: as given.
+        num_stages: as given.
         running: all rows; the last is the first to be preempted.
         by_slot: the same rows.
         free_slots: a stack.
         num_reserved: of the free slots, those that beam searches will come to need.
     """
 
-    def __init__(self, num_slots: int, queue: RequestQueue) -> None:
+    def __init__(self, num_slots: int, queue: RequestQueue, num_stages: int = 1) -> None:
         self._queue = queue
         self.num_slots = num_slots
+        self.num_stages = num_stages
         self.running: list[Request] = []
         self.by_slot: dict[int, Request] = {}
         # slot 0 lies on top at first
@@ -39,6 +42,16 @@ class Rows:
         self._freed: list[int] = []
         # slot → (source slot, token), for the next step
         self.forks: dict[int, tuple[int, int]] = {}
+        # (slot, token), for the next step
+        self._sampled: list[tuple[int, int]] = []
+
+    @property
+    def max_decoding(self) -> int:
+        """Most rows that should decode in a step: with stages a part of them, so that each stage has some."""
+        if self.num_stages == 1:
+            return self.num_slots
+        num_decoding = sum(row.num_missing_tokens <= 1 for row in self.running)
+        return -(-num_decoding // self.num_stages)
 
     @property
     def num_available(self) -> int:
@@ -68,6 +81,10 @@ class Rows:
         """Tells the workers of a beam's next token, which is not what they sampled."""
         self.forks[row.slot] = (row.slot, row.token_ids[-1])
 
+    def go_on(self, row: Request, token_ids: list[int]) -> None:
+        """Tells stages that do not sample what a row, which goes on, has got."""
+        self._sampled += [(row.slot, token_id) for token_id in token_ids]
+
     def leave(self, row: Request) -> None:
         """Takes a row out of its slot and out of the running ones."""
         self.running.remove(row)
@@ -92,6 +109,7 @@ class Rows:
     def tell(self, step: SchedulerOutput) -> None:
         """Puts what has changed since the last step into this one."""
         step.freed_slots, self._freed = self._freed, []
+        step.sampled, self._sampled = self._sampled, []
         if self.forks:
             step.forks = [(slot, source, token_id) for slot, (source, token_id) in self.forks.items()]
             self.forks.clear()

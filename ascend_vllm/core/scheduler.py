@@ -17,7 +17,8 @@ matters least) makes room: it gives up its blocks and waits to be computed again
 Steps may be made ahead of the outputs of those before: a row whose sampled tokens are still to come has
 `num_pending_tokens`. Workers compute steps in the order they were made, so blocks may change hands while a step that
 uses them is under way; only a row with pending tokens is not preempted, since what it will have to compute again is
-not known.
+not known. Where pipeline stages work side by side a row with pending tokens does not decode either: its next token
+is not known to the first stage.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Scheduler:
         waiting: an empty queue, which decides the order of admission.
         seed: of the seeds drawn for requests that bring none.
         structured: where constrained requests get their grammars.
+        num_stages: pipeline stages that compute different steps at the same time.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Scheduler:
         waiting: RequestQueue,
         seed: int,
         structured: StructuredOutputManager,
+        num_stages: int = 1,
     ) -> None:
         self.config = config
         self.structured = structured
@@ -95,7 +98,9 @@ class Scheduler:
         self._seeds = random.Random(seed)
         # without the rows of beam searches, which stand for them
         self.requests: dict[str, Request] = {}
-        self.rows = Rows(config.max_num_seqs, waiting)
+        self.rows = Rows(config.max_num_seqs, waiting, num_stages)
+        # with stages a step is one: others overlap it
+        self._lookahead = config.num_scheduler_steps - 1 if num_stages == 1 else 0
         self._preemption = Preemption(config, kv_cache, self.rows, waiting)
         self._admission = Admission(config, kv_cache, self.rows, waiting, self.requests, self._preemption)
         # oldest first
@@ -106,7 +111,8 @@ class Scheduler:
         # of the step taken in last, 0 if there was none
         self._num_step_prompt_tokens = 0
         self._next_expiry = 0.0
-        self._told_of_single_steps = False
+        # with stages all steps are, which is told at the start
+        self._told_of_single_steps = num_stages > 1
 
     # ---- requests come and go ------------------------------------------------------------------------------
 
@@ -325,7 +331,7 @@ class Scheduler:
         step, rows = builder.step, builder.rows
         running, kv_cache = self.rows.running, self.kv_cache
         is_windowed = kv_cache.sliding_window is not None
-        lookahead = self.config.num_scheduler_steps - 1
+        lookahead, waits, max_decoding = self._lookahead, self.rows.num_stages > 1, self.rows.max_decoding
         prompts: list[Request] = []
         index = 0
         # one turn per running row: what a step costs the host grows with this loop and the one in `update`
@@ -341,8 +347,8 @@ class Scheduler:
             needs_host = request.needs_host
             if needs_host:
                 lookahead = self._single_step()
-            if pending and (needs_host or end >= request.max_num_tokens):
-                # its next token is not known before its outputs are here, or there will be none
+            if (pending and (waits or needs_host or end >= request.max_num_tokens)) or len(rows) == max_decoding:
+                # its next token is not known before its outputs are here, or there is none; or others have a turn
                 index += 1
                 continue
             # rows of a beam search share blocks that they write
@@ -498,6 +504,8 @@ class Scheduler:
                     result.error = _NO_TOKEN_LEFT if NO_TOKEN in token_ids else _GRAMMAR_FAILED
                 self._forget(request)
                 any_finished = True
+            elif self.rows.num_stages > 1:
+                self.rows.go_on(request, token_ids)
             outputs.append(result)
         if any_finished:
             self.rows.drop_finished()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -17,7 +19,20 @@ _MEETING_TIMEOUT = datetime.timedelta(minutes=10)
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def join_group(platform: Platform, parallel: ParallelContext, rendezvous: Rendezvous | None) -> Collectives:
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """How a worker reaches the others.
+
+    Attributes:
+        collectives: of those that share its layers.
+        stages: of those that hold the same part of the other stages, in their order; None: there is one stage.
+    """
+
+    collectives: Collectives
+    stages: Any = None
+
+
+def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rendezvous | None) -> Groups:
     """Connects this worker with the others; returns when all are there.
 
     Args:
@@ -29,19 +44,25 @@ def join_group(platform: Platform, parallel: ParallelContext, rendezvous: Rendez
         ValueError: there are others, and no place to meet.
         RuntimeError: they do not come.
     """
-    if parallel.tp_size == 1:
-        return Alone()
+    if parallel.world_size == 1:
+        return Groups(Alone())
     if rendezvous is None:
         raise ValueError("workers that share a model need a place to meet")
     store = TCPStore(
         rendezvous.host,
         rendezvous.port,
-        parallel.tp_size,
+        parallel.world_size,
         is_master=rendezvous.listening_socket is not None,
         timeout=_MEETING_TIMEOUT,
         wait_for_workers=False,
         master_listen_fd=rendezvous.listening_socket,
     )
-    group = platform.process_group(store, parallel.tp_rank, parallel.tp_size, _TIMEOUT)
+    tp_size, world_size = parallel.tp_size, parallel.world_size
+    sharing = [range(first, first + tp_size) for first in range(0, world_size, tp_size)]
+    stages = [range(first, world_size, tp_size) for first in range(tp_size)]
+    partitions = [partition for partition in (sharing, stages) if len(partition[0]) > 1]
+    groups = iter(platform.process_groups(store, parallel.rank, partitions, _TIMEOUT))
     kind = OrderedCollectives if platform.device_type == "cpu" else GroupCollectives
-    return kind(group, parallel.tp_size)
+    return Groups(
+        kind(next(groups), tp_size) if tp_size > 1 else Alone(), next(groups) if parallel.pp_size > 1 else None
+    )

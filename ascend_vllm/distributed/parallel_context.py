@@ -23,17 +23,70 @@ class Shard:
     size: int
 
 
+def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """How many layers each pipeline stage holds: vLLM's numbers.
+
+    What does not divide evenly goes to the stages before the last one, from behind: the last has the LM head to
+    compute, the first the embedding to hold.
+
+    Example:
+        >>> layers_of_stages(7, 4)
+        (2, 2, 2, 1)
+        >>> layers_of_stages(6, 4)
+        (1, 2, 2, 1)
+    """
+    each, left = divmod(num_layers, num_stages)
+    return tuple(each + (2 <= num_stages - stage <= left + 1) for stage in range(num_stages))
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelContext:
-    """Place of a worker in its tensor-parallel group.
+    """Place of a worker in its tensor-parallel group and its pipeline.
 
     Attributes:
         tp_rank: 0 … tp_size-1.
         tp_size: workers that share each layer.
+        pp_rank: its stage, 0 … pp_size-1.
+        pp_size: stages, one after another, that the layers are cut into.
+        stage_layers: [pp_size] layers of each stage; empty: `layers_of_stages` says.
     """
 
     tp_rank: int = 0
     tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Number of the worker among all: those of a stage are neighbours."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of all workers."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether tokens come in here."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether logits come out here."""
+        return self.pp_rank == self.pp_size - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Which of the model's layers this stage holds.
+
+        Example:
+            >>> ParallelContext(pp_rank=1, pp_size=2).layers(5)
+            range(3, 5)
+        """
+        counts = self.stage_layers or layers_of_stages(num_layers, self.pp_size)
+        start = sum(counts[: self.pp_rank])
+        return range(start, start + counts[self.pp_rank])
 
     def shard(self, total: int, what: str) -> Shard:
         """The part of a dimension this rank holds when every rank holds an equal part.

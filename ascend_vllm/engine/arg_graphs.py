@@ -60,6 +60,7 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
         ConfigError: INFER_MODE=PTA asks for what there is not.
     """
     model, size = config.model, config.parallel.tensor_parallel_size
+    num_stages = config.parallel.pipeline_parallel_size
     if config.device.device == "cpu":
         return "no graphs are captured on CPU"
     if model.enforce_eager:
@@ -73,6 +74,11 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
                 "INFER_MODE=PTA does not go with --num-scheduler-steps above 1 for models with experts: set "
                 "--num-scheduler-steps 1, or unset INFER_MODE."
             )
+        if num_stages > 1:
+            raise ConfigError(
+                f"INFER_MODE=PTA with --pipeline-parallel-size {num_stages}: stages run without graphs in this "
+                "version; unset INFER_MODE or use one stage."
+            )
         if size > 1:
             raise ConfigError(
                 f"INFER_MODE=PTA with --tensor-parallel-size {size}: graphs do not reach over several NPUs in this "
@@ -85,6 +91,8 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
         return None
     if model.architecture not in CAPTURED_ARCHITECTURES:
         return f"{model.architecture} has them with INFER_MODE=PTA only"
+    if num_stages > 1:
+        return f"--pipeline-parallel-size {num_stages}, and stages run without them"
     if size > 1:
         return f"--tensor-parallel-size {size}, and they do not reach over several NPUs"
     return f"the attention operators of {flash} cannot be replayed" if flash else None

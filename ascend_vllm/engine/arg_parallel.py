@@ -6,41 +6,58 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ascend_vllm import envs
 from ascend_vllm.config.engine import ParallelConfig
+from ascend_vllm.distributed.parallel_context import layers_of_stages
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import probe_npus, too_few_npus
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.args import EngineArgs
+
+logger = init_logger(__name__)
 
 
 def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str) -> ParallelConfig:
     """The section of the configuration. A worker alone lives in the engine's process, unless Ray is to run it.
 
     Raises:
-        ConfigError: there are fewer devices; the model's KV heads cannot be shared so; or one process is to hold
-            several workers; or Ray is to run them and is not installed.
+        ConfigError: there are fewer devices; the model's KV heads or layers cannot be shared so; or one process is to
+            hold several workers; or Ray is to run them and is not installed.
     """
     backend = _backend(args)
     _check_data_parallel(args, backend)
-    size, engines = args.tensor_parallel_size, args.data_parallel_size
-    if backend != "ray" and device == "npu" and size * engines > 1 and (count := probe_npus().count) < size * engines:
-        flags = "--tensor-parallel-size"
-        if engines > 1:
-            flags = f"--data-parallel-size {engines} with --tensor-parallel-size {size}"
-        raise ConfigError(too_few_npus(size * engines, count, flags))
-    if size == 1 and backend != "ray":
+    tp_size, pp_size, engines = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
+    config = ParallelConfig(
+        tensor_parallel_size=tp_size,
+        distributed_executor_backend=backend,
+        data_parallel_size=engines,
+        pipeline_parallel_size=pp_size,
+        stage_layers=_stage_layers(int(hf_config.get("num_hidden_layers", 0)), pp_size),
+    )
+    num_workers = config.world_size * engines
+    if backend != "ray" and device == "npu" and num_workers > 1 and (count := probe_npus().count) < num_workers:
+        raise ConfigError(too_few_npus(num_workers, count, _flags_of_workers(config)))
+    if config.world_size == 1 and backend != "ray":
         return ParallelConfig(data_parallel_size=engines)
     if backend == "uni":
         raise ConfigError(
-            f"--distributed-executor-backend uni runs one worker, and --tensor-parallel-size is {size}: use mp."
+            f"--distributed-executor-backend uni runs one worker, and {_sizes(tp_size, pp_size)}: use mp."
         )
     num_kv_heads = hf_config.get("num_key_value_heads")
-    if isinstance(num_kv_heads, int) and num_kv_heads % size and size % num_kv_heads:
+    if isinstance(num_kv_heads, int) and num_kv_heads % tp_size and tp_size % num_kv_heads:
         raise ConfigError(
-            f"--tensor-parallel-size {size} and the model's {num_kv_heads} KV heads: one must divide the other."
+            f"--tensor-parallel-size {tp_size} and the model's {num_kv_heads} KV heads: one must divide the other."
         )
-    return ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=backend, data_parallel_size=engines)
+    if pp_size > 1 and args.num_scheduler_steps > 1:
+        logger.info(
+            "--num-scheduler-steps %d: with --pipeline-parallel-size %d steps are made one at a time, and the stages "
+            "work on different ones",
+            args.num_scheduler_steps,
+            pp_size,
+        )
+    return config
 
 
 def _check_data_parallel(args: EngineArgs, backend: str) -> None:
@@ -75,3 +92,54 @@ def _backend(args: EngineArgs) -> str:
             "with this server: `pip install 'ascend-vllm[ray]'`."
         )
     return backend or "mp"
+
+
+def _sizes(tp_size: int, pp_size: int) -> str:
+    """What asks for several workers."""
+    if pp_size == 1:
+        return f"--tensor-parallel-size is {tp_size}"
+    return f"--tensor-parallel-size {tp_size} with --pipeline-parallel-size {pp_size} needs {tp_size * pp_size}"
+
+
+def _flags_of_workers(config: ParallelConfig) -> str:
+    """The flags that say how many workers there are."""
+    flags = "--tensor-parallel-size"
+    if config.pipeline_parallel_size > 1:
+        flags = f"--pipeline-parallel-size {config.pipeline_parallel_size} with {flags} {config.tensor_parallel_size}"
+    if config.data_parallel_size == 1:
+        return flags
+    flags = flags if config.pipeline_parallel_size > 1 else f"{flags} {config.tensor_parallel_size}"
+    return f"--data-parallel-size {config.data_parallel_size} with {flags}"
+
+
+def _stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage: as VLLM_PP_LAYER_PARTITION says, or as evenly as can be; () for one stage.
+
+    Raises:
+        ConfigError: they do not fit the model, with vLLM's texts where it has some.
+    """
+    if num_stages == 1:
+        return ()
+    wanted = envs.pp_layer_partition()
+    if wanted is None:
+        if num_stages > num_layers:
+            raise ConfigError(
+                f"--pipeline-parallel-size {num_stages} is more than the model has layers ({num_layers}): each stage "
+                "needs one at least."
+            )
+        return layers_of_stages(num_layers, num_stages)
+    try:
+        counts = tuple(int(count) for count in wanted.split(","))
+    except ValueError as error:
+        raise ConfigError(f"Invalid partition string: {wanted} (VLLM_PP_LAYER_PARTITION)") from error
+    if len(counts) != num_stages:
+        raise ConfigError(
+            f"VLLM_PP_LAYER_PARTITION: len(partitions)={len(counts)} does not match pp_size={num_stages}."
+        )
+    if sum(counts) != num_layers:
+        raise ConfigError(
+            f"VLLM_PP_LAYER_PARTITION: sum(partitions)={sum(counts)} does not match num_hidden_layers={num_layers}."
+        )
+    if min(counts) < 1:
+        raise ConfigError(f"VLLM_PP_LAYER_PARTITION={wanted}: each stage needs one layer at least.")
+    return counts

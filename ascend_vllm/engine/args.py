@@ -278,14 +278,16 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
         # only here the configuration depends on the machine's memory, which platforms measure with torch loaded
         from ascend_vllm.platforms import get_platform
 
-        num_workers = parallel.tensor_parallel_size
+        num_workers = parallel.world_size
         weight_bytes = arg_hf_config.weight_bytes(model.model)
         available = get_platform(device).expected_kv_cache_bytes(
             cache, weight_bytes, num_workers, parallel.data_parallel_size
         )
         # a worker has one KV head at least
-        num_heads = max(1, model.num_kv_heads // num_workers)
-        per_token = 2 * model.num_layers * num_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]
+        num_heads = max(1, model.num_kv_heads // parallel.tensor_parallel_size)
+        # the stage with most layers has room for the fewest blocks
+        num_layers = max(parallel.stage_layers, default=model.num_layers)
+        per_token = 2 * num_layers * num_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]
         blocks = int(available * _AUTO_LENGTH_SHARE) // (per_token * cache.block_size)
     if blocks < 1:
         raise ConfigError("--max-model-len auto: there is no memory for a KV cache of even one block.")

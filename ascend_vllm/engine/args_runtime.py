@@ -244,10 +244,11 @@ class ParallelArgs:
     )
     pipeline_parallel_size: int = flag(
         1,
-        "The number of stages, one after another, into which the layers of the model are cut.",
+        "The number of stages, one after another, into which the layers of the model are cut, with as many devices "
+        "each as --tensor-parallel-size says.",
         kind="int",
         short=("-pp",),
-        unsupported=_ONE_DEVICE,
+        example="--pipeline-parallel-size 2",
     )
     data_parallel_size: int = flag(
         1,

@@ -114,10 +114,9 @@ class LLMEngine:
             RequestError: the request is wrong; nothing was queued.
         """
         refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
-        if self.get_parallel_config().tensor_parallel_size > 1 and getattr(params, "logits_processors", None):
+        if self.get_parallel_config().world_size > 1 and getattr(params, "logits_processors", None):
             raise RequestError(
-                "logits_processors are functions, which workers in other processes cannot call: use "
-                "tensor_parallel_size=1.",
+                "logits_processors are functions, which workers in other processes cannot call: use a single worker.",
                 "logits_processors",
             )
         request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt)

@@ -87,7 +87,7 @@ class EngineControls:
     def get_world_size(self, include_dp: bool = True) -> int:
         """How many workers there are, with all copies of the model or of one alone; in this version the same."""
         del include_dp
-        return self.llm_engine.get_parallel_config().tensor_parallel_size
+        return self.llm_engine.get_parallel_config().world_size
 
     def get_metrics(self) -> list[Metric]:
         """All metrics as they are now; see `LLMEngine.get_metrics`."""

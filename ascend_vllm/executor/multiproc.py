@@ -33,10 +33,11 @@ class Workers(Protocol):
 
 
 class MultiprocExecutor(Executor):
-    """A worker for each rank of --tensor-parallel-size.
+    """A worker for each rank of --tensor-parallel-size in each stage of --pipeline-parallel-size.
 
-    Each step is written once to shared memory and read by all workers. They sample the same tokens; the first one
-    tells them. The workers end with this object, with its process, and with any one of them.
+    Each step is written once to shared memory and read by all workers. Those of the last stage sample the same
+    tokens; the first of them tells them. The workers end with this object, with its process, and with any one of
+    them.
 
     Args:
         config: of the whole engine.

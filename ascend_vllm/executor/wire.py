@@ -89,7 +89,7 @@ class Failure(msgspec.Struct, array_like=True):
 def _as_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()]
-    raise RequestError(f"{value!r} cannot be sent to workers in other processes: use --tensor-parallel-size 1")
+    raise RequestError(f"{value!r} cannot be sent to workers in other processes: use a single worker")
 
 
 def _from_plain(kind: type, value: Any) -> Any:

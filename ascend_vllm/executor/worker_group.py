@@ -109,7 +109,7 @@ class WorkerGroup:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._size = config.parallel.tensor_parallel_size
+        self._size = config.parallel.world_size
         self.death_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         # the order of what is sent, which may have to wait for room
@@ -152,7 +152,7 @@ class WorkerGroup:
         self._made.result()
 
     def step(self, step: SchedulerOutput) -> Future[StepOutput]:
-        """Sends a step to all workers; what it gives comes from the first of them."""
+        """Sends a step to all workers; what it gives comes from the first of the last stage."""
         future: Future[StepOutput] = Future()
         try:
             record = wire.encode_step(step)

@@ -38,7 +38,7 @@ class WorkerLoop:
 
     Args:
         worker: what to ask.
-        rank: of the worker; the first one tells the outputs of steps.
+        rank: of the worker.
         orders: ring that steps and calls come through.
         answers: ring for what comes of them.
     """
@@ -74,8 +74,8 @@ def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
         output = worker.execute_model(wire.decode_step(record))
     except Exception as error:
         return wire.encode_failure(describe(error, None))
-    # the other ranks have computed the same
-    return wire.encode_output(output) if rank == 0 else None
+    # the others of the last stage have computed the same
+    return wire.encode_output(output) if rank == worker.output_rank else None
 
 
 def _call(worker: Worker, record: bytes) -> bytes:

@@ -115,15 +115,15 @@ class LMHead(Linear):
 
 
 class NoLMHead(Layer):
-    """In the place of the head of a model that pools."""
+    """In the place of the head of a model that pools, and of a pipeline stage that others follow."""
 
     def forward(self, _hidden: torch.Tensor) -> torch.Tensor:
-        """Never called: a pooling model samples nothing.
+        """Never called: nothing is sampled.
 
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError("a pooling model has no LM head")
+        raise RuntimeError("a pooling model, or a stage that others follow, has no LM head")
 
 
 class TiedLMHead(Layer):

@@ -47,6 +47,10 @@ _GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# the tokens' table in checkpoints
+_EMBEDDING = "model.embed_tokens"
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
     """What families differ in.
@@ -104,7 +108,7 @@ class RotaryAttention(Layer):
         config: ModelConfig,
         context: BuildContext,
         prefix: str,
-        index: int,
+        cache_index: int,
         options: LayerOptions,
         rotary: RotaryEmbedding,
     ) -> None:
@@ -141,7 +145,7 @@ class RotaryAttention(Layer):
             scale=head_size**-0.5,
             sliding_window=options.sliding_window,
         )
-        self.attention = Attention(spec, index)
+        self.attention = Attention(spec, cache_index)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
@@ -164,9 +168,10 @@ class DecoderLayer(Layer):
         self, config: ModelConfig, context: BuildContext, index: int, options: LayerOptions, rotary: RotaryEmbedding
     ) -> None:
         prefix = f"model.layers.{index}"
+        cache_index = context.parallel.layers(config.num_layers).index(index)
         epsilon = float(config.hf_config["rms_norm_eps"])
         self.input_layernorm = RMSNorm(context, f"{prefix}.input_layernorm", config.hidden_size, epsilon)
-        self.self_attn = RotaryAttention(config, context, f"{prefix}.self_attn", index, options, rotary)
+        self.self_attn = RotaryAttention(config, context, f"{prefix}.self_attn", cache_index, options, rotary)
         self.post_attention_layernorm = RMSNorm(
             context, f"{prefix}.post_attention_layernorm", config.hidden_size, epsilon
         )
@@ -201,7 +206,8 @@ class CausalLM(Layer, abc.ABC):
         context: surroundings of the layers.
 
     Attributes:
-        attention_specs: one per attention layer, in the order of the KV caches.
+        supports_pp: a stage can hold a part of the layers, and `forward` takes `hidden`.
+        attention_specs: one per attention layer of this stage, in the order of the KV caches.
         ignored_weights: tensors of checkpoints that the model does without, as regular expressions over whole names.
         pooler: of a pooling model, in the place of the LM head.
 
@@ -210,6 +216,7 @@ class CausalLM(Layer, abc.ABC):
         KeyError: config.json lacks something.
     """
 
+    supports_pp: bool = False
     attention_specs: list[AttentionSpec]
     ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     pooler: Pooler | None = None
@@ -218,20 +225,58 @@ class CausalLM(Layer, abc.ABC):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...
 
     def _make_lm_head(
-        self, config: ModelConfig, context: BuildContext, embedding: VocabParallelEmbedding, *, tied: bool
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        embedding: VocabParallelEmbedding | None,
+        *,
+        tied_to: str | None,
+        width: int,
     ) -> LMHead | TiedLMHead | NoLMHead:
-        """A head as wide as the embedding, with its weight or with one of its own, "lm_head".
+        """The head of a model, or of one of its stages.
 
-        A pooling model gets none, whatever the checkpoint holds.
+        A pooling model gets none, whatever the checkpoint holds, and so does a stage that others follow.
+
+        Args:
+            config: as in the constructor.
+            context: as in the constructor.
+            embedding: of the tokens, if this stage has it.
+            tied_to: name of the embedding in the checkpoint without ".weight", if its weight is the head's, too;
+                None: there is one for the head, "lm_head".
+            width: columns of that weight.
         """
-        if config.pooler is not None:
+        if config.pooler is not None or not context.parallel.is_last_stage:
             self.ignored_weights = (*self.ignored_weights, r"(lm_head|score)\.weight")
             return NoLMHead()
-        if tied:
-            # some checkpoints hold the embedding a second time
-            self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
-            return TiedLMHead(embedding)
-        return LMHead(context, "lm_head", embedding.weight.shape[1], config.vocab_size)
+        if tied_to is None:
+            return LMHead(context, "lm_head", width, config.vocab_size)
+        # some checkpoints hold the embedding a second time
+        self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
+        if embedding is None:
+            return LMHead(context, tied_to, width, config.vocab_size)
+        return TiedLMHead(embedding)
+
+    def _leave_to_other_stages(
+        self, config: ModelConfig, context: BuildContext, layers: str, first: str, last: str
+    ) -> None:
+        """Has the loader skip the tensors that other stages hold.
+
+        Args:
+            config: as in the constructor.
+            context: as in the constructor.
+            layers: what comes before a layer's number in names of checkpoints; a regular expression, like the next.
+            first: whole names of what only the first stage has.
+            last: whole names of what only the last stage has, beside its head.
+        """
+        parallel = context.parallel
+        own = parallel.layers(config.num_layers)
+        others = [str(index) for index in range(config.num_layers) if index not in own]
+        patterns = [
+            *([] if parallel.is_first_stage else [first]),
+            *([] if parallel.is_last_stage else [last]),
+            *([rf"{layers}({'|'.join(others)})\..*"] if others else []),
+        ]
+        self.ignored_weights = (*self.ignored_weights, *patterns)
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
@@ -240,7 +285,12 @@ class CausalLM(Layer, abc.ABC):
 
     @abc.abstractmethod
     def forward(
-        self, batch: ForwardBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend, metadata: Any
+        self,
+        batch: ForwardBatch,
+        kv_caches: list[torch.Tensor],
+        backend: AttentionBackend,
+        metadata: Any,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step.
 
@@ -249,9 +299,10 @@ class CausalLM(Layer, abc.ABC):
             kv_caches: per attention layer, of `backend.kv_cache_shape`; written.
             backend: computes attention.
             metadata: what `backend.prepare(batch)` returned.
+            hidden: [T, H] in the model's dtype, of the stage before; overwritten. None in the first stage.
 
         Returns:
-            [T, H] in the model's dtype: input of `compute_logits`.
+            [T, H] in the model's dtype: input of `compute_logits`, or of the next stage, all of it.
         """
 
     def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -266,18 +317,27 @@ class CausalLM(Layer, abc.ABC):
 class DecoderForCausalLM(CausalLM):
     """A decoder-only model with RMSNorm, rotary positions and gated MLPs, named as Llama names its tensors."""
 
+    supports_pp = True
+
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
-        hf_config = config.hf_config
+        hf_config, parallel = config.hf_config, context.parallel
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embed_tokens = VocabParallelEmbedding(context, "model.embed_tokens", vocab, hidden)
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        if parallel.is_first_stage:
+            self.embed_tokens = VocabParallelEmbedding(context, _EMBEDDING, vocab, hidden)
         self.rotary = make_rotary_embedding(hf_config, config.head_size, config.max_model_len, context.device)
         self.decoder_layers = [
             DecoderLayer(config, context, index, self.layer_options(hf_config, index), self.rotary)
-            for index in range(config.num_layers)
+            for index in parallel.layers(config.num_layers)
         ]
-        self.norm = RMSNorm(context, "model.norm", hidden, float(hf_config["rms_norm_eps"]))
-        tied = bool(hf_config.get("tie_word_embeddings", False))
-        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied=tied)
+        self.norm: RMSNorm | None = None
+        if parallel.is_last_stage:
+            self.norm = RMSNorm(context, "model.norm", hidden, float(hf_config["rms_norm_eps"]))
+        tied_to = _EMBEDDING if hf_config.get("tie_word_embeddings", False) else None
+        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied_to=tied_to, width=hidden)
+        self._leave_to_other_stages(
+            config, context, r"model\.layers\.", r"model\.embed_tokens\.weight", r"model\.norm\.weight"
+        )
         self.attention_specs = [layer.self_attn.attention.spec for layer in self.decoder_layers]
 
     @classmethod
@@ -292,14 +352,26 @@ class DecoderForCausalLM(CausalLM):
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend, metadata: Any
+        self,
+        batch: ForwardBatch,
+        kv_caches: list[torch.Tensor],
+        backend: AttentionBackend,
+        metadata: Any,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         context = ForwardContext(batch, kv_caches, backend, metadata, self.rotary.prepare(batch))
-        residual = self.embed_tokens.forward(batch.input_ids)
-        x: torch.Tensor | None = None
+        residual = hidden if self.embed_tokens is None else self.embed_tokens.forward(batch.input_ids)
+        if residual is None:
+            raise ValueError("a stage behind the first needs the hidden states of the one before")
+        # behind other stages nothing is added to their sum, by the operator that would have made it: it rounds its
+        # own way, and stages are to compute what one worker computes
+        x = torch.zeros_like(residual) if self.embed_tokens is None else None
         for layer in self.decoder_layers:
             x = layer.forward(x, residual, context)
+        if self.norm is None:
+            # the sum is what the next stage's first norm reads
+            return residual if x is None else residual.add_(x)
         if x is None:
             return self.norm.forward(residual)
         self.norm.forward_add(x, residual)

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from ascend_vllm.config.model import LoadConfig, ModelConfig
-from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
@@ -45,6 +45,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
     Raises:
         ModelLoadError: an unsupported architecture or feature, or a wrong, missing or damaged file or tensor; the
             message names it.
+        ConfigError: the architecture cannot be cut into stages.
     """
     start = time.monotonic()
     if model_config.hf_config.get("quantization_config"):
@@ -74,9 +75,14 @@ def _open_files(model: str, load_config: LoadConfig) -> Sequence[WeightFile]:
 
 
 def _build(model_class: type[CausalLM], model_config: ModelConfig, context: BuildContext) -> CausalLM:
+    if context.parallel.pp_size > 1 and not model_class.supports_pp:
+        raise ConfigError(
+            "Pipeline parallelism is not supported for this model. Supported models implement the `SupportsPP` "
+            f"interface. (--pipeline-parallel-size; {model_class.__name__} does not set supports_pp.)"
+        )
     try:
         model = model_class(model_config, context)
-        if model_config.pooler is not None:
+        if model_config.pooler is not None and context.parallel.is_last_stage:
             model.pooler = Pooler(model_config.pooler, context, output_width(model_config))
         return model
     except KeyError as error:

@@ -21,6 +21,8 @@ from ascend_vllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, R
 from ascend_vllm.layers.norm import LayerNorm
 from ascend_vllm.models.blocks import CausalLM
 
+# the tokens' table in checkpoints
+_EMBEDDING = "model.decoder.embed_tokens"
 # OPT keeps two rows before its first position
 _POSITION_OFFSET = 2
 
@@ -42,6 +44,7 @@ class OPTDecoderLayer(Layer):
     def __init__(self, config: ModelConfig, context: BuildContext, index: int) -> None:
         hf_config, hidden = config.hf_config, config.hidden_size
         prefix = f"model.decoder.layers.{index}"
+        cache_index = context.parallel.layers(config.num_layers).index(index)
         bias = bool(hf_config.get("enable_bias", True))
         affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
         activation = str(hf_config.get("activation_function", "relu"))
@@ -59,7 +62,7 @@ class OPTDecoderLayer(Layer):
             context, f"{prefix}.self_attn", hidden, head_size, config.num_heads, config.num_heads, bias=bias
         )
         spec = AttentionSpec(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_size, head_size**-0.5)
-        self.attention = Attention(spec, index)
+        self.attention = Attention(spec, cache_index)
         self.out_proj = RowParallelLinear(context, f"{prefix}.self_attn.out_proj", hidden, hidden, bias=bias)
         self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=bias)
         self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=bias)
@@ -82,43 +85,75 @@ class OPTDecoderLayer(Layer):
         return self.fc2.forward(self._activation(self.fc1.forward(x)))
 
 
+class OPTEmbeddings(Layer):
+    """Tokens and their positions, at the width of the layers."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, embed_width: int) -> None:
+        num_positions = int(config.hf_config["max_position_embeddings"])
+        self.tokens = VocabParallelEmbedding(context, _EMBEDDING, config.vocab_size, embed_width)
+        self.positions = Embedding(
+            context,
+            "model.decoder.embed_positions",
+            num_positions + _POSITION_OFFSET,
+            config.hidden_size,
+            offset=_POSITION_OFFSET,
+        )
+        self.project_in: ReplicatedLinear | None = None
+        if embed_width != config.hidden_size:
+            self.project_in = ReplicatedLinear(context, "model.decoder.project_in", embed_width, config.hidden_size)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H]."""
+        x = self.tokens.forward(batch.input_ids)
+        if self.project_in is not None:
+            x = self.project_in.forward(x)
+        x += self.positions.forward(batch.positions)
+        return x
+
+
 class OPTForCausalLM(CausalLM):
     """The OPT family; --max-model-len cannot exceed its learned positions."""
 
+    supports_pp = True
     # OPT checkpoints converted from fairseq carry its version
     ignored_weights = (*CausalLM.ignored_weights, r".*decoder\.version")
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
-        hf_config, hidden = config.hf_config, config.hidden_size
+        hf_config, hidden, parallel = config.hf_config, config.hidden_size, context.parallel
         embed_width = int(hf_config.get("word_embed_proj_dim") or hidden)
         num_positions = int(hf_config["max_position_embeddings"])
         if config.max_model_len > num_positions:
             raise ModelLoadError(
                 f"max_model_len {config.max_model_len} exceeds the {num_positions} learned positions of the model"
             )
-        self.embed_tokens = VocabParallelEmbedding(
-            context, "model.decoder.embed_tokens", config.vocab_size, embed_width
-        )
-        self.embed_positions = Embedding(
-            context,
-            "model.decoder.embed_positions",
-            num_positions + _POSITION_OFFSET,
-            hidden,
-            offset=_POSITION_OFFSET,
-        )
-        self.project_in: ReplicatedLinear | None = None
+        self.embeddings: OPTEmbeddings | None = None
+        if parallel.is_first_stage:
+            self.embeddings = OPTEmbeddings(config, context, embed_width)
         self.project_out: ReplicatedLinear | None = None
-        if embed_width != hidden:
-            self.project_in = ReplicatedLinear(context, "model.decoder.project_in", embed_width, hidden)
+        if parallel.is_last_stage and embed_width != hidden:
             self.project_out = ReplicatedLinear(context, "model.decoder.project_out", hidden, embed_width)
-        self.decoder_layers = [OPTDecoderLayer(config, context, index) for index in range(config.num_layers)]
+        self.decoder_layers = [
+            OPTDecoderLayer(config, context, index) for index in parallel.layers(config.num_layers)
+        ]
         self.final_layer_norm: LayerNorm | None = None
         # the second name marks checkpoints from before the final norm was part of the conversion
-        if hf_config.get("do_layer_norm_before", True) and not hf_config.get("_remove_final_layer_norm", False):
+        has_norm = hf_config.get("do_layer_norm_before", True) and not hf_config.get(
+            "_remove_final_layer_norm", False
+        )
+        if parallel.is_last_stage and has_norm:
             affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
             self.final_layer_norm = LayerNorm(context, "model.decoder.final_layer_norm", hidden, affine=affine)
-        tied = bool(hf_config.get("tie_word_embeddings", True))
-        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied=tied)
+        tied_to = _EMBEDDING if hf_config.get("tie_word_embeddings", True) else None
+        table = None if self.embeddings is None else self.embeddings.tokens
+        self.lm_head = self._make_lm_head(config, context, table, tied_to=tied_to, width=embed_width)
+        decoder = r"model\.decoder\."
+        self._leave_to_other_stages(
+            config,
+            context,
+            rf"{decoder}layers\.",
+            rf"{decoder}(embed_tokens|embed_positions|project_in)\.weight",
+            rf"{decoder}(project_out\.weight|final_layer_norm\.(weight|bias))",
+        )
         self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.decoder_layers]
 
     @staticmethod
@@ -128,14 +163,18 @@ class OPTForCausalLM(CausalLM):
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv_caches: list[torch.Tensor], backend: AttentionBackend, metadata: Any
+        self,
+        batch: ForwardBatch,
+        kv_caches: list[torch.Tensor],
+        backend: AttentionBackend,
+        metadata: Any,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         context = ForwardContext(batch, kv_caches, backend, metadata)
-        x = self.embed_tokens.forward(batch.input_ids)
-        if self.project_in is not None:
-            x = self.project_in.forward(x)
-        x += self.embed_positions.forward(batch.positions)
+        x = hidden if self.embeddings is None else self.embeddings.forward(batch)
+        if x is None:
+            raise ValueError("a stage behind the first needs the hidden states of the one before")
         for layer in self.decoder_layers:
             x = layer.forward(x, context)
         return x if self.final_layer_norm is None else self.final_layer_norm.forward(x)

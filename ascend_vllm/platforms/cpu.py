@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
@@ -57,14 +57,21 @@ class CpuPlatform(Platform):
         logger.info("CPU worker %d computes on %d threads", local_rank, threads)
         return torch.device("cpu")
 
-    def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def process_groups(
+        self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta
+    ) -> list[Any]:
         """Gloo, over the interface with this machine's address: what its name resolves to does not matter."""
         # Any: torch's annotations of it are wrong
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=self._address)]
-        return gloo(store, rank, size, options)
+        groups = []
+        for number, partition in enumerate(partitions):
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [gloo.create_device(hostname=self._address)]
+            ranks = next(ranks for ranks in partition if rank in ranks)
+            own_store = PrefixStore(f"{number}/{ranks[0]}", store)
+            groups.append(gloo(own_store, ranks.index(rank), len(ranks), options))
+        return groups
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:  # noqa: ARG002 - the interface's
         """Zeros whose pages are taken when first written."""

@@ -6,7 +6,7 @@ import abc
 import datetime
 import pathlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,17 +99,19 @@ class Platform(abc.ABC):
         """
 
     @abc.abstractmethod
-    def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        """Connects this worker with the others of a group; called once, behind `initialize`.
+    def process_groups(
+        self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta
+    ) -> list[Any]:
+        """Connects this worker with others; called once, behind `initialize`.
 
         Args:
-            store: where they exchange addresses.
+            store: where all workers exchange addresses.
             rank: number of this worker.
-            size: number of workers.
+            partitions: of all workers into groups, the same on all of them. Ranks in a group are places in it.
             timeout: of a collective.
 
         Returns:
-            What has the collectives of torch's process groups.
+            Of each partition the group that this worker is in: what has the collectives of torch's process groups.
 
         Raises:
             RuntimeError: the others do not come.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,10 +118,20 @@ class NpuPlatform(Platform):
         self.num_cube_cores = properties.cube_core_num
         self.num_vector_cores = properties.vector_core_num
 
-    def process_group(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def process_groups(
+        self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta
+    ) -> list[Any]:
         """HCCL, over what connects the NPUs; its own settings (HCCL_*) are read from the environment."""
+        size = sum(map(len, partitions[0]))
         dist.init_process_group(self.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return dist.group.WORLD
+        return [self._group_of(rank, partition, timeout) for partition in partitions]
+
+    def _group_of(self, rank: int, partition: Sequence[Sequence[int]], timeout: datetime.timedelta) -> Any:
+        if len(partition) == 1:
+            return dist.group.WORLD
+        # every worker takes part in the making of each group
+        groups = [dist.new_group(list(ranks), timeout, self.distributed_backend) for ranks in partition]
+        return next(group for ranks, group in zip(partition, groups, strict=True) if rank in ranks)
 
     def peak_bytes(self, largest_step: Callable[[], None]) -> int:
         """Measured while it is computed; what other processes do in the meantime does not count."""

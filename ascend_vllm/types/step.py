@@ -3,7 +3,7 @@
 A step is a *diff*: a row lives in a *slot* (0 … max_num_seqs-1) chosen by the core from admission to
 its end or preemption. The worker keeps everything about the row there (token ids, block table, sampling
 parameters, number of computed tokens) and appends the tokens it samples itself, so that a running row costs
-the core two integers a step.
+the core two integers a step. Workers of pipeline stages that do not sample are told of the tokens.
 
 Letters: R rows scheduled in a step, S rows that sample in a step, K number of log-probabilities, N steps,
 V vocabulary, G constrained rows.
@@ -74,8 +74,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """One step for the workers.
 
-    Applied in this order: freed_slots, block_moves, new_rows, forks, new_blocks, replaced_blocks; then the rows
-    compute.
+    Applied in this order: sampled, freed_slots, block_moves, new_rows, forks, new_blocks, replaced_blocks; then the
+    rows compute.
     """
 
     step_id: int
@@ -106,6 +106,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # [G, ceil(V / 32)] int32: of each of them the tokens it may get; bit t % 32 of word t // 32 is token t's.
     # None if there are none.
     bitmask: np.ndarray | None = None
+    # (slot, token): what rows that live have sampled since the last step, for stages that do not sample; the last
+    # stage knows. Rows of beam searches are not among them, forks say how they go on. Empty without stages.
+    sampled: list[tuple[int, int]] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:

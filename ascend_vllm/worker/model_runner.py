@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
+from ascend_vllm.distributed.stage_link import NoOtherStages, StageLink
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
@@ -18,6 +19,7 @@ from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
+from ascend_vllm.worker.stage_runner import StageForward
 
 
 class DecodeGraphs(Protocol):
@@ -39,6 +41,7 @@ class ModelRunner:
         logprobs_mode: see `Sampler`.
         device: where everything computes.
         host_memory: whether tensors on the device are the host's memory; None: on CPU they are.
+        link: to the other stages, of which this is the last; None: there are none.
     """
 
     def __init__(
@@ -52,10 +55,10 @@ class ModelRunner:
         device: torch.device,
         *,
         host_memory: bool | None = None,
+        link: StageLink | None = None,
     ) -> None:
         self._model = model
-        self._backend = backend
-        self._kv_caches = kv_caches
+        self._forward = StageForward(model, backend, kv_caches, link or NoOtherStages())
         self._mover = mover
         self._batch = batch
         # on CPU the device's memory is the host's: nobody waits for ids there, nor copies tokens
@@ -154,8 +157,7 @@ class ModelRunner:
 
     def compute_hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of a batch's tokens, operator by operator."""
-        metadata = self._backend.prepare(batch)
-        return self._model.forward(batch, self._kv_caches, self._backend, metadata)
+        return self._forward(batch)
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, V] of all of the step's tokens."""

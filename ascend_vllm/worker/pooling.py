@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import NewRow, PooledOutput, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, upload
 from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.stage_runner import StageForward
 
 
 class Gatherer(abc.ABC):
@@ -149,8 +149,7 @@ class PoolingRunner:
 
     Args:
         model: with a pooler, on `device`.
-        backend: serves all layers of the model.
-        kv_caches: one per layer, of the backend's shape.
+        forward: through its layers.
         mover: copies their blocks.
         batch: empty slots.
         gatherer: collects the hidden states that the pooler reads.
@@ -163,8 +162,7 @@ class PoolingRunner:
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
-        kv_caches: list[torch.Tensor],
+        forward: StageForward,
         mover: BlockMover,
         batch: InputBatch,
         gatherer: Gatherer,
@@ -174,8 +172,7 @@ class PoolingRunner:
             raise ValueError("the model has no pooler")
         self._model = model
         self._pooler = model.pooler
-        self._backend = backend
-        self._kv_caches = kv_caches
+        self._forward = forward
         self._mover = mover
         self._batch = batch
         self._gatherer = gatherer
@@ -200,9 +197,7 @@ class PoolingRunner:
             return output
         slots, num_scheduled = np.array(step.slots, np.int64), np.array(step.num_scheduled_tokens, np.int64)
         host_batch = self._batch.build(slots, num_scheduled)
-        batch = host_batch.to_device(self._device)
-        metadata = self._backend.prepare(batch)
-        hidden = self._model.forward(batch, self._kv_caches, self._backend, metadata)
+        hidden = self._forward(host_batch.to_device(self._device))
         self._batch.advance(slots, num_scheduled)
         states, counts = self._gatherer.gather(host_batch, slots, hidden)
         if len(counts):

@@ -18,11 +18,12 @@ import torch
 
 from ascend_vllm import envs
 from ascend_vllm.attention.backend import AttentionBackend
-from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.graphs import GraphMode
-from ascend_vllm.distributed.group import join_group
+from ascend_vllm.distributed.group import join_groups
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.rendezvous import Rendezvous
+from ascend_vllm.distributed.stage_link import GroupStageLink, NoOtherStages, StageLink
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
@@ -44,6 +45,7 @@ from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
 from ascend_vllm.worker.profiler import WorkerProfiler
+from ascend_vllm.worker.stage_runner import StageForward, StageRunner
 
 logger = init_logger(__name__)
 
@@ -53,6 +55,8 @@ _WARM_UP_TOKENS = 64
 # what `wake_up` can bring back
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
+
+_Runner = ModelRunner | PoolingRunner | StageRunner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Worker:
 
     Args:
         config: the engine's configuration.
-        rank: number of the worker among all of the engine.
+        rank: number of the worker among all of the engine; those of a stage are neighbours.
         rendezvous: where it meets the other workers; None for a worker alone.
 
     Raises:
@@ -91,9 +95,9 @@ class Worker:
                 f"--kv-cache-dtype {config.cache.cache_dtype} differs from the model's {config.model.dtype}: "
                 "the KV cache is kept in the model's dtype, use auto."
             )
-        self._parallel = ParallelContext(tp_rank=rank, tp_size=config.parallel.tensor_parallel_size)
+        self._parallel = _place_of(rank, config.parallel)
         meeting = rendezvous or Rendezvous(port=0)
-        place = meeting.place(rank, self._parallel.tp_size)
+        place = meeting.place(rank, self._parallel.world_size)
         self._device = self._platform.initialize(
             place.local_rank, place.num_workers, meeting.address, config.parallel.data_parallel_size
         )
@@ -103,9 +107,14 @@ class Worker:
                 f"--dtype {config.model.dtype} is not available on --device {self._platform.name}; possible here: "
                 f"{possible}."
             )
-        self._collectives = join_group(self._platform, self._parallel, rendezvous)
+        groups = join_groups(self._platform, self._parallel, rendezvous)
+        self._collectives = groups.collectives
+        self._link: StageLink = NoOtherStages()
+        if groups.stages is not None:
+            stage, width = self._parallel.pp_rank, config.model.hidden_size
+            self._link = GroupStageLink(groups.stages, stage, width, self._dtype, self._device)
         self._loaded: _Loaded | None = None
-        self._runner: ModelRunner | PoolingRunner | None = None
+        self._runner: _Runner | None = None
         self._cache_size: KVCacheSize | None = None
         self._profiler = WorkerProfiler(envs.torch_profiler_dir(), rank)
 
@@ -126,7 +135,7 @@ class Worker:
         )
         try:
             # all ranks would draw their bars over each other
-            load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and self._parallel.tp_rank == 0)
+            load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and self._parallel.rank == 0)
             model = load_model(config.model, load, context)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -217,10 +226,8 @@ class Worker:
             self._runner.use_graphs(graphs)
         self._warm_up(self._runner, num_blocks)
 
-    def _make_runner(
-        self, kv_caches: list[torch.Tensor], cpu_caches: list[torch.Tensor]
-    ) -> ModelRunner | PoolingRunner:
-        """What runs the steps of a model that generates, or of one that pools."""
+    def _make_runner(self, kv_caches: list[torch.Tensor], cpu_caches: list[torch.Tensor]) -> _Runner:
+        """What runs the steps of a model that generates or of one that pools, or of one of its first stages."""
         config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
         mover = BlockMover(backend, kv_caches, cpu_caches)
         batch = InputBatch(
@@ -229,16 +236,19 @@ class Worker:
             block_size=config.cache.block_size,
             vocab_size=config.model.vocab_size,
         )
+        if not self._parallel.is_last_stage:
+            forward = StageForward(model, backend, kv_caches, self._link)
+            return StageRunner(forward, self._link, mover, batch, self._device)
         if config.model.pooler is None:
-            return ModelRunner(model, backend, kv_caches, mover, batch, config.model.logprobs_mode, self._device)
+            mode = config.model.logprobs_mode
+            return ModelRunner(model, backend, kv_caches, mover, batch, mode, self._device, link=self._link)
         gatherer = make_gatherer(
             config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
         )
-        return PoolingRunner(model, backend, kv_caches, mover, batch, gatherer, self._device)
+        forward = StageForward(model, backend, kv_caches, self._link)
+        return PoolingRunner(model, forward, mover, batch, gatherer, self._device)
 
-    def _make_graphs(
-        self, runner: ModelRunner | PoolingRunner, kv_caches: list[torch.Tensor]
-    ) -> GraphRunner | CompiledRunner | None:
+    def _make_graphs(self, runner: _Runner, kv_caches: list[torch.Tensor]) -> GraphRunner | CompiledRunner | None:
         """Graphs for a runner, neither captured nor compiled; None if it runs without."""
         if self._config.graphs.mode != GraphMode.COMPILED:
             return self._make_captured_graphs(runner)
@@ -250,7 +260,7 @@ class Worker:
         made_for = fingerprint(config, loaded.backend, compiler.versions())
         # what users keep in the directory stays as it is
         parallel = config.parallel
-        rank = parallel.data_parallel_rank * parallel.world_size + self._parallel.tp_rank
+        rank = parallel.data_parallel_rank * parallel.world_size + self._parallel.rank
         directory = envs.torchair_cache_home() / "ascend_vllm" / f"rank{rank}"
         cache = GraphCache(directory.absolute(), made_for)
         return CompiledRunner(
@@ -264,7 +274,7 @@ class Worker:
             self._device,
         )
 
-    def _make_captured_graphs(self, runner: ModelRunner | PoolingRunner) -> GraphRunner | None:
+    def _make_captured_graphs(self, runner: _Runner) -> GraphRunner | None:
         """Graphs for a runner, not captured; None if it runs without."""
         graphs, backend = self._config.graphs, self._model_in_use.backend
         if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
@@ -276,6 +286,11 @@ class Worker:
             return None
         block_size = self._config.cache.block_size
         return GraphRunner(graphs, backend, runner.compute_hidden, recorder, block_size, self._device)
+
+    @property
+    def output_rank(self) -> int:
+        """Number of the worker that tells what steps gave."""
+        return self._config.parallel.output_rank
 
     def execute_model(self, step: SchedulerOutput) -> StepOutput:
         """Runs one step; see `ModelRunner.execute`."""
@@ -393,7 +408,7 @@ class Worker:
         parts = torch.split(memory, sizes)
         return [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _warm_up(self, runner: ModelRunner | PoolingRunner, num_blocks: int) -> None:
+    def _warm_up(self, runner: _Runner, num_blocks: int) -> None:
         """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""
         config = self._config
         start = time.monotonic()
@@ -407,7 +422,8 @@ class Worker:
             row.pooling_params = PoolingParams()
         runner.execute(SchedulerOutput(-1, [], [row], [0], [length], []))
         if config.model.pooler is None:
-            runner.execute(SchedulerOutput(-1, [], [], [0], [1], []))
+            # stages that do not sample go on with any token
+            runner.execute(SchedulerOutput(-1, [], [], [0], [1], [], sampled=[(0, 0)]))
         runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
         logger.info("Warmed up in %.2f s", time.monotonic() - start)
 
@@ -482,6 +498,17 @@ class Worker:
             device_type,
             f": {', '.join(on_reference)}" if on_reference else "",
         )
+
+
+def _place_of(rank: int, config: ParallelConfig) -> ParallelContext:
+    tp_size = config.tensor_parallel_size
+    return ParallelContext(
+        tp_rank=rank % tp_size,
+        tp_size=tp_size,
+        pp_rank=rank // tp_size,
+        pp_size=config.pipeline_parallel_size,
+        stage_layers=config.stage_layers,
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,8 @@ It knows rows only from the diffs of SchedulerOutput, and keeps a paged "KV cach
 back through its own block tables; swapped blocks are in a second one. Whatever goes wrong with slots, blocks, copies,
 diffs or recomputation changes tokens, or raises.
 
-With async_scheduling a step is computed when its result is asked for, as late as can be.
+With async_scheduling, and with pipeline stages, a step is computed when its result is asked for, as late as can be;
+the first stage takes it at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
 from ascend_vllm.types.step import NO_TOKEN, KVCacheSize, MoveKind, NewRow, SchedulerOutput, StepLogprobs, StepOutput
+from tests.core.first_stage import FirstStage
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -143,6 +145,7 @@ class MemoryExecutor(Executor):
         self.moves: collections.Counter[MoveKind] = collections.Counter()
         self.late: collections.deque[tuple[SchedulerOutput, Future[StepOutput]]] = collections.deque()
         self.steps: list[SchedulerOutput] = []
+        self.first_stage = FirstStage() if config.parallel.pipeline_parallel_size > 1 else None
         # slots of the step's rows that ended before it was made known to the core
         self.wasted: set[int] = set()
         # constrained rows of the step → the tokens they may get
@@ -156,7 +159,9 @@ class MemoryExecutor(Executor):
         return KVCacheSize(self.num_blocks, self.num_cpu_blocks)
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
-        if self.config.scheduler.async_scheduling:
+        if self.first_stage is not None:
+            self.first_stage.take(step)
+        if self.config.scheduler.async_scheduling or self.first_stage is not None:
             late = _LateFuture(self)
             self.late.append((step, late))
             return late
@@ -208,6 +213,9 @@ class MemoryExecutor(Executor):
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             if self._compute(self.slots[slot], count):
                 sampled.append(slot)
+        if self.first_stage is not None:
+            inputs = {slot: self.slots[slot].token_ids[: self.slots[slot].num_computed_tokens] for slot in step.slots}
+            assert self.first_stage.inputs.popleft() == inputs, "stages compute different tokens"
         constrained = {slot for slot in sampled if self.slots[slot].params.structured_outputs is not None}
         assert set(self.allowed) == constrained, "a constrained row samples without a mask, or the other way round"
         assert step.num_steps == 1 or not constrained
@@ -353,15 +361,28 @@ def make_config(
     seed: int = 0,
     prefix_caching: bool = False,
     sliding_window: int | None = None,
+    num_stages: int = 1,
+    enable_sleep_mode: bool = False,
     **scheduler: Any,
 ) -> EngineConfig:
     """A configuration of the hash model; further settings are SchedulerConfig's."""
     return EngineConfig(
-        model=ModelConfig("hash", ("hash",), "hash", "Hash", {}, {}, "float32", max_model_len, seed=seed),
+        model=ModelConfig(
+            "hash",
+            ("hash",),
+            "hash",
+            "Hash",
+            {},
+            {},
+            "float32",
+            max_model_len,
+            seed=seed,
+            enable_sleep_mode=enable_sleep_mode,
+        ),
         load=LoadConfig(),
         cache=CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching, sliding_window=sliding_window),
         scheduler=SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, chunked, **scheduler),
-        parallel=ParallelConfig(),
+        parallel=ParallelConfig(pipeline_parallel_size=num_stages),
         device=DeviceConfig(),
         observability=ObservabilityConfig(),
     )

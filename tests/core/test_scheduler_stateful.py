@@ -62,6 +62,7 @@ EVENTS = (
     "chunks",
     "beam_searches",
     "aborts",
+    "tokens_for_stages",
     "masks",
 )
 # examples are drawn in rounds until that is reached, which takes about five
@@ -137,6 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "policy": st.sampled_from(["fcfs", "fcfs", "priority"]),
                 "preemption_mode": st.sampled_from([None, "recompute", "swap"]),
                 "async_scheduling": st.booleans(),
+                "num_stages": st.sampled_from([1, 1, 1, 1, 2, 3]),
                 "delay_factor": st.sampled_from([0.0, 0.0, 0.5]),
                 "max_num_partial_prefills": st.integers(1, 3),
                 "long_prefill_token_threshold": st.sampled_from([0, 0, 3, 10]),
@@ -345,6 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunks=sum(self.chunked and max(made.num_scheduled_tokens, default=0) > 1 for made in steps),
             beam_searches=sum(result.beams is not None for result in self.collected.values()),
             aborts=len(self.aborted),
+            tokens_for_stages=sum(len(made.sampled) for made in steps),
             masks=sum(len(made.constrained_slots) for made in steps),
         )
 

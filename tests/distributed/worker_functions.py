@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
+import signal
 import time
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
 
 
@@ -39,3 +43,53 @@ def fail(worker: Worker) -> None:
     """Fails on the second rank alone."""
     if worker._parallel.tp_rank == 1:
         raise ValueError("the second one does not")
+
+
+def stage_facts(worker: Worker) -> tuple[int, int, bool, bool]:
+    """Layers that the worker holds, their KV caches, and whether it has the embedding and the last norm."""
+    model, runner = worker.get_model(), worker._runner
+    forward = runner._forward  # type: ignore[union-attr]
+    layers, table, norm = (getattr(model, name) for name in ("decoder_layers", "embed_tokens", "norm"))
+    return len(layers), len(forward._kv_caches), table is not None, norm is not None
+
+
+def overlap_steps(worker: Worker, directory: str, count: int) -> None:
+    """From now on, `count` times, the last stage begins a decoding step when the first has begun the one behind."""
+    runner: Any = worker._runner
+    execute = runner.execute
+    worker.num_overlapped = 0  # type: ignore[attr-defined]
+
+    def overlapping(step: SchedulerOutput) -> StepOutput:
+        if worker._parallel.is_first_stage:
+            pathlib.Path(directory, str(step.step_id)).touch()
+        elif worker.num_overlapped < count and step.slots and max(step.num_scheduled_tokens) == 1:  # type: ignore[attr-defined]
+            wait_for_file(worker, f"{directory}/{step.step_id + 1}")
+            if not pathlib.Path(directory, str(step.step_id + 1)).exists():
+                raise RuntimeError("the first stage does not work while the last one does")
+            worker.num_overlapped += 1  # type: ignore[attr-defined]
+        output: StepOutput = execute(step)
+        return output
+
+    runner.execute = overlapping
+
+
+def num_overlapped(worker: Worker) -> int:
+    """How often the worker has begun a step while the first stage was at the next one."""
+    return int(worker.num_overlapped)  # type: ignore[attr-defined]
+
+
+def die_in_a_step(worker: Worker, pp_rank: int) -> None:
+    """A stage's workers kill themselves at the second step from now."""
+    if worker._parallel.pp_rank != pp_rank:
+        return
+    runner: Any = worker._runner
+    execute = runner.execute
+    steps = itertools.count()
+
+    def deadly(step: SchedulerOutput) -> StepOutput:
+        if next(steps) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        output: StepOutput = execute(step)
+        return output
+
+    runner.execute = deadly

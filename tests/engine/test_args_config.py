@@ -737,12 +737,34 @@ def test_unusable_device(make_model: MakeModel) -> None:
 def test_refusals_come_before_files_are_read() -> None:
     with pytest.raises(UnsupportedFlagError, match=r"^--enable-lora is not supported"):
         config_of("/no/such/dir", enable_lora=True)
-    with pytest.raises(UnsupportedFlagError, match=r"^--pipeline-parallel-size 2 is not supported"):
-        config_of("/no/such/dir", pipeline_parallel_size=2)
     with pytest.raises(UnsupportedFlagError, match=r"^--ray-workers-use-nsight is not supported"):
         config_of("/no/such/dir", distributed_executor_backend="ray", ray_workers_use_nsight=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):
         config_of("/no/such/dir", num_lookahead_slots=1)
+
+
+def test_stages(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(QWEN2 | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6})
+    config = config_of(model, pipeline_parallel_size=4, num_scheduler_steps=2)
+    assert config.parallel == ParallelConfig(1, "mp", pipeline_parallel_size=4, stage_layers=(1, 2, 2, 1))
+    both = config_of(model, pipeline_parallel_size=2, tensor_parallel_size=2).parallel
+    assert (both.stage_layers, both.world_size, both.output_rank) == ((3, 3), 4, 2)
+    with pytest.raises(ConfigError, match=r"^--pipeline-parallel-size 7 is more than the model has layers \(6\)"):
+        config_of(model, pipeline_parallel_size=7)
+    with pytest.raises(ConfigError, match=r"uni runs one worker, and .* --pipeline-parallel-size 2 needs 2: use mp"):
+        config_of(model, pipeline_parallel_size=2, distributed_executor_backend="uni")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3,2")
+    assert config_of(model, pipeline_parallel_size=3).parallel.stage_layers == (1, 3, 2)
+    assert config_of(model).parallel == ParallelConfig(1, "uni")
+    for wrong, message in (
+        ("1,x", "Invalid partition string: 1,x"),
+        ("3,3", r"len\(partitions\)=2 does not match pp_size=3\."),
+        ("1,2,2", r"sum\(partitions\)=5 does not match num_hidden_layers=6\."),
+        ("0,4,2", "VLLM_PP_LAYER_PARTITION=0,4,2: each stage needs one layer"),
+    ):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", wrong)
+        with pytest.raises(ConfigError, match=message):
+            config_of(model, pipeline_parallel_size=3)
 
 
 def test_several_workers(make_model: MakeModel) -> None:

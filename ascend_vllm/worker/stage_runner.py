@@ -1,0 +1,88 @@
+"""Steps of a pipeline stage: its layers between the stage before and the next. Letters: T tokens, H hidden."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
+from ascend_vllm.distributed.stage_link import StageLink
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
+from ascend_vllm.worker.block_mover import BlockMover
+from ascend_vllm.worker.input_batch import InputBatch
+
+
+class StageForward:
+    """The forward pass through this worker's layers; they are all layers, unless there are stages.
+
+    Args:
+        model: on the device.
+        backend: serves all its layers.
+        kv_caches: one per layer, of the backend's shape.
+        link: to the other stages.
+    """
+
+    def __init__(
+        self, model: CausalLM, backend: AttentionBackend, kv_caches: list[torch.Tensor], link: StageLink
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._kv_caches = kv_caches
+        self._link = link
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] of a batch's tokens."""
+        metadata = self._backend.prepare(batch)
+        hidden = self._link.receive(len(batch.input_ids))
+        return self._model.forward(batch, self._kv_caches, self._backend, metadata, hidden)
+
+
+class StageRunner:
+    """Runs steps of a stage that others follow: the counterpart of `ModelRunner` and `PoolingRunner` of the last.
+
+    Nothing is sampled here. Which tokens the rows got is in the step that goes on with them.
+
+    Args:
+        forward: through this stage's layers.
+        link: to the next stage.
+        mover: copies blocks of the layers' caches.
+        batch: empty slots.
+        device: where everything computes.
+    """
+
+    def __init__(
+        self, forward: StageForward, link: StageLink, mover: BlockMover, batch: InputBatch, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._link = link
+        self._mover = mover
+        self._batch = batch
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> StepOutput:
+        """Applies the step's diff, computes its tokens and hands them on.
+
+        Returns:
+            An output without contents: the last stage tells.
+
+        Raises:
+            ValueError: the step does not fit its rows.
+        """
+        if step.sampled:
+            slots, token_ids = np.array(step.sampled, np.int64).T
+            self._batch.append(slots, token_ids)
+        self._mover.move(step.block_moves)
+        self._batch.apply(step)
+        if step.slots:
+            slots, num_scheduled = np.array(step.slots, np.int64), np.array(step.num_scheduled_tokens, np.int64)
+            batch = self._batch.build(slots, num_scheduled).to_device(self._device)
+            self._link.send(self._forward(batch))
+            self._batch.advance(slots, num_scheduled)
+        return StepOutput(step.step_id, np.zeros(0, np.int32), np.zeros((0, 1), np.int64))
+
+    def compute_largest(self, step: SchedulerOutput) -> None:
+        """See `ModelRunner.compute_largest`."""
+        self.execute(step)
+        self.execute(SchedulerOutput(step.step_id, [row.slot for row in step.new_rows], [], [], [], []))

@@ -1,0 +1,145 @@
+"""With pipeline stages as many steps are under way, of different rows; the first is told what the last samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.types.messages import BeamSearchSpec
+from tests.core.memory_executor import (
+    Collected,
+    MemoryExecutor,
+    assert_all_free,
+    assert_tokens,
+    entries,
+    make_core,
+    make_request,
+    run,
+    step,
+)
+
+
+def _slots_under_way(core: EngineCore) -> list[list[int]]:
+    return [made.slots for made in core._scheduler._in_flight]
+
+
+@pytest.mark.parametrize(("num_stages", "num_rows"), [(2, 4), (2, 5), (3, 7), (4, 2)])
+def test_decoding_rows_are_shared_among_the_stages(num_stages: int, num_rows: int) -> None:
+    core, executor = make_core(num_stages=num_stages, max_num_seqs=8)
+    requests = [make_request(f"r{i}", 5 + i, max_tokens=20, seed=i) for i in range(num_rows)]
+    for request in requests:
+        core.add_request(request)
+    collected: dict[str, Collected] = {}
+    step(core, collected)
+    most = -(-num_rows // num_stages)
+    for _ in range(12):
+        step(core, collected)
+        under_way = _slots_under_way(core)
+        slots = [slot for made in under_way for slot in made]
+        assert len(set(slots)) == len(slots)
+        assert max(map(len, under_way)) <= most
+        # the one that has just come back is the next that is made
+        assert len(under_way) == min(num_stages, num_rows) - 1
+    assert_tokens(collected | run_on(core, collected), requests)
+    assert_all_free(core)
+    # everything but first and last tokens, which the prompts' last stage and nobody needs
+    assert sum(len(made.sampled) for made in executor.steps) == num_rows * 19
+
+
+def run_on(core: EngineCore, collected: dict[str, Collected]) -> dict[str, Collected]:
+    """Steps until nothing is left."""
+    while core.has_unfinished():
+        step(core, collected)
+        assert core.audit()["violations"] == []
+    return collected
+
+
+def test_pieces_of_a_prompt_follow_each_other_at_once() -> None:
+    core, executor = make_core(num_stages=3, chunked=True, max_num_batched_tokens=8)
+    requests = [make_request("long", 40, max_tokens=4)]
+    core.add_request(requests[0])
+    collected: dict[str, Collected] = {}
+    step(core, collected)
+    assert [made.num_scheduled_tokens for made in executor.steps] == [[8]]
+    # two are under way already, though nothing has come of the first
+    assert len(core._in_flight) == 2
+    assert_tokens(run_on(core, collected), requests)
+
+
+def test_several_steps_at_once_become_single_ones() -> None:
+    core, executor = make_core(num_stages=2, num_scheduler_steps=4)
+    requests = [make_request(f"r{i}", 6, max_tokens=9, seed=i) for i in range(3)]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests)
+    assert {made.num_steps for made in executor.steps} == {1}
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunked": True}, {"preemption_mode": "swap", "async_scheduling": True}])
+def test_preempted_rows_go_on_with_their_tokens(settings: dict[str, Any]) -> None:
+    core, executor = make_core(num_blocks=9, num_cpu_blocks=8, num_stages=2, **settings)
+    requests = [make_request(f"r{i}", 6, max_tokens=16, seed=i) for i in range(3)]
+    for request in requests:
+        core.add_request(request)
+    assert_tokens(run(core), requests)
+    assert max(len(entries(executor, request.request_id)) for request in requests) > 1
+    assert_all_free(core)
+
+
+def test_a_slot_that_changes_hands_gets_no_token_of_the_row_before() -> None:
+    core, executor = make_core(num_stages=2, max_num_seqs=2)
+    requests = [make_request(f"r{i}", 6, max_tokens=12, seed=i) for i in range(4)]
+    for request in requests:
+        core.add_request(request)
+    collected: dict[str, Collected] = {}
+    for _ in range(4):
+        step(core, collected)
+    core.abort_requests(["r0", "r1"])
+    results = run_on(core, collected)
+    assert_tokens(results, requests[2:])
+    assert {row.slot for row in entries(executor, "r2") + entries(executor, "r3")} == {0, 1}
+
+
+def test_a_beam_search_waits_for_all_its_rows() -> None:
+    def search(num_stages: int) -> Any:
+        core, _ = make_core(num_stages=num_stages, max_num_seqs=6)
+        spec = BeamSearchSpec(4, 2, 1.0, True)
+        core.add_request(make_request("b", 5, message={"beam_search": spec}, temperature=0.0, max_tokens=10))
+        core.add_request(make_request("r", 7, max_tokens=10))
+        results = run(core)
+        assert_all_free(core)
+        return results["b"].beams, results["r"].token_ids
+
+    assert search(3) == search(1)
+
+
+def test_it_sleeps_when_every_stage_has_done_its_step() -> None:
+    core, executor = make_core(num_stages=2, enable_sleep_mode=True)
+    requests = [make_request(f"r{i}", 6, max_tokens=12, seed=i) for i in range(3)]
+    for request in requests:
+        core.add_request(request)
+    collected: dict[str, Collected] = {}
+    for _ in range(3):
+        step(core, collected)
+    core.sleep(1)
+    assert executor.calls == [("sleep", 1)]
+    core.call_utility("wake_up", [None])
+    assert_tokens(run_on(core, collected), requests)
+
+
+def test_a_stage_that_is_told_nothing_would_notice() -> None:
+    """The tests above can fail."""
+    core, executor = make_core(num_stages=2)
+    core.add_request(make_request("r", 6))
+    tell = core._scheduler.rows.tell
+
+    def forget(made: Any) -> None:
+        tell(made)
+        made.sampled = []
+
+    core._scheduler.rows.tell = forget  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="the first stage does not know the token"):
+        run(core)
+    assert isinstance(executor, MemoryExecutor)
