@@ -93,3 +93,13 @@ def die_in_a_step(worker: Worker, pp_rank: int) -> None:
         return output
 
     runner.execute = deadly
+
+
+def device(worker: Worker) -> str:
+    """Torch's name of the worker's device."""
+    return str(worker._device)
+
+
+def visible_devices(_worker: Worker) -> str | None:
+    """The NPUs that the worker's process may use."""
+    return os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
