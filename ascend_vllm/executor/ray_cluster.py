@@ -190,8 +190,8 @@ class RayCluster:
         return (
             f"{_FLAG}: The number of required {self.resource}s exceeds the total number of available "
             f"{self.resource}s in the placement group. Required number of devices: {self._num_workers}. Total number "
-            f"of devices: {count}. Lower --tensor-parallel-size or --pipeline-parallel-size, or add machines to the Ray "
-            "cluster; `ray status` shows what it has."
+            f"of devices: {count}. Lower --tensor-parallel-size or --pipeline-parallel-size, or add machines to the "
+            "Ray cluster; `ray status` shows what it has."
         )
 
     def _take_seats(self) -> list[Seat]:
