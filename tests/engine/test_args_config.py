@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pathlib
 import subprocess
 import sys
@@ -743,9 +744,11 @@ def test_refusals_come_before_files_are_read() -> None:
         config_of("/no/such/dir", num_lookahead_slots=1)
 
 
-def test_stages(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(QWEN2 | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6})
+    monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
     config = config_of(model, pipeline_parallel_size=4, num_scheduler_steps=2)
+    assert "--num-scheduler-steps 2: with --pipeline-parallel-size 4 steps are made one at a time" in caplog.text
     assert config.parallel == ParallelConfig(1, "mp", pipeline_parallel_size=4, stage_layers=(1, 2, 2, 1))
     both = config_of(model, pipeline_parallel_size=2, tensor_parallel_size=2).parallel
     assert (both.stage_layers, both.world_size, both.output_rank) == ((3, 3), 4, 2)
