@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 import threading
@@ -64,6 +65,9 @@ class RayWorker:
     """
 
     def __init__(self) -> None:
+        # Ray's process on this machine
+        parent = os.pidfd_open(os.getppid())
+        threading.Thread(target=_end_with, args=(parent,), name="watch-parent", daemon=True).start()
         self._thread = DeviceThread()
         self._worker: Worker | None = None
         self._rank = 0
@@ -119,3 +123,11 @@ class RayWorker:
         worker, self._worker = self._worker, None
         if worker is not None:
             self._thread.close(worker.shutdown)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the parent ends, by its descriptor: Ray would wait for `watch` to return."""
+    poll = select.poll()
+    poll.register(parent, select.POLLIN)
+    poll.poll()
+    os._exit(1)

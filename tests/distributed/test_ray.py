@@ -191,7 +191,7 @@ def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> Non
     assert descriptor is not None
     assert select.select([descriptor], [], [], TIMEOUT_S)[0]
     for use in (executor.check_health, lambda: shared.generate("Hello", GREEDY, use_tqdm=False)):
-        with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pids[1]} on .*\) is gone: The actor died"):
+        with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pids[1]} on .*\) is gone: The actor "):
             use()
     assert wait_until(lambda: not any(map(is_alive, processes)), TIMEOUT_S)
     shared.shutdown()
@@ -324,6 +324,28 @@ def test_a_cluster_that_was_started_ends_with_the_program_that_is_killed(odd_mod
         assert wait_until(lambda: not any(map(is_alive, [*program.workers, *program.nodes])), TIMEOUT_S)
     finally:
         program.close()
+
+
+# as Ray's process on a machine does, without Ray
+PARENT = """
+import subprocess, sys
+worker = "import os; from ascend_vllm.executor.ray_worker import RayWorker; actor = RayWorker(); "
+worker += "print(os.getpid(), flush=True); actor.watch()"
+worker = subprocess.Popen([sys.executable, "-c", worker])
+sys.stdin.read()
+"""
+
+
+def test_a_worker_ends_with_its_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not is_alive(worker), TIMEOUT_S)
+    parent.communicate()
 
 
 WITHOUT_RAY = """
