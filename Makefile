@@ -13,6 +13,10 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
+# Machines that forbid Python to keep bytecode would compile what torch_npu and transformers import in each of the
+# hundreds of processes that the tests start: a third of the time that such a process needs to begin.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Without --no-compile pip turns thousands of modules into bytecode of which only a few are ever imported.
 INSTALL := $(PY) -m pip install --no-build-isolation --no-compile
 TORCH_NPU := $(shell grep -o 'torch_npu==[0-9.]*' pyproject.toml)
