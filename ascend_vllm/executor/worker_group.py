@@ -25,6 +25,7 @@ from ascend_vllm.distributed.rendezvous import Rendezvous, listen
 from ascend_vllm.distributed.shm_ring import RingAbandonedError, RingEnds, RingReader, RingWriter
 from ascend_vllm.errors import AscendVllmError, EngineDeadError
 from ascend_vllm.executor import wire
+from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S, shut_down_error
 from ascend_vllm.executor.wire import RecordKind, WorkerSetup
 from ascend_vllm.executor.worker_process import START_CALL
 from ascend_vllm.logger import init_logger
@@ -32,8 +33,6 @@ from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 logger = init_logger(__name__)
 
-# how long a step that is being computed may go on when the workers are to end
-SHUTDOWN_GRACE_S = 5.0
 # when a worker dies the others fail, too, and may be heard first
 _LAST_WORDS_S = 0.5
 
@@ -223,7 +222,7 @@ class WorkerGroup:
                     worker.process.wait(max(0.0, deadline - time.monotonic()))
         os.eventfd_write(self._wake, 1)
         self._listener.join()
-        self._end(EngineDeadError("the worker has been shut down"))
+        self._end(shut_down_error())
         for worker in self._workers:
             worker.bury()
         for ring in self._rings:
@@ -238,7 +237,7 @@ class WorkerGroup:
         if self._error is not None:
             raise EngineDeadError(str(self._error))
         if self._is_stopping:
-            raise EngineDeadError("the worker has been shut down")
+            raise shut_down_error()
 
     # ---- the listening thread ------------------------------------------------------------------------------
 
