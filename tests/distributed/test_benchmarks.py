@@ -13,7 +13,8 @@ from tests.tiny_models import tiny_model
 
 def _result_of(*command: str) -> Any:
     """What a benchmark prints."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
+    whole = [sys.executable, *command]
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
     return json.loads(done.stdout[done.stdout.index("{\n") :])
 
 
