@@ -5,31 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.executor.base import Executor, check_kv_cache_size
+from ascend_vllm.executor.remote_workers import RemoteWorkers
 from ascend_vllm.executor.worker_group import WorkerGroup
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
-
-
-class Workers(Protocol):
-    """Workers that are not in this process; `WorkerGroup` says what its methods do."""
-
-    @property
-    def death_descriptor(self) -> int: ...
-
-    def wait_until_made(self) -> None: ...
-
-    def step(self, step: SchedulerOutput) -> Future[StepOutput]: ...
-
-    def call(
-        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[list[Any]]: ...
-
-    def check(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MultiprocExecutor(Executor):
@@ -58,7 +40,7 @@ class MultiprocExecutor(Executor):
             self.shutdown()
             raise
 
-    def _make_group(self, config: EngineConfig) -> Workers:
+    def _make_group(self, config: EngineConfig) -> RemoteWorkers:
         return WorkerGroup(config)
 
     def initialize(self) -> KVCacheSize:

@@ -1,13 +1,11 @@
 """Workers in actors of Ray, on any machine of a cluster, as the process that started them sees them.
 
 Each has a call under way that never ends, whose failure tells of its death; nobody polls. One thread takes whatever
-comes from the actors, in the order it comes in. As in `WorkerGroup`, what goes wrong in a step, and the death of any
-worker, is the end of all of them.
+comes from the actors, in the order it comes in.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -15,7 +13,6 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,17 +22,13 @@ import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.distributed.rendezvous import Machine, Rendezvous
-from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError
-from ascend_vllm.executor import wire
+from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S, shut_down_error
 from ascend_vllm.executor.ray_cluster import RayCluster, Seat
 from ascend_vllm.executor.ray_worker import RayWorker, RayWorkerFacts, RayWorkerSetup
-from ascend_vllm.executor.wire import RecordKind
-from ascend_vllm.executor.worker_group import GroupCall
-from ascend_vllm.executor.worker_process import START_CALL
+from ascend_vllm.executor.remote_workers import RemoteWorkers
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.host import LOOPBACK
-from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 logger = init_logger(__name__)
 
@@ -84,14 +77,11 @@ class _Answer:
     is_watch: bool
 
 
-class RayGroup:
+class RayGroup(RemoteWorkers):
     """Starts the workers of an engine.
 
     Args:
         config: of the engine; it says how many there are.
-
-    Attributes:
-        death_descriptor: readable when the workers are gone without having been told to stop.
 
     Raises:
         ConfigError: Ray is not installed, its cluster does not answer, or has too little.
@@ -99,21 +89,15 @@ class RayGroup:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._size = config.parallel.world_size
-        # the order of what is sent, and what is waited for
-        self._lock = threading.Lock()
-        self._steps: collections.deque[Future[StepOutput]] = collections.deque()
-        self._calls: dict[int, GroupCall] = {START_CALL: GroupCall(self._size)}
-        self._next_call = START_CALL + 1
-        self._made = self._calls[START_CALL].future
-        # why the workers are gone
-        self._error: Exception | None = None
-        self._is_stopping = False
+        super().__init__(config.parallel.world_size)
         self._answers: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
-        self._cluster = RayCluster(config.device.device, self._size)
+        try:
+            self._cluster = RayCluster(config.device.device, self._size)
+        except BaseException:
+            os.close(self.death_descriptor)
+            raise
         self._ray = self._cluster.ray
         self._actors: list[_Actor] = []
-        self.death_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
         try:
             self._actors = self._start_actors()
             self._start_workers(config)
@@ -191,70 +175,13 @@ class RayGroup:
         """Has what comes of a call of an actor told to the listening thread."""
         reference.future().add_done_callback(lambda result: self._answers.put(_Answer(actor, result, is_watch)))
 
-    def wait_until_made(self) -> None:
-        """Returns when every worker has its device and has found the others.
-
-        Raises:
-            ConfigError: the devices cannot be used.
-            Exception: whatever a worker failed with.
-        """
-        self._made.result()
-
-    def step(self, step: SchedulerOutput) -> Future[StepOutput]:
-        """Sends a step to all workers; what it gives comes from one of them."""
-        future: Future[StepOutput] = Future()
-        try:
-            record = wire.encode_step(step)
-            with self._lock:
-                self._check()
-                self._steps.append(future)
-                self._send(record)
-        except Exception as error:
-            if not future.done():
-                future.set_exception(error)
-        return future
-
-    def call(
-        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[list[Any]]:
-        """Has a method of every worker called, behind the steps that were sent; the results by rank.
-
-        Raises:
-            RequestError: it cannot be sent.
-            EngineDeadError: the workers are gone.
-        """
-        call = GroupCall(self._size)
-        with self._lock:
-            call_id = self._next_call
-            record = wire.encode_call(call_id, method, args, kwargs)
-            self._next_call += 1
-            self._check()
-            self._calls[call_id] = call
-            self._send(record)
-        return call.future
-
     def _send(self, record: bytes) -> None:
         for actor in self._actors:
             self._ask(actor, actor.handle.run.remote(record))
 
-    def check(self) -> None:
-        """Returns if the workers are there.
-
-        Raises:
-            EngineDeadError: they are not.
-        """
-        with self._lock:
-            self._check()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise EngineDeadError(str(self._error))
-        if self._is_stopping:
-            raise shut_down_error()
-
     def close(self) -> None:
         """Ends the workers, by force if they do not end by themselves; may be called again."""
-        with self._lock:
+        with self._sending:
             if self._is_stopping:
                 return
             self._is_stopping = True
@@ -286,9 +213,8 @@ class RayGroup:
                 continue
             try:
                 self._hear(answer)
-            except Exception as error:  # without this thread nobody would get an answer any more
-                logger.exception("What the workers say cannot be understood")
-                self._die(EngineDeadError(f"what the workers say cannot be understood: {error!r}"))
+            except Exception as error:
+                self._not_understood(error)
 
     def _hear(self, answer: _Answer) -> None:
         death = answer.result.exception()
@@ -296,43 +222,10 @@ class RayGroup:
             self._die(EngineDeadError(answer.actor.describe_end(death or RuntimeError("it ended by itself"))))
             return
         record = answer.result.result()
-        if record is None:
-            return
-        match record[0]:
-            case RecordKind.STEP_OUTPUT:
-                with self._lock:
-                    step = self._steps.popleft()
-                step.set_result(wire.decode_output(record))
-            case RecordKind.RESULT:
-                self._take_result(answer.actor, record)
-            case RecordKind.FAILURE:
-                self._take_failure(answer.actor, wire.decode_failure(record))
-
-    def _take_result(self, actor: _Actor, record: bytes) -> None:
-        try:
-            result = wire.decode_pickled(record)
-        except Exception as error:
-            result = error
-        self._answer(wire.call_id_of(record), actor.rank, result)
-
-    def _answer(self, call_id: int, rank: int, result: Any) -> None:
-        call = self._calls.get(call_id)
-        if call is not None and call.take(rank, result):
-            with self._lock:
-                self._calls.pop(call_id, None)
-
-    def _take_failure(self, actor: _Actor, failure: wire.Failure) -> None:
-        if failure.call_id not in (None, START_CALL):
-            self._answer(failure.call_id, actor.rank, failure.error())
-            return
-        error = (self._find_death() if failure.call_id is None else None) or failure.error()
-        if not isinstance(error, AscendVllmError):
-            what = "failed in a step" if failure.call_id is None else "failed to start"
-            logger.error("Worker %d %s:\n%s", actor.rank, what, failure.trace)
-        self._die(error)
+        if record is not None:
+            self._take(answer.actor.rank, record)
 
     def _find_death(self) -> EngineDeadError | None:
-        """A worker that has died, or is about to: its end is why others fail."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -347,24 +240,3 @@ class RayGroup:
             if death is not None:
                 return EngineDeadError(answer.actor.describe_end(death))
         return None
-
-    def _die(self, error: Exception) -> None:
-        """The end of all workers."""
-        if isinstance(error, EngineDeadError):
-            logger.error("The workers are gone: %s", error)
-        self._error = error
-        self._end(error)
-        os.eventfd_write(self.death_descriptor, 1)
-        self._kill()
-
-    def _end(self, error: Exception) -> None:
-        """Everything that is waited for gets an error."""
-        with self._lock:
-            if self._error is None:
-                self._error = error
-            waiting: list[Future[Any]] = [*self._steps, *(call.future for call in self._calls.values())]
-            self._steps.clear()
-            self._calls.clear()
-        for future in waiting:
-            if not future.done():
-                future.set_exception(error)

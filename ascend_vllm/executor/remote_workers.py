@@ -1,0 +1,228 @@
+"""Workers that are not in this process, as an executor sees them: what was asked of them, and who waits for it.
+
+How records travel is the subclasses' affair. Whatever goes wrong in a step, and the death of any worker, is the end
+of all of them: what they compute they compute together.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ascend_vllm.errors import AscendVllmError, EngineDeadError
+from ascend_vllm.executor import wire
+from ascend_vllm.executor.device_thread import shut_down_error
+from ascend_vllm.executor.wire import RecordKind
+from ascend_vllm.executor.worker_process import START_CALL
+from ascend_vllm.logger import init_logger
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
+
+logger = init_logger(__name__)
+
+
+class _GroupCall:
+    """A call that the workers have not all answered."""
+
+    def __init__(self, size: int) -> None:
+        self.future: Future[list[Any]] = Future()
+        self._results: list[Any] = [None] * size
+        self._num_missing = size
+
+    def take(self, rank: int, result: Any) -> bool:
+        """Takes a worker's answer, an exception or a result; whether it was the last one."""
+        self._num_missing -= 1
+        if isinstance(result, Exception):
+            if not self.future.done():
+                self.future.set_exception(result)
+        else:
+            self._results[rank] = result
+        if self._num_missing == 0 and not self.future.done():
+            self.future.set_result(self._results)
+        return self._num_missing == 0
+
+
+class RemoteWorkers(abc.ABC):
+    """All workers of an engine. They are asked from any thread; one thread of the subclass's hears what they say.
+
+    Args:
+        size: how many there are.
+
+    Attributes:
+        death_descriptor: readable when the workers are gone without having been told to stop.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.death_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+        # the order of what is sent, which may have to wait for room
+        self._sending = threading.Lock()
+        # what is waited for
+        self._waiting = threading.Lock()
+        self._steps: collections.deque[Future[StepOutput]] = collections.deque()
+        self._calls: dict[int, _GroupCall] = {START_CALL: _GroupCall(size)}
+        self._next_call = START_CALL + 1
+        self._made = self._calls[START_CALL].future
+        # why the workers are gone
+        self._error: Exception | None = None
+        self._is_stopping = False
+
+    # ---- what subclasses do --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(self, record: bytes) -> None:
+        """Has every worker get a record; called under `_sending`.
+
+        Raises:
+            EngineDeadError: the workers are gone.
+        """
+
+    @abc.abstractmethod
+    def _find_death(self) -> EngineDeadError | None:
+        """A worker that has died, or is about to: its end is why another one failed. Called by the hearing thread."""
+
+    @abc.abstractmethod
+    def _kill(self) -> None:
+        """Ends the workers by force."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the workers, by force if they do not end by themselves; may be called again."""
+
+    # ---- from any thread -----------------------------------------------------------------------------------
+
+    def wait_until_made(self) -> None:
+        """Returns when every worker has its device and has found the others.
+
+        Raises:
+            ConfigError: the devices cannot be used.
+            Exception: whatever a worker failed with.
+        """
+        self._made.result()
+
+    def step(self, step: SchedulerOutput) -> Future[StepOutput]:
+        """Sends a step to all workers; what it gives comes from the first of the last stage."""
+        future: Future[StepOutput] = Future()
+        try:
+            record = wire.encode_step(step)
+            with self._sending:
+                self._expect(lambda: self._steps.append(future))
+                self._send(record)
+        except Exception as error:
+            if not future.done():
+                future.set_exception(error)
+        return future
+
+    def call(
+        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Future[list[Any]]:
+        """Has a method of every worker called, behind the steps that were sent; the results by rank.
+
+        Raises:
+            RequestError: it cannot be sent.
+            EngineDeadError: the workers are gone.
+        """
+        call = _GroupCall(self._size)
+        with self._sending:
+            call_id = self._next_call
+            record = wire.encode_call(call_id, method, args, kwargs)
+            self._next_call += 1
+            self._expect(lambda: self._calls.update({call_id: call}))
+            self._send(record)
+        return call.future
+
+    def _expect(self, note: Callable[[], None]) -> None:
+        """Notes what will be waited for.
+
+        Raises:
+            EngineDeadError: the workers are gone.
+        """
+        with self._waiting:
+            self._check()
+            note()
+
+    def check(self) -> None:
+        """Returns if the workers are there.
+
+        Raises:
+            EngineDeadError: they are not.
+        """
+        with self._waiting:
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise EngineDeadError(str(self._error))
+        if self._is_stopping:
+            raise shut_down_error()
+
+    def _is_over(self) -> bool:
+        return self._error is not None
+
+    # ---- from the thread that hears ------------------------------------------------------------------------
+
+    def _take(self, rank: int, record: bytes) -> None:
+        """Takes a record that a worker sent; one that tells of a failure may end all of them."""
+        match record[0]:
+            case RecordKind.STEP_OUTPUT:
+                with self._waiting:
+                    step = self._steps.popleft()
+                step.set_result(wire.decode_output(record))
+            case RecordKind.RESULT:
+                self._take_result(rank, record)
+            case RecordKind.FAILURE:
+                self._take_failure(rank, wire.decode_failure(record))
+
+    def _take_result(self, rank: int, record: bytes) -> None:
+        try:
+            result = wire.decode_pickled(record)
+        except Exception as error:
+            result = error
+        self._answer(wire.call_id_of(record), rank, result)
+
+    def _answer(self, call_id: int, rank: int, result: Any) -> None:
+        call = self._calls.get(call_id)
+        if call is not None and call.take(rank, result):
+            with self._waiting:
+                self._calls.pop(call_id, None)
+
+    def _take_failure(self, rank: int, failure: wire.Failure) -> None:
+        if failure.call_id not in (None, START_CALL):
+            self._answer(failure.call_id, rank, failure.error())
+            return
+        error = (self._find_death() if failure.call_id is None else None) or failure.error()
+        if not isinstance(error, AscendVllmError):
+            what = "failed in a step" if failure.call_id is None else "failed to start"
+            logger.error("Worker %d %s:\n%s", rank, what, failure.trace)
+        self._die(error)
+
+    def _not_understood(self, error: Exception) -> None:
+        """The end, for the thread that hears cannot go on, and without it nobody would get an answer any more."""
+        logger.exception("What the workers say cannot be understood")
+        self._die(EngineDeadError(f"what the workers say cannot be understood: {error!r}"))
+
+    def _die(self, error: Exception) -> None:
+        """The end of all workers."""
+        if isinstance(error, EngineDeadError):
+            logger.error("The workers are gone: %s", error)
+        # who waits for room to send must see it first
+        self._error = error
+        self._end(error)
+        os.eventfd_write(self.death_descriptor, 1)
+        self._kill()
+
+    def _end(self, error: Exception) -> None:
+        """Everything that is waited for gets an error."""
+        with self._waiting:
+            if self._error is None:
+                self._error = error
+            waiting: list[Future[Any]] = [*self._steps, *(call.future for call in self._calls.values())]
+            self._steps.clear()
+            self._calls.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
