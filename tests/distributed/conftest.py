@@ -1,17 +1,46 @@
-"""A checkpoint that is awkward to share."""
+"""A checkpoint that is awkward to share, and what one worker makes of it."""
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.outputs import RequestOutput
 from tests.tiny_models import draw_weights, save_tokenizer
 
 # no number of ranks divides it, and it is more than the tokenizer has
 ODD_VOCAB_SIZE = 397
+# every way of making steps that goes with workers that share layers
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 128,
+    "block_size": 16,
+    "max_num_seqs": 8,
+    "swap_space": 0,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 64,
+    "num_scheduler_steps": 3,
+    "seed": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
+PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks of the cache hold keys; " * 5)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of every worker: those of a test share the machine with each other, and with other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +64,30 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.save_pretrained(directory)
     save_tokenizer(directory)
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def alone(odd_model: str) -> Iterator[LLM]:
+    """One worker in this process. Its cache is the module's: others would find other tokens cached."""
+    llm = LLM(odd_model, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+def generate(llm: LLM, params: SamplingParams = GREEDY, prompts: list[str] | None = None) -> list[RequestOutput]:
+    """What a model makes of prompts, `PROMPTS` if there are none."""
+    return llm.generate(prompts or PROMPTS, params, use_tqdm=False)
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    """Token ids of every choice of every output."""
+    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+
+
+def assert_greedy_tokens_are_equal(alone: LLM, shared: LLM) -> None:
+    """Twice, so that the second time the prompts are found in the cache."""
+    for _ in range(2):
+        expected, got = generate(alone), generate(shared)
+        assert ids_of(got) == ids_of(expected)
+        assert [output.num_cached_tokens for output in got] == [output.num_cached_tokens for output in expected]
+    assert got[0].num_cached_tokens

@@ -29,6 +29,7 @@ from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.platforms import cpu
 from ascend_vllm.platforms.cpu import CpuPlatform
 from ascend_vllm.platforms.facts import NpuProbe
+from tests.distributed.conftest import SYSTEM
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import Server, is_alive, wait_until
 from tests.tiny_models import tiny_model
@@ -62,7 +63,6 @@ FLAGS += ["--max-num-batched-tokens", "512", "--seed", "0", "--served-model-name
 ENV = {"OMP_NUM_THREADS": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_SERVER_DEV_MODE": "1"}
 LENGTH = 16
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
-SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
 PROMPTS = [f"{SYSTEM if number % 2 else ''}{number} blocks of the cache hold keys" for number in range(24)]
 # more tokens than any test waits for
 LONG = GREEDY | {"prompt": "Hello", "max_tokens": 30000, "stream": True}
@@ -71,7 +71,6 @@ LONG = GREEDY | {"prompt": "Hello", "max_tokens": 30000, "stream": True}
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         llm = LLM(tiny_model("qwen2"), **OPTIONS)
     yield llm

@@ -4,77 +4,49 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import pytest
 
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.errors import EngineDeadError, RequestError
-from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import BeamSearchParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from tests.distributed import worker_functions
+from tests.distributed.conftest import (
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    SYSTEM,
+    assert_greedy_tokens_are_equal,
+    generate,
+    ids_of,
+)
 from tests.server import is_alive, wait_until
 from tests.tiny_models import tiny_model
 
-# a cache that eight of the prompts below outgrow together
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 256,
+# a cache that eight of the prompts below outgrow together; stages make steps one at a time
+STAGED = OPTIONS | {
     "num_gpu_blocks_override": 24,
-    "block_size": 16,
-    "max_num_seqs": 8,
     "swap_space": 0.01,
-    "enable_prefix_caching": True,
     "enable_sleep_mode": True,
-    "seed": 0,
+    "num_scheduler_steps": 1,
 }
-CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
-PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks of the cache hold keys; " * 3)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
-
-
-@pytest.fixture(scope="module")
-def alone(odd_model: str) -> Iterator[LLM]:
-    llm = LLM(odd_model, **OPTIONS, **CHUNKED)
-    yield llm
-    llm.shutdown()
+WHOLE_PROMPTS = STAGED | {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
 
 
 @pytest.fixture(scope="module")
 def staged(odd_model: str) -> Iterator[LLM]:
     """Two stages of a layer each, whose first and last share a table."""
-    llm = LLM(odd_model, pipeline_parallel_size=2, **OPTIONS, **CHUNKED)
+    llm = LLM(odd_model, pipeline_parallel_size=2, **STAGED)
     processes = [psutil.Process(pid) for pid in llm.collective_rpc(worker_functions.process_id)]
     yield llm
     llm.shutdown()
     assert not any(map(is_alive, processes))
 
 
-def _ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
-
-
-def _generate(llm: LLM, params: SamplingParams, prompts: list[str] | None = None) -> list[RequestOutput]:
-    return llm.generate(prompts or PROMPTS, params, use_tqdm=False)
-
-
 def test_greedy_tokens_are_those_of_one_worker(alone: LLM, staged: LLM) -> None:
-    for _ in range(2):
-        expected, got = _generate(alone, GREEDY), _generate(staged, GREEDY)
-        assert _ids(got) == _ids(expected)
-        assert [output.num_cached_tokens for output in got] == [output.num_cached_tokens for output in expected]
-    assert got[0].num_cached_tokens
+    assert_greedy_tokens_are_equal(alone, staged)
 
 
 PARAMS = {
@@ -90,13 +62,13 @@ PARAMS = {
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_parameters_do_the_same(name: str, alone: LLM, staged: LLM) -> None:
-    assert _ids(_generate(staged, PARAMS[name])) == _ids(_generate(alone, PARAMS[name]))
+    assert ids_of(generate(staged, PARAMS[name])) == ids_of(generate(alone, PARAMS[name]))
 
 
 def test_logprobs_are_the_same(alone: LLM, staged: LLM) -> None:
     """To the last bit, those of prompts included."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=4, prompt_logprobs=2)
-    for got, expected in zip(_generate(staged, params), _generate(alone, params), strict=True):
+    for got, expected in zip(generate(staged, params), generate(alone, params), strict=True):
         assert got.outputs[0].logprobs == expected.outputs[0].logprobs
         assert got.prompt_logprobs == expected.prompt_logprobs
         assert got.prompt_logprobs is not None
@@ -120,7 +92,7 @@ def test_preempted_rows_go_on(alone: LLM, staged: LLM) -> None:
     params = SamplingParams(temperature=0.7, seed=11, max_tokens=60, ignore_eos=True)
     core = staged.llm_engine._client.core
     before = core.stats()["num_preemptions"]
-    assert _ids(_generate(staged, params, prompts)) == _ids(_generate(alone, params, prompts))
+    assert ids_of(generate(staged, params, prompts)) == ids_of(generate(alone, params, prompts))
     assert core.stats()["num_preemptions"] > before
     assert core.audit()["violations"] == []
 
@@ -133,7 +105,7 @@ def test_a_stage_holds_its_layers(staged: LLM) -> None:
 def test_both_stages_work_at_the_same_time(staged: LLM, tmp_path: pathlib.Path) -> None:
     """The last one waits with each step for the first to begin the next, which it must do by itself."""
     staged.collective_rpc(worker_functions.overlap_steps, args=(str(tmp_path), 8))
-    outputs = _generate(staged, GREEDY, PROMPTS[:2])
+    outputs = generate(staged, GREEDY, PROMPTS[:2])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 24]
     assert staged.collective_rpc(worker_functions.num_overlapped) == [0, 8]
 
@@ -141,12 +113,12 @@ def test_both_stages_work_at_the_same_time(staged: LLM, tmp_path: pathlib.Path) 
 def test_stages_sleep_and_wake_up(alone: LLM, staged: LLM) -> None:
     staged.sleep(level=2)
     staged.wake_up()
-    assert _ids(_generate(staged, GREEDY)) == _ids(_generate(alone, GREEDY))
+    assert ids_of(generate(staged)) == ids_of(generate(alone))
 
 
 def test_functions_of_requests_are_refused(staged: LLM) -> None:
     with pytest.raises(RequestError, match="logits_processors"):
-        _generate(staged, SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits]))
+        generate(staged, SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits]))
 
 
 def test_a_stage_that_dies_in_a_step_is_noticed(staged: LLM) -> None:
@@ -154,26 +126,26 @@ def test_a_stage_that_dies_in_a_step_is_noticed(staged: LLM) -> None:
     processes = [psutil.Process(pid) for pid in staged.collective_rpc(worker_functions.process_id)]
     staged.collective_rpc(worker_functions.die_in_a_step, args=(0,))
     with pytest.raises(EngineDeadError, match=rf"worker 0 \(process {processes[0].pid}\) was killed by signal 9"):
-        _generate(staged, GREEDY)
+        generate(staged)
     assert wait_until(lambda: not any(map(is_alive, processes)), 20.0)
 
 
 def test_stages_of_several_workers_each() -> None:
     """Four workers: stages of two layers and of one, two workers each; untied, whole prompts, many steps a call."""
     model = tiny_model("llama")
-    options = {**OPTIONS, "num_scheduler_steps": 3, "enable_chunked_prefill": False, "num_gpu_blocks_override": 64}
+    options = WHOLE_PROMPTS | {"num_scheduler_steps": 3, "num_gpu_blocks_override": 64}
     llm = LLM(model, tensor_parallel_size=2, pipeline_parallel_size=2, **options)
-    got = [_ids(_generate(llm, params)) for params in (GREEDY, PARAMS["sampled"])]
+    got = [ids_of(generate(llm, params)) for params in (GREEDY, PARAMS["sampled"])]
     facts = llm.collective_rpc(worker_functions.stage_facts)
     llm.shutdown()
     assert facts == [(2, 2, True, False)] * 2 + [(1, 1, False, True)] * 2
     alone = LLM(model, **options)
-    assert got == [_ids(_generate(alone, params)) for params in (GREEDY, PARAMS["sampled"])]
+    assert got == [ids_of(generate(alone, params)) for params in (GREEDY, PARAMS["sampled"])]
     alone.shutdown()
 
 
 def test_the_last_stage_pools(odd_model: str) -> None:
-    options = {**OPTIONS, "runner": "pooling", "enable_sleep_mode": False}
+    options = WHOLE_PROMPTS | {"runner": "pooling", "enable_sleep_mode": False}
     llm = LLM(odd_model, pipeline_parallel_size=2, **options)
     got = [output.outputs.embedding for output in llm.embed(PROMPTS, use_tqdm=False)]
     llm.shutdown()

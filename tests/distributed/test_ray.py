@@ -22,14 +22,14 @@ import msgspec
 import psutil
 import pytest
 
-from ascend_vllm import LLM, SamplingParams
+from ascend_vllm import LLM
 from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor import ray_cluster
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.ray import RayExecutor
-from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.platforms.host import usable_cores
 from tests.distributed import worker_functions
+from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import ROOT, Server, is_alive, metric, wait_until
 from tests.worker.worker_driver import make_config
@@ -53,22 +53,6 @@ cluster.shutdown()
 NODE_PROCESSES = ("gcs_server", "raylet")
 # guards: what is waited for comes in seconds
 TIMEOUT_S = 180.0
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 256,
-    "num_gpu_blocks_override": 128,
-    "block_size": 16,
-    "max_num_seqs": 8,
-    "swap_space": 0,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-    "max_num_batched_tokens": 64,
-    "num_scheduler_steps": 3,
-    "seed": 0,
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
-PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks of the cache hold keys; " * 5)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +60,6 @@ def environment() -> Iterator[pathlib.Path]:
     """A directory for Ray's files, short enough for the names of its sockets, and a key of its own."""
     directory = pathlib.Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("RAY_TMPDIR", str(directory))
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -137,22 +120,11 @@ def _executor(llm: LLM) -> RayExecutor:
     return executor
 
 
-def _ids(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def test_greedy_tokens_are_those_of_one_process(shared: LLM, odd_model: str) -> None:
-    alone = LLM(odd_model, **OPTIONS)
-    for _ in range(2):
-        expected = alone.generate(PROMPTS, GREEDY, use_tqdm=False)
-        got = shared.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert _ids(got) == _ids(expected)
-        assert [output.num_cached_tokens for output in got] == [output.num_cached_tokens for output in expected]
-    assert got[0].num_cached_tokens
+def test_greedy_tokens_are_those_of_one_process(alone: LLM, shared: LLM) -> None:
+    assert_greedy_tokens_are_equal(alone, shared)
     parts = shared.collective_rpc(worker_functions.weight_bytes)
     assert sum(parts) == alone.collective_rpc(worker_functions.weight_bytes)[0]
     assert max(parts) < 0.55 * sum(parts)
-    alone.shutdown()
 
 
 def test_each_worker_is_an_actor_on_a_node_of_its_own(shared: LLM, cluster: str) -> None:
@@ -169,7 +141,7 @@ def test_too_few_devices_are_an_error_that_names_both_numbers(shared: LLM, odd_m
     config = make_config(odd_model, tensor_parallel_size=4, distributed_executor_backend="ray")
     with pytest.raises(ConfigError, match=r"Required number of devices: 4\. Total number of devices: 2\."):
         create_executor(config)
-    assert _ids(shared.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert ids_of(generate(shared))
 
 
 def test_devices_that_others_use_are_waited_for_and_then_named(
@@ -190,7 +162,7 @@ def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> Non
     descriptor = executor.death_descriptor
     assert descriptor is not None
     assert select.select([descriptor], [], [], TIMEOUT_S)[0]
-    for use in (executor.check_health, lambda: shared.generate("Hello", GREEDY, use_tqdm=False)):
+    for use in (executor.check_health, lambda: generate(shared)):
         with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {pids[1]} on .*\) is gone: The actor "):
             use()
     assert wait_until(lambda: not any(map(is_alive, processes)), TIMEOUT_S)
@@ -257,6 +229,7 @@ import msgspec, ray
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.executor.base import create_executor
 from tests.distributed import worker_functions
+from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
 
 executor = create_executor(msgspec.json.decode(sys.stdin.readline(), type=EngineConfig))
 pids = executor.collective_rpc(worker_functions.process_id)

@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import psutil
@@ -17,44 +16,21 @@ import pytest
 
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.errors import EngineDeadError, RequestError
-from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
+from tests.distributed.conftest import (
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    assert_greedy_tokens_are_equal,
+    generate,
+    ids_of,
+)
 from tests.server import ROOT, is_alive, wait_until
 from tests.tiny_models import tiny_model
 
 TIMEOUT_S = 60.0
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 256,
-    "num_gpu_blocks_override": 128,
-    "block_size": 16,
-    "max_num_seqs": 8,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-    "max_num_batched_tokens": 64,
-    "num_scheduler_steps": 3,
-    "seed": 0,
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SYSTEM = "The quick brown fox jumps over the lazy dog while the sun shines on the hills. "
-PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks of the cache hold keys; " * 5)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-        yield
-
-
-@pytest.fixture(scope="module")
-def alone(odd_model: str) -> Iterator[LLM]:
-    llm = LLM(odd_model, **OPTIONS)
-    yield llm
-    llm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +45,8 @@ def shared(odd_model: str) -> Iterator[LLM]:
         llm.collective_rpc(worker_functions.process_id)
 
 
-def _ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
-
-
 def test_greedy_tokens_are_those_of_one_worker(alone: LLM, shared: LLM) -> None:
-    for _ in range(2):
-        expected, got = (
-            alone.generate(PROMPTS, GREEDY, use_tqdm=False),
-            shared.generate(PROMPTS, GREEDY, use_tqdm=False),
-        )
-        assert _ids(got) == _ids(expected)
-        assert [output.num_cached_tokens for output in got] == [output.num_cached_tokens for output in expected]
-    assert got[0].num_cached_tokens
+    assert_greedy_tokens_are_equal(alone, shared)
 
 
 PARAMS = {
@@ -99,16 +64,12 @@ PARAMS = {
 @pytest.mark.parametrize("name", PARAMS)
 def test_parameters_do_the_same(name: str, alone: LLM, shared: LLM) -> None:
     params = PARAMS[name]
-    assert _ids(shared.generate(PROMPTS, params, use_tqdm=False)) == _ids(
-        alone.generate(PROMPTS, params, use_tqdm=False)
-    )
+    assert ids_of(generate(shared, params)) == ids_of(generate(alone, params))
 
 
 def test_logprobs_are_the_same(alone: LLM, shared: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=4, prompt_logprobs=2)
-    for got, expected in zip(
-        shared.generate(PROMPTS, params, use_tqdm=False), alone.generate(PROMPTS, params, use_tqdm=False), strict=True
-    ):
+    for got, expected in zip(generate(shared, params), generate(alone, params), strict=True):
         for ours, theirs in (
             (got.outputs[0].logprobs, expected.outputs[0].logprobs),
             (got.prompt_logprobs, expected.prompt_logprobs),
@@ -124,7 +85,7 @@ def test_logprobs_are_the_same(alone: LLM, shared: LLM) -> None:
 
 def test_no_rank_ever_has_another_token(shared: LLM) -> None:
     hot = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True)
-    shared.generate(PROMPTS * 2, hot, use_tqdm=False)
+    generate(shared, hot, PROMPTS * 2)
     first, second = shared.collective_rpc(worker_functions.tokens_of_slots)
     assert np.count_nonzero(first) > 6 * 40
     assert np.array_equal(first, second)
@@ -154,8 +115,8 @@ def test_calls_answer_for_every_rank(shared: LLM, tmp_path: pathlib.Path) -> Non
 def test_functions_of_requests_are_refused(shared: LLM) -> None:
     params = SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits])
     with pytest.raises(RequestError, match="logits_processors"):
-        shared.generate("Hello", params, use_tqdm=False)
-    assert shared.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        generate(shared, params, ["Hello"])
+    assert generate(shared, GREEDY, ["Hello"])[0].outputs[0].token_ids
 
 
 def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> None:
@@ -172,7 +133,7 @@ def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> Non
         executor.check_health,
         lambda: executor.execute_model(SchedulerOutput(0, [], [], [], [], [])).result(TIMEOUT_S),
         lambda: shared.collective_rpc(worker_functions.process_id),
-        lambda: shared.generate("Hello", GREEDY, use_tqdm=False),
+        lambda: generate(shared, GREEDY, ["Hello"]),
     ):
         with pytest.raises(EngineDeadError, match=text):
             use()
@@ -208,7 +169,7 @@ def test_a_program_needs_no_guard_and_leaves_nothing(tmp_path: pathlib.Path) -> 
     )
     assert done.returncode == 0, done.stderr
     llm = LLM(model, **OPTIONS)
-    expected = _ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    expected = ids_of(generate(llm))
     llm.shutdown()
     assert json.loads(done.stdout.splitlines()[-1]) == [choices[0] for choices in expected]
     assert "Traceback" not in done.stderr

@@ -41,11 +41,6 @@ TIMEOUT_S = 60.0
 DEATH_S = 5.0
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def _config(directory: str, **options: object) -> EngineConfig:
     return make_config(directory, tensor_parallel_size=2, distributed_executor_backend="mp", **options)
 
