@@ -1,0 +1,141 @@
+"""The machine's limits: how fast it reads memory, and how fast it multiplies and adds.
+
+`peaks.cpp` is compiled by the machine's own compiler when it is needed, for this machine's instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+_SOURCE = pathlib.Path(__file__).with_name("peaks.cpp")
+_OPTIONS = ("-O2", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+_COMPILERS = ("g++", "c++", "clang++")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The limits at one moment.
+
+    Attributes:
+        bandwidth_gb_s: streaming read, 10^9 bytes per second.
+        fp32_gflop_s: float32 multiply-adds, 10^9 operations per second, two for each.
+        bf16_gflop_s: dot products of bfloat16 pairs; 0 where the processor has none.
+    """
+
+    bandwidth_gb_s: float
+    fp32_gflop_s: float
+    bf16_gflop_s: float
+
+    @property
+    def peak_gflop_s(self) -> float:
+        """What bounds a product of bfloat16 matrices: without its own instructions it is computed in float32."""
+        return self.bf16_gflop_s or self.fp32_gflop_s
+
+    @property
+    def peak_name(self) -> str:
+        """Which of the two `peak_gflop_s` is."""
+        return "bf16 dot products" if self.bf16_gflop_s else "fp32 FMA (the processor has no bf16 dot product)"
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def median_reading(readings: Sequence[Reading]) -> Reading:
+    """The median of each limit."""
+    names = [field.name for field in dataclasses.fields(Reading)]
+    return Reading(**{name: statistics.median(getattr(reading, name) for reading in readings) for name in names})
+
+
+def best_reading(readings: Sequence[Reading]) -> Reading:
+    """The highest of each limit."""
+    names = [field.name for field in dataclasses.fields(Reading)]
+    return Reading(**{name: max(getattr(reading, name) for reading in readings) for name in names})
+
+
+class Peaks:
+    """Measures the limits. Close it when they are known: it holds a large buffer.
+
+    Args:
+        gib: size of the buffer that is read, in GiB; far larger than the caches.
+        seconds: how long one measurement multiplies.
+        threads: None: one for each core that this process may use.
+
+    Attributes:
+        threads: that number.
+
+    Raises:
+        SystemExit: there is no C++ compiler, or it cannot compile the source, or memory is short.
+    """
+
+    def __init__(self, gib: float = 1.0, seconds: float = 0.05, threads: int | None = None) -> None:
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self._seconds = seconds
+        self._library = _compile()
+        self._bytes = max(int(gib * 2**30) // 2**21, 1) * 2**21
+        self._buffer: int | None = self._library.peaks_buffer(self._bytes, self.threads)
+        if not self._buffer:
+            raise SystemExit(f"No memory for a buffer of {gib} GiB; ask for a smaller one with --gib.")
+
+    @property
+    def vector_bits(self) -> int:
+        """Width of the vectors that multiply."""
+        return int(self._library.peaks_vector_bits())
+
+    def bandwidth(self, threads: int | None = None) -> float:
+        """One pass over the buffer: GB/s."""
+        seconds: float = self._library.peaks_read(self._buffer, self._bytes, threads or self.threads)
+        return self._bytes / seconds / 1e9
+
+    def read(self, threads: int | None = None) -> Reading:
+        """All limits, once."""
+        count = threads or self.threads
+        return Reading(
+            self.bandwidth(count),
+            self._library.peaks_fp32(count, self._seconds) / 1e9,
+            self._library.peaks_bf16(count, self._seconds) / 1e9,
+        )
+
+    def close(self) -> None:
+        """Gives the buffer back."""
+        if self._buffer:
+            self._library.peaks_free(self._buffer, self._bytes)
+            self._buffer = None
+
+    def __enter__(self) -> Peaks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _compile() -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise SystemExit("The machine's limits are measured by compiled code: install a C++ compiler, such as g++.")
+    with tempfile.TemporaryDirectory() as directory:
+        target = pathlib.Path(directory) / "peaks.so"
+        command = [compiler, *_OPTIONS, "-o", str(target), str(_SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{compiler} cannot compile {_SOURCE.name}:\n{done.stderr}")
+        library = ctypes.CDLL(str(target))
+    library.peaks_buffer.restype = ctypes.c_void_p
+    library.peaks_buffer.argtypes = [ctypes.c_size_t, ctypes.c_int]
+    library.peaks_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.peaks_free.restype = None
+    library.peaks_read.restype = ctypes.c_double
+    library.peaks_read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for name in ("peaks_fp32", "peaks_bf16"):
+        function = getattr(library, name)
+        function.restype = ctypes.c_double
+        function.argtypes = [ctypes.c_int, ctypes.c_double]
+    return library

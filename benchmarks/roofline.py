@@ -1,0 +1,289 @@
+"""Each kernel's share of what the machine allows: reading its weights, or multiplying with them.
+
+The machine's limits are measured in turns with the kernels, so that both see the same neighbours. A layer's weights
+are read from memory, as in decoding: calls go round among copies that together do not fit into the caches.
+
+    python benchmarks/roofline.py --json roofline.json
+    python benchmarks/roofline.py --layers gate_up down --rows 1 64 --budget 1
+
+A kernel's limit is the time to read its operands once or the time for its multiplications and additions, whichever
+is longer. The share compares medians; at the end the fastest calls are compared with the highest limits of the run.
+On a machine with other work the limits are measured too low and the calls too long: shares then mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from comparison import machine
+from comparison.peaks import Peaks, Reading, best_reading, median_reading
+
+from ascend_vllm.ops import native
+from ascend_vllm.ops.gemm import pack_weight
+from ascend_vllm.ops.paged import make_paged_problem
+
+# the linear layers of Qwen2-0.5B's shape: inputs, outputs
+LAYERS = {
+    "qkv": (896, 1152),
+    "o": (896, 896),
+    "gate_up": (896, 9728),
+    "down": (4864, 896),
+    "lm_head": (896, 151_936),
+}
+ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 14, 2, 64, 16
+# (query tokens, tokens in the cache) of each sequence
+BATCHES = {
+    "1 decode at 1024": [(1, 1024)],
+    "8 decodes at 1024": [(1, 1024)] * 8,
+    "32 decodes at 1024": [(1, 1024)] * 32,
+    "prompt of 1024": [(1024, 1024)],
+}
+_MIN_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel with operands.
+
+    Attributes:
+        kernel: its name.
+        label: what it is given.
+        calls: the same work on copies of the operands.
+        num_bytes: that a call reads and writes at least.
+        flops: multiplications and additions of a call.
+    """
+
+    kernel: str
+    label: str
+    calls: Sequence[Callable[[], object]]
+    num_bytes: int
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A kernel beside its limits.
+
+    Attributes:
+        kernel: its name.
+        label: what it is given.
+        num_bytes: that a call reads and writes at least.
+        flops: multiplications and additions of a call.
+        calls: how often it was called.
+        median_us: of the calls' times.
+        best_us: the shortest of them.
+        limits: medians of the limits, measured between the calls.
+    """
+
+    kernel: str
+    label: str
+    num_bytes: int
+    flops: int
+    calls: int
+    median_us: float
+    best_us: float
+    limits: Reading
+
+    @property
+    def limited_by(self) -> str:
+        """The limit that is reached first: "bandwidth" or "peak"."""
+        return _limit_us(self, self.limits)[1]
+
+    @property
+    def share(self) -> float:
+        """The time that the limits measured meanwhile allow, over the median time."""
+        return _limit_us(self, self.limits)[0] / self.median_us
+
+    def best_share(self, highest: Reading) -> float:
+        """The time that the highest limits of the whole run allow, over the shortest time."""
+        return _limit_us(self, highest)[0] / self.best_us
+
+    def as_dict(self, highest: Reading) -> dict[str, Any]:
+        """For JSON, with what follows from the measurements."""
+        derived = {
+            "gb_s": self.num_bytes / self.median_us / 1e3,
+            "gflop_s": self.flops / self.median_us / 1e3,
+            "limited_by": self.limited_by,
+            "share": self.share,
+            "best_share": self.best_share(highest),
+        }
+        return dataclasses.asdict(self) | derived
+
+
+def _copies(num_bytes: int, mib: float) -> int:
+    """How many copies of so many bytes exceed the caches."""
+    return max(1, math.ceil(mib * 2**20 / num_bytes))
+
+
+def linear_cases(names: Sequence[str], rows: Sequence[int], dtype: torch.dtype, mib: float) -> Iterator[Case]:
+    """The linear layers, their weights packed as the engine packs them."""
+    linear = torch.ops.ascend_vllm.packed_linear.default
+    for name in names:
+        inputs, outputs = LAYERS[name]
+        weight = torch.randn(outputs, inputs, dtype=dtype)
+        packed = [pack_weight(weight) for _ in range(_copies(weight.nbytes, mib))]
+        for count in rows:
+            x = torch.randn(count, inputs, dtype=dtype)
+            calls = [functools.partial(linear, x, copy, None, outputs) for copy in packed]
+            num_bytes = weight.nbytes + (x.numel() + count * outputs) * dtype.itemsize
+            yield Case(
+                "linear", f"{name} {inputs}x{outputs}, {count} rows", calls, num_bytes, 2 * count * weight.numel()
+            )
+
+
+def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Iterator[Case]:
+    """Attention to a paged cache."""
+    attention = torch.ops.ascend_vllm.paged_attention.default
+    shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "block_size": BLOCK_SIZE}
+    for name in names:
+        batch = BATCHES[name]
+        cached = sum(length for _, length in batch)
+        num_bytes = (
+            (2 * cached * KV_HEADS + 2 * sum(query for query, _ in batch) * HEADS) * HEAD_SIZE * dtype.itemsize
+        )
+        # a token attends to itself and all before it: two products of its head's size for each
+        pairs = sum(query * length - query * (query - 1) // 2 for query, length in batch)
+        copies = min(_copies(num_bytes, mib), 64)
+        problems = [make_paged_problem(dtype, batch, **shape, seed=seed) for seed in range(copies)]
+        calls = [functools.partial(attention, *problem) for problem in problems]
+        yield Case("attention", name, calls, num_bytes, 4 * pairs * HEADS * HEAD_SIZE)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _limit_us(work: Case | Result, limits: Reading) -> tuple[float, str]:
+    """The time that a call takes at least, in microseconds, and what sets it."""
+    reading = work.num_bytes / (limits.bandwidth_gb_s * 1e3)
+    computing = work.flops / (limits.peak_gflop_s * 1e3)
+    return (reading, "bandwidth") if reading > computing else (computing, "peak")
+
+
+def measure(case: Case, peaks: Peaks, budget_s: float) -> tuple[Result, Reading]:
+    """Calls the kernel for about so many seconds, in turns with measurements of the limits.
+
+    Returns:
+        what was found, and the highest limits that were seen.
+    """
+    times: list[float] = []
+    limits: list[Reading] = []
+    case.calls[0]()
+    while len(limits) < _MIN_ROUNDS or sum(times) < budget_s:
+        limits.append(peaks.read(torch.get_num_threads()))
+        deadline = time.perf_counter() + budget_s / _MIN_ROUNDS
+        while True:
+            times.append(_seconds(case.calls[len(times) % len(case.calls)]))
+            if time.perf_counter() >= deadline:
+                break
+    result = Result(
+        case.kernel, case.label, case.num_bytes, case.flops, len(times), 1e6 * statistics.median(times),
+        1e6 * min(times), median_reading(limits),
+    )  # fmt: skip
+    return result, best_reading(limits)
+
+
+def _line(result: Result) -> str:
+    return (
+        f"{result.kernel:10} {result.label:30} {result.median_us:10.1f} us"
+        f" {result.num_bytes / result.median_us / 1e3:7.1f} GB/s {result.flops / result.median_us / 1e3:7.1f} GFLOP/s"
+        f"  {result.share:6.1%} of {result.limited_by}"
+    )
+
+
+def _limits_alone(peaks: Peaks) -> dict[str, Reading]:
+    """The best of several measurements, with one thread and with all."""
+    counts = dict.fromkeys((1, torch.get_num_threads()))
+    return {str(count): best_reading([peaks.read(count) for _ in range(5)]) for count in counts}
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS), help="default: all")
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s")
+    parser.add_argument("--attention", nargs="*", choices=BATCHES, default=list(BATCHES), help="default: all")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--isa", help="the kernels' instruction set; default: the best of the machine")
+    parser.add_argument("--threads", type=int, help="default: as torch chooses")
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds of calls per case (default: %(default)s)")
+    parser.add_argument("--gib", type=float, default=0.5, help="read in a measurement of the bandwidth, in GiB")
+    parser.add_argument("--copies-mib", type=float, default=256, help="MiB that copies of operands have together")
+    parser.add_argument("--note", default="", help="kept with the results, such as what else the machine did")
+    parser.add_argument("--json", type=pathlib.Path, help="also write the results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prints a line for each kernel."""
+    args = _parse_args()
+    native.import_op_modules()
+    if args.isa:
+        native.set_cpu_isa(args.isa)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    description = machine.describe()
+    print(machine.one_line(description))
+    with Peaks(args.gib) as peaks, torch.inference_mode():
+        alone = _limits_alone(peaks)
+        for count, limit in alone.items():
+            print(
+                f"{count} thread(s): {limit.bandwidth_gb_s:.1f} GB/s read, {limit.fp32_gflop_s:.0f} GFLOP/s fp32 FMA,"
+                f" {limit.bf16_gflop_s:.0f} GFLOP/s bf16 dot products"
+            )
+        print(f"The peak is that of {limit.peak_name}.")
+        results, highest = _measure_all(args, peaks, dtype, limit)
+    if args.json:
+        content = {
+            "kind": "roofline",
+            "machine": description,
+            "command": " ".join(["python benchmarks/roofline.py", *sys.argv[1:]]),
+            "note": args.note,
+            "dtype": args.dtype,
+            "threads": torch.get_num_threads(),
+            "peak": limit.peak_name,
+            "limits": {count: reading.as_dict() for count, reading in alone.items()},
+            "highest_limits": highest.as_dict(),
+            "results": [result.as_dict(highest) for result in results],
+        }
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _measure_all(
+    args: argparse.Namespace, peaks: Peaks, dtype: torch.dtype, highest: Reading
+) -> tuple[list[Result], Reading]:
+    """All kernels, and the highest limits."""
+    results = []
+    linear = linear_cases(args.layers, args.rows, dtype, args.copies_mib)
+    for case in itertools.chain(linear, attention_cases(args.attention, dtype, args.copies_mib)):
+        result, limits = measure(case, peaks, args.budget)
+        highest = best_reading([highest, limits])
+        results.append(result)
+        print(_line(result), flush=True)
+    print("Fastest calls against the highest limits of the run:")
+    for result in results:
+        print(f"{result.kernel:10} {result.label:30} {result.best_us:10.1f} us  {result.best_share(highest):6.1%}")
+    return results, highest
+
+
+if __name__ == "__main__":
+    main()
