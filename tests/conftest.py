@@ -54,6 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
+    parser.addoption("--all-kills", action="store_true", help="every process is killed once, in every layout")
 
 
 @pytest.fixture(scope="session")

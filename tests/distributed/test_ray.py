@@ -10,14 +10,12 @@ import pathlib
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import msgspec
 import psutil
 import pytest
@@ -27,18 +25,15 @@ from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor import ray_cluster
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.ray import RayExecutor
-from ascend_vllm.platforms.host import usable_cores
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
-from tests.raw_requests import post_raw, read_events, read_rest
-from tests.server import ROOT, Server, is_alive, metric, wait_until
+from tests.server import ROOT, is_alive, wait_until
 from tests.worker.worker_driver import make_config
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"
 )
 
-SERVE = "ascend_vllm.entrypoints.cli serve"
 # as `ray start` on two machines; they end when nobody writes to the program any more
 NODES = """
 import sys
@@ -169,37 +164,6 @@ def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> Non
     shared.shutdown()
     # it was this engine that had connected
     assert not ray_cluster.import_ray().is_initialized()
-
-
-def test_a_server_dies_with_any_worker_and_with_it_the_cluster_that_it_started(odd_model: str) -> None:
-    # Ray gives away as many places as there are cores
-    size = min(2, usable_cores())
-    flags = [odd_model, "--tensor-parallel-size", str(size), "--worker-use-ray", "--dtype", "float32"]
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", "256M", "--max-model-len", "32768"]
-    env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
-    server = Server(SERVE, flags, env)
-    try:
-        server.wait_ready(TIMEOUT_S)
-        with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-            body = {"model": "tiny", "prompt": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-            answer = http.post("/v1/completions", json=body).json()
-            assert answer["usage"]["completion_tokens"] == 12
-            victim = int(server.log.split(f"Worker {size - 1} is process ")[1].split()[0])
-            assert victim in {child.pid for child in server.children()}
-            streaming = post_raw(server, "/v1/completions", body | {"max_tokens": 30000, "stream": True})
-            received = read_events(streaming, 3)
-            assert wait_until(lambda: metric(http, "num_requests_running") == 1)
-            os.kill(victim, signal.SIGKILL)
-            received += read_rest(streaming)
-        *_, error, done = [line for line in received.decode().splitlines() if line.startswith("data: ")]
-        assert done == "data: [DONE]"
-        message = json.loads(error.removeprefix("data: "))["error"]
-        assert (message["code"], message["type"]) == (500, "InternalServerError")
-        assert f"worker {size - 1} (process {victim} on " in message["message"]
-        assert server.wait_exit(TIMEOUT_S) == 1
-        assert server.orphans() == []
-    finally:
-        server.close()
 
 
 def test_a_program_in_a_placement_group_has_its_workers_there(cluster: str) -> None:
