@@ -34,7 +34,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"
 )
 
-# as `ray start` on two machines; they end when nobody writes to the program any more
+# as `ray start` on two machines, and on one more for each line, with so many CPUs; they end when nobody writes to the
+# program any more
 NODES = """
 import sys
 from ray.cluster_utils import Cluster
@@ -42,7 +43,9 @@ from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 cluster.add_node(num_cpus=1)
 print("nodes at", cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    cluster.add_node(num_cpus=int(line))
+    print("one more", flush=True)
 cluster.shutdown()
 """
 NODE_PROCESSES = ("gcs_server", "raylet")
@@ -65,31 +68,70 @@ def environment() -> Iterator[pathlib.Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+class Nodes:
+    """A cluster of two nodes with a CPU each: workers of theirs talk as on two machines.
+
+    Args:
+        log: a file for what goes wrong.
+
+    Attributes:
+        address: of the cluster.
+        num_cpus: of all nodes.
+    """
+
+    def __init__(self, log: pathlib.Path) -> None:
+        with log.open("w") as errors:
+            self._program = subprocess.Popen(
+                [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        self.num_cpus = 2
+        assert self._program.stdout is not None
+        line = next((line for line in self._program.stdout if line.startswith("nodes at ")), None)
+        assert line is not None, log.read_text()
+        self.address = line.removeprefix("nodes at ").strip()
+
+    def family(self) -> list[psutil.Process]:
+        """Processes that the cluster cannot be without."""
+        started = psutil.Process(self._program.pid).children(recursive=True)
+        return [process for process in started if process.name() in NODE_PROCESSES]
+
+    def add(self, num_cpus: int) -> None:
+        """One more node."""
+        assert self._program.stdin is not None
+        assert self._program.stdout is not None
+        self._program.stdin.write(f"{num_cpus}\n")
+        self._program.stdin.flush()
+        assert "one more\n" in self._program.stdout
+        self.num_cpus += num_cpus
+
+    def close(self) -> None:
+        """Ends all nodes."""
+        self._program.communicate()
+
+
 @pytest.fixture(scope="module")
-def cluster(environment: pathlib.Path) -> Iterator[str]:
-    """Address of a cluster of two nodes with a CPU each: workers of theirs talk as on two machines."""
-    log = environment / "cluster.log"
-    with log.open("w") as errors:
-        nodes = subprocess.Popen(
-            [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+def nodes(environment: pathlib.Path) -> Iterator[Nodes]:
+    """A cluster that whatever comes to use it leaves as it was."""
+    nodes = Nodes(environment / "cluster.log")
+    family = nodes.family()
     try:
-        assert nodes.stdout is not None
-        address = next((line for line in nodes.stdout if line.startswith("nodes at ")), None)
-        assert address is not None, log.read_text()
-        started = psutil.Process(nodes.pid).children(recursive=True)
-        family = [process for process in started if process.name() in NODE_PROCESSES]
         assert len(family) == 3
-        yield address.removeprefix("nodes at ").strip()
-        # whatever came to use it has left everything as it was
+        yield nodes
         assert all(map(is_alive, family))
         with _joined() as ray:
-            assert wait_until(lambda: ray.available_resources().get("CPU") == 2, TIMEOUT_S)
+            assert wait_until(lambda: ray.available_resources().get("CPU") == nodes.num_cpus, TIMEOUT_S)
             groups = ray.util.placement_group_table().values()
             assert {group["state"] for group in groups} <= {"REMOVED"}
+        family = nodes.family()
     finally:
-        nodes.communicate()
+        nodes.close()
     assert wait_until(lambda: not any(map(is_alive, family)), TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: Nodes) -> str:
+    """Address of the cluster."""
+    return nodes.address
 
 
 @contextlib.contextmanager
@@ -182,6 +224,24 @@ def test_a_program_in_a_placement_group_has_its_workers_there(cluster: str) -> N
         assert "Required number of devices: 2. Total number of devices: 1." in error
         # nobody has ended it
         assert ray.util.placement_group_table(group)["state"] == "CREATED"
+
+
+# with what else changes how steps are made; stages make them one at a time
+LAYOUTS = (
+    OPTIONS | {"tensor_parallel_size": 4},
+    OPTIONS | {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_scheduler_steps": 1},
+)
+
+
+def test_four_workers_on_three_nodes_have_the_tokens_of_one_process(nodes: Nodes, odd_model: str, alone: LLM) -> None:
+    """The last of the tests that count the cluster's CPUs: two of the workers share a node."""
+    nodes.add(2)
+    with _joined() as ray:
+        assert wait_until(lambda: ray.cluster_resources().get("CPU") == 4, TIMEOUT_S)
+        for options in LAYOUTS:
+            shared = LLM(odd_model, distributed_executor_backend="ray", **options)
+            assert_greedy_tokens_are_equal(alone, shared)
+            shared.shutdown()
 
 
 # ---- programs ----------------------------------------------------------------------------------------------

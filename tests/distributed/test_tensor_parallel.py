@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import psutil
@@ -151,29 +152,64 @@ outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24, i
 print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 """
 
+# the engine is in a process of the program's own, which imports the program again, and is daemonic
+SPAWNING_PROGRAM = """
+import json, multiprocessing, sys
+from ascend_vllm import LLM, SamplingParams
+from tests.distributed import worker_functions
+
+def generate(options, prompts):
+    llm = LLM(**options)
+    print(json.dumps(llm.collective_rpc(worker_functions.process_id)), flush=True)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    with multiprocessing.Pool(1) as pool:
+        tokens = pool.apply(generate, json.loads(sys.argv[1]))
+    print(json.dumps(tokens))
+"""
+
+
+def run_program(source: str, directory: pathlib.Path, model: str, **options: object) -> list[Any]:
+    """What a program prints that is JSON, a line each.
+
+    Args:
+        source: of the program.
+        directory: for its file.
+        model: directory of the model.
+        options: of its engine, beside `OPTIONS`.
+    """
+    script = directory / "program.py"
+    script.write_text(source)
+    arguments = json.dumps([{"model": model, **OPTIONS, **options}, PROMPTS])
+    done = subprocess.run(
+        [sys.executable, str(script), arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
 
 def test_a_program_needs_no_guard_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
     """Four ranks that share one KV head, untied; the program ends without a word to the engine."""
     model = tiny_model("llama-biases")
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    arguments = [{"model": model, "tensor_parallel_size": 4, **OPTIONS}, PROMPTS]
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(arguments)],
-        cwd=ROOT,
-        env=_program_env(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    *_, tokens = run_program(PROGRAM, tmp_path, model, tensor_parallel_size=4)
     llm = LLM(model, **OPTIONS)
-    expected = ids_of(generate(llm))
+    assert [[choice] for choice in tokens] == ids_of(generate(llm))
     llm.shutdown()
-    assert json.loads(done.stdout.splitlines()[-1]) == [choices[0] for choices in expected]
-    assert "Traceback" not in done.stderr
 
 
-def _program_env() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def test_a_program_may_spawn_processes_of_its_own(tmp_path: pathlib.Path, odd_model: str, alone: LLM) -> None:
+    *_, workers, tokens = run_program(SPAWNING_PROGRAM, tmp_path, odd_model, tensor_parallel_size=2)
+    assert [[choice] for choice in tokens] == ids_of(generate(alone))
+    assert len(workers) == 2
+    # the pool ends its process by a signal
+    assert wait_until(lambda: not any(map(psutil.pid_exists, workers)), TIMEOUT_S)
