@@ -30,6 +30,9 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 # the header of a safetensors file starts with its length in 8 bytes, and may have at most this many
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
+# What is mapped at a time, or one tensor: pages that were read count as the process's memory while they are mapped,
+# and those of the whole file may be more than what a rank of several makes of them.
+_MAPPED_BYTES = 32 << 20
 
 
 class WeightFile(abc.ABC):
@@ -70,6 +73,7 @@ class SafetensorsFile(WeightFile):
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(path)
+        self._num_bytes: dict[str, int] = {}
         header, data_bytes = self._read_header()
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         for name, entry in sorted(entries.items(), key=lambda item: self._start(*item)):
@@ -100,6 +104,7 @@ class SafetensorsFile(WeightFile):
     def _check_entry(self, name: str, entry: dict[str, Any], data_bytes: int) -> tuple[int, ...]:
         shape = tuple(int(size) for size in entry["shape"])
         start, end = (int(offset) for offset in entry["data_offsets"])
+        self._num_bytes[name] = end - start
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             self.odd_dtypes[name] = entry["dtype"]
@@ -112,11 +117,26 @@ class SafetensorsFile(WeightFile):
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightFile.tensors`."""
         try:
-            with safetensors.safe_open(str(self.path), framework="pt") as file:
-                for name in names:
-                    yield name, file.get_tensor(name)
+            for batch in self._batches(names):
+                with safetensors.safe_open(str(self.path), framework="pt") as file:
+                    for name in batch:
+                        yield name, file.get_tensor(name)
         except safetensors.SafetensorError as error:
             raise self.corrupt(error) from error
+
+    def _batches(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Tensors to map together."""
+        batch: list[str] = []
+        num_bytes = 0
+        for name in names:
+            size = self._num_bytes[name]
+            if batch and num_bytes + size > _MAPPED_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(name)
+            num_bytes += size
+        if batch:
+            yield batch
 
 
 class TorchFile(WeightFile):

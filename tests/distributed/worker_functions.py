@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
+import re
 import signal
 import time
 from typing import Any
@@ -30,6 +31,13 @@ def weight_bytes(worker: Worker) -> int:
 def process_id(_worker: Worker) -> int:
     """Of the worker's process."""
     return os.getpid()
+
+
+def peak_memory(_worker: Worker) -> int:
+    """Bytes of memory that the worker's process had at most so far, pages of files among them."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def wait_for_file(_worker: Worker, path: str) -> None:
