@@ -7,9 +7,25 @@ of plain objects cost a fraction of a module's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
+
+
+class Target(Protocol):
+    """What takes a part of a checkpoint's tensor: a tensor, or what keeps it in another arrangement."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the part."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is converted to."""
+
+    def copy_(self, source: torch.Tensor, /) -> object:
+        """Takes the part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -19,14 +35,14 @@ class WeightSlot:
     Attributes:
         name: the tensor's name in the checkpoint, e.g. "model.layers.0.self_attn.q_proj.weight".
         shape: its whole shape in the checkpoint.
-        target: view of the layer's own tensor that it fills (this rank's part of it).
+        target: what it fills: a view of the layer's own tensor (this rank's part of it), or the like.
         dim: dimension that is split over ranks.
         start: where this rank's part starts there; its size is the target's.
     """
 
     name: str
     shape: tuple[int, ...]
-    target: torch.Tensor
+    target: Target
     dim: int = 0
     start: int = 0
 

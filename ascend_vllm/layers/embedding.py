@@ -10,7 +10,7 @@ import torch
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear, LinearOutput
-from ascend_vllm.ops.gemm import PackedLinear
+from ascend_vllm.ops.gemm import PackedLinear, has_kernel
 
 
 class Embedding(Layer):
@@ -61,20 +61,41 @@ class VocabParallelEmbedding(Layer):
         self._is_whole = context.parallel.tp_size == 1
         self._collectives = context.collectives
         # [V, H] in the model's dtype, or a rank's part of it
-        self.weight = torch.empty(self._shard.size, width, dtype=context.dtype, device=context.device)
+        self._weight: torch.Tensor | PackedLinear
+        self._weight = torch.empty(self._shard.size, width, dtype=context.dtype, device=context.device)
 
     def slots(self) -> list[WeightSlot]:
         """The table."""
-        shape = (self.num_embeddings, self.weight.shape[1])
-        return [WeightSlot(f"{self.prefix}.weight", shape, self.weight, start=self._shard.start)]
+        weight = self._weight
+        target = weight if isinstance(weight, torch.Tensor) else weight.target(0, self._shard.size)
+        return [
+            WeightSlot(
+                f"{self.prefix}.weight", (self.num_embeddings, target.shape[1]), target, start=self._shard.start
+            )
+        ]
+
+    def keep_packed(self) -> None:
+        """Before loading: has the table lie as products want it, if vectors can be read from that, too."""
+        weight = self._weight
+        if isinstance(weight, torch.Tensor) and has_kernel(weight.dtype, weight.device):
+            num_rows, width = weight.shape
+            self._weight = PackedLinear(num_rows, width, weight.dtype, weight.device)
+
+    def packed(self) -> PackedLinear:
+        """The loaded table, for products."""
+        return PackedLinear.of(self._weight) if isinstance(self._weight, torch.Tensor) else self._weight
+
+    def _vectors(self, indices: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        return torch.embedding(weight, indices) if isinstance(weight, torch.Tensor) else weight.rows(indices)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] int64 → [T, H], complete on every rank."""
         if self._is_whole:
-            return torch.embedding(self.weight, indices)
+            return self._vectors(indices)
         places = indices - self._shard.start
         is_elsewhere = (places < 0) | (places >= self._shard.size)
-        vectors = torch.embedding(self.weight, places.masked_fill(is_elsewhere, 0))
+        vectors = self._vectors(places.masked_fill(is_elsewhere, 0))
         return self._collectives.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
 
@@ -127,18 +148,16 @@ class NoLMHead(Layer):
 
 
 class TiedLMHead(Layer):
-    """Logits over the vocabulary, with the weight of the token embedding.
-
-    The look-up reads rows and the GEMM its own arrangement, so both forms are kept.
-    """
+    """Logits over the vocabulary, with the weight of the token embedding."""
 
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        embedding.keep_packed()
         self._embedding = embedding
         self._packed: PackedLinear | None = None
 
     def after_load(self) -> None:
         """Packs the table, which is loaded by then: a child's slots count as the parent's."""
-        self._packed = PackedLinear(self._embedding.weight)
+        self._packed = self._embedding.packed()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, H] → [S, V] on every rank."""

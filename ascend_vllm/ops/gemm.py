@@ -45,38 +45,86 @@ PANEL = 16
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a weight: in huge pages where the system has them, since decoding reads all of it every step."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps the mapping alive
+
+
+def _packed_zeros(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a weight [N, K] in panels, zero where nothing is written."""
+    panels = -(-outputs // PANEL)
+    is_paired = dtype == torch.bfloat16
+    return _zeros((panels, -(-inputs // 2), PANEL, 2) if is_paired else (panels, inputs, PANEL), dtype)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """Arranges a weight for `packed_linear`: panels of 16 outputs, and bfloat16 inputs in pairs.
 
     Args:
-        weight: [N, K] float.
+        weight: [N, K] float; rows may be strided.
 
     Returns:
         [P, K, 16], or for bfloat16 [P, ceil(K / 2), 16, 2]; what has no counterpart in the weight is zero.
     """
     outputs, inputs = weight.shape
-    panels = -(-outputs // PANEL)
-    pair = 2 if weight.dtype == torch.bfloat16 else 1
-    steps = -(-inputs // pair)
-    packed = _empty((panels, steps, PANEL, pair), weight.dtype).zero_()
-    whole = outputs // PANEL
-    for first, last in ((0, whole), (whole, panels)):
-        rows = weight[first * PANEL : last * PANEL]
-        if rows.numel() == 0:
-            continue
-        padded = torch.nn.functional.pad(rows, (0, steps * pair - inputs, 0, (last - first) * PANEL - len(rows)))
-        packed[first:last].copy_(padded.view(last - first, PANEL, steps, pair).transpose(1, 2))
-    return packed if pair == 2 else packed.squeeze(-1)
+    packed = _packed_zeros(outputs, inputs, weight.dtype)
+    pack_panels(weight, packed, 0)
+    return packed
+
+
+def _pack_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # outputs, inputs: nothing; panels cut short; odd inputs; more than a tile; strided rows; into the middle
+    for seed, (outputs, inputs) in enumerate([(0, 8), (1, 1), (16, 8), (17, 7), (33, 65), (40, 130), (700, 129)]):
+        weight = torch.randn(outputs, 2 * inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        weight = weight[:, :inputs] if seed % 2 else weight[:, inputs:].contiguous()
+        first_row = 11 * (seed % 3)
+        yield weight, _packed_zeros(first_row + outputs, inputs, dtype) + 7, first_row
+
+
+@define_op(inputs=_pack_inputs, mutates=("packed",), tolerance=0.0, devices=("cpu",))
+def pack_panels(weight: torch.Tensor, packed: torch.Tensor, first_row: int) -> None:
+    """Writes rows of a weight into panels of 16 outputs.
+
+    Args:
+        weight: [M, K] float; rows may be strided.
+        packed: the weight [N, K] as `pack_weight` arranges it; its other rows stay as they are. Where inputs are in
+            pairs and K is odd, what would be the input behind the last is zero.
+        first_row: the row of it that row 0 goes to.
+    """
+    steps = packed.shape[1]
+    pairs = packed if packed.dim() == 4 else packed.unsqueeze(-1)
+    padded = torch.nn.functional.pad(weight, (0, steps * pairs.shape[3] - weight.shape[1]))
+    rows = torch.arange(first_row, first_row + len(weight))
+    pairs[rows // PANEL, :, rows % PANEL] = padded.view(len(weight), steps, pairs.shape[3])
+
+
+def _unpack_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (outputs, inputs, count) in enumerate([(16, 8, 0), (1, 1, 3), (17, 7, 20), (2000, 129, 300)]):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+        yield pack_weight(weight), torch.randint(outputs, (count,), generator=generator), inputs
+
+
+@define_op(inputs=_unpack_inputs, tolerance=0.0, devices=("cpu",))
+def unpack_rows(packed: torch.Tensor, indices: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Rows of a weight that `pack_weight` arranged, as `torch.embedding` takes them from the weight itself.
+
+    Args:
+        packed: the weight [N, K].
+        indices: [T] int64, each below the number of panels times 16.
+        in_features: K.
+
+    Returns:
+        [T, K], contiguous, dtype of the weight.
+    """
+    panels = packed if packed.dim() == 4 else packed.unsqueeze(-1)
+    rows = panels[indices // PANEL, :, indices % PANEL]
+    return rows.reshape(len(indices), panels.shape[1] * panels.shape[3])[:, :in_features].contiguous()
 
 
 def unpack_weight(packed: torch.Tensor, in_features: int, out_features: int) -> torch.Tensor:
@@ -132,18 +180,89 @@ def set_weight_form(device_type: str, arrange: Callable[[torch.Tensor], torch.Te
     _weight_forms[device_type] = arrange
 
 
-class PackedLinear:
-    """A linear layer whose weight is arranged once for the device's GEMM; the weight passed in is not kept.
+def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of such a kind lie in panels."""
+    return device.type == "cpu" and dtype in FLOAT_DTYPES and load_native_library()
+
+
+class PackedRows:
+    """Rows of a weight that lies in panels; who fills them sees a tensor that can be written to.
 
     Args:
-        weight: [N, K] float.
+        packed: the weight [N, K] as `pack_weight` arranges it.
+        first_row: the first of them.
+        shape: how many, and K.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._has_kernel = weight.device.type == "cpu" and weight.dtype in FLOAT_DTYPES and load_native_library()
-        arrange = pack_weight if self._has_kernel else _weight_forms.get(weight.device.type)
-        self._weight = arrange(weight) if arrange else weight
+    def __init__(self, packed: torch.Tensor, first_row: int, shape: tuple[int, int]) -> None:
+        self._packed = packed
+        self._first_row = first_row
+        self.shape = shape
+        self.dtype = packed.dtype
+
+    def copy_(self, source: torch.Tensor) -> None:
+        """Writes the rows: [M, K] of any float dtype, on the CPU."""
+        rows = source.to(self.dtype)
+        pack_panels(rows if rows.stride(1) == 1 else rows.contiguous(), self._packed, self._first_row)
+
+
+class PackedLinear:
+    """A linear layer whose weight is arranged once for the device's GEMM.
+
+    Where a kernel reads panels they are filled from the checkpoint's tensors, with no copy between: every page of
+    memory is touched once.
+
+    Args:
+        out_features: N.
+        in_features: K.
+        dtype: of the weight.
+        device: of the weight.
+
+    Example::
+
+        layer = PackedLinear(3, 8, torch.float32, torch.device("cpu"))
+        layer.target(0, 3).copy_(torch.randn(3, 8))
+        layer.finish()
+        layer(torch.randn(5, 8), None)      # [5, 3]
+    """
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.out_features = out_features
+        self.in_features = in_features
+        self._has_kernel = has_kernel(dtype, device)
+        if self._has_kernel:
+            self._weight = _packed_zeros(out_features, in_features, dtype)
+        else:
+            self._weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> PackedLinear:
+        """A layer with a weight [N, K] that is there already; it is not kept where it is arranged anew."""
+        out_features, in_features = weight.shape
+        layer = cls(out_features, in_features, weight.dtype, weight.device)
+        if layer._has_kernel:
+            layer.target(0, layer.out_features).copy_(weight)
+        else:
+            layer._weight = weight
+        layer.finish()
+        return layer
+
+    def target(self, first_row: int, num_rows: int) -> torch.Tensor | PackedRows:
+        """What takes [num_rows, K] of the weight, from a row on. All rows must have come before `finish`."""
+        if self._has_kernel:
+            return PackedRows(self._weight, first_row, (num_rows, self.in_features))
+        return self._weight[first_row : first_row + num_rows]
+
+    def finish(self) -> None:
+        """Arranges the weight where the device wants to have it whole for that."""
+        arrange = None if self._has_kernel else _weight_forms.get(self._weight.device.type)
+        if arrange is not None:
+            self._weight = arrange(self._weight)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """indices: [T] int64, below N. Returns those rows of the weight, [T, K]. Of weights in panels only."""
+        result: torch.Tensor = unpack_rows(self._weight, indices, self.in_features)
+        return result
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, K], dtype of the weight, rows may be strided; bias: [N] or None. Returns [T, N]."""

@@ -50,7 +50,7 @@ from ascend_vllm.worker.stage_runner import StageForward, StageRunner
 logger = init_logger(__name__)
 
 GIB = 1 << 30
-_WARM_UP_TOKENS = 64
+_WARM_UP_TOKENS = 16
 
 # what `wake_up` can bring back
 WEIGHTS = "weights"

@@ -251,7 +251,7 @@ def test_linear_layers(
     bias = torch.randn(70, generator=generator).to(dtype) if with_bias else None
     arranged = arranged_weight(weight.to(NPU))
     assert torch.ops.npu.get_npu_format(arranged) == weight_format
-    result = PackedLinear(weight.to(NPU))(x.to(NPU), None if bias is None else bias.to(NPU))
+    result = PackedLinear.of(weight.to(NPU))(x.to(NPU), None if bias is None else bias.to(NPU))
     truth = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     plain = torch.nn.functional.linear(x, weight, bias)
     assert error_of(result.cpu(), truth) <= 2 * error_of(plain, truth)

@@ -35,7 +35,7 @@ def test_packing_loses_nothing(dtype: torch.dtype, outputs: int, inputs: int) ->
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (1101, 300)])
 def test_a_row_is_the_same_alone_and_in_any_batch(isa: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    layer = PackedLinear(torch.randn(outputs, inputs, generator=generator).to(dtype))
+    layer = PackedLinear.of(torch.randn(outputs, inputs, generator=generator).to(dtype))
     x = torch.randn(230, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
     together = layer(x, bias)
@@ -54,7 +54,7 @@ def test_packed_linear_agrees_with_torch(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     weight = (torch.randn(333, 777, generator=generator) / 777**0.5).to(dtype)
     bias = torch.randn(333, generator=generator).to(dtype)
-    layer = PackedLinear(weight)
+    layer = PackedLinear.of(weight)
     assert (layer.in_features, layer.out_features) == (777, 333)
     x = torch.randn(20, 777, generator=generator).to(dtype)
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
@@ -77,4 +77,4 @@ def test_without_a_kernel_the_layer_is_plain_torch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gemm, "load_native_library", lambda: False)
     weight = torch.randn(5, 7)
     x = torch.randn(3, 7)
-    assert torch.equal(PackedLinear(weight)(x, None), torch.nn.functional.linear(x, weight))
+    assert torch.equal(PackedLinear.of(weight)(x, None), torch.nn.functional.linear(x, weight))

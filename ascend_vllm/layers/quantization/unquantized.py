@@ -11,16 +11,15 @@ from ascend_vllm.ops.gemm import PackedLinear
 
 
 class Unquantized(QuantMethod):
-    """Loads [out, in] matrices one below another and packs them for the device's GEMM."""
+    """Loads [out, in] matrices one below another, packed for the device's GEMM."""
 
     def __init__(self) -> None:
-        self._weight: torch.Tensor | None = None
+        self._loading: PackedLinear | None = None
         self._packed: PackedLinear | None = None
 
     def create_weights(self, layer: Linear) -> list[WeightSlot]:
         """One weight for all outputs of the layer; a slot per output."""
-        weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device=layer.device)
-        self._weight = weight
+        self._loading = PackedLinear(layer.out_features, layer.in_features, layer.dtype, layer.device)
         slots = []
         row = 0
         for output in layer.outputs:
@@ -28,7 +27,7 @@ class Unquantized(QuantMethod):
                 WeightSlot(
                     f"{output.name}.weight",
                     (output.total, layer.total_in_features),
-                    weight[row : row + output.shard.size],
+                    self._loading.target(row, output.shard.size),
                     dim=layer.split_dim,
                     start=output.shard.start if layer.split_dim == 0 else layer.in_shard.start,
                 )
@@ -37,10 +36,10 @@ class Unquantized(QuantMethod):
         return slots
 
     def after_load(self, layer: Linear) -> None:  # noqa: ARG002 - the weight is kept here
-        """Packs the weight and lets go of the loaded one."""
-        if self._weight is not None:
-            self._packed = PackedLinear(self._weight)
-            self._weight = None
+        """The weight is complete."""
+        if self._loading is not None:
+            self._loading.finish()
+            self._packed, self._loading = self._loading, None
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out]."""

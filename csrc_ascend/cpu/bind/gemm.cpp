@@ -3,23 +3,28 @@
 #include <ATen/ops/empty.h>
 
 #include "cpu/bind/tensor.h"
+#include "cpu/kernels/pack.h"
 
 namespace ascend_vllm {
 namespace {
+
+// Whether a tensor is a weight [outputs, in_features] in panels; `outputs` may be less than the panels hold.
+bool holds_panels(const at::Tensor& packed, int64_t in_features, int64_t panels) {
+  const bool pairs = packed.scalar_type() == at::kBFloat16;
+  const bool fits = pairs ? packed.dim() == 4 && packed.size(1) == (in_features + 1) / 2 && packed.size(3) == 2
+                          : packed.dim() == 3 && packed.size(1) == in_features;
+  return fits && packed.size(0) == panels && packed.size(2) == 16 && packed.is_contiguous();
+}
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                          int64_t out_features) {
   TORCH_CHECK(x.dim() == 2, "x must be a matrix, got ", x.sizes());
   check_rows(x, "x");
   check_same_dtype(packed, "packed", x);
-  const bool pairs = x.scalar_type() == at::kBFloat16;
   const int64_t in_features = x.size(1);
-  const int64_t panels = (out_features + 15) / 16;
-  const bool fits = pairs ? packed.dim() == 4 && packed.size(1) == (in_features + 1) / 2 && packed.size(3) == 2
-                          : packed.dim() == 3 && packed.size(1) == in_features;
-  TORCH_CHECK(fits && packed.size(0) == panels && packed.size(2) == 16 && packed.is_contiguous(),
-              "packed has shape ", packed.sizes(), ", which is no ", x.scalar_type(), " weight of ",
-              in_features, " inputs and ", out_features, " outputs");
+  TORCH_CHECK(holds_panels(packed, in_features, (out_features + 15) / 16), "packed has shape ", packed.sizes(),
+              ", which is no ", x.scalar_type(), " weight of ", in_features, " inputs and ", out_features,
+              " outputs");
   LinearArgs args{};
   if (bias.has_value()) {
     check_vector(*bias, "bias", x.scalar_type(), out_features);
@@ -43,7 +48,60 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   return out;
 }
 
+int64_t unit_bytes(const at::Tensor& packed) {
+  return packed.dim() == 4 ? 2 * packed.element_size() : packed.element_size();
+}
+
+void pack_panels(const at::Tensor& weight, const at::Tensor& packed, int64_t first_row) {
+  TORCH_CHECK(weight.dim() == 2, "weight must be a matrix, got ", weight.sizes());
+  check_rows(weight, "weight");
+  dtype_of(weight, "weight");
+  check_same_dtype(packed, "packed", weight);
+  TORCH_CHECK(packed.dim() > 0 && holds_panels(packed, weight.size(1), packed.size(0)) && first_row >= 0 &&
+                  first_row + weight.size(0) <= 16 * packed.size(0),
+              "packed has shape ", packed.sizes(), ", which has no room for ", weight.size(0), " rows of ",
+              weight.size(1), " inputs, ", weight.scalar_type(), ", from row ", first_row, " on");
+  pack_panels_kernel({
+      .weight = static_cast<const char*>(weight.const_data_ptr()),
+      .packed = static_cast<char*>(packed.mutable_data_ptr()),
+      .first_row = first_row,
+      .rows = weight.size(0),
+      .in_features = weight.size(1),
+      .row_bytes = weight.stride(0) * weight.element_size(),
+      .element_bytes = weight.element_size(),
+      .unit_bytes = unit_bytes(packed),
+  });
+}
+
+at::Tensor unpack_rows(const at::Tensor& packed, const at::Tensor& indices, int64_t in_features) {
+  dtype_of(packed, "packed");
+  TORCH_CHECK(packed.dim() > 0 && holds_panels(packed, in_features, packed.size(0)), "packed has shape ",
+              packed.sizes(), ", which is no ", packed.scalar_type(), " weight of ", in_features, " inputs");
+  const int64_t count = indices.numel();
+  check_vector(indices, "indices", at::kLong, count);
+  const int64_t* rows = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_INDEX(rows[i] >= 0 && rows[i] < 16 * packed.size(0), "indices holds ", rows[i],
+                      ", the weight has ", 16 * packed.size(0), " rows");
+  }
+  at::Tensor out = at::empty({count, in_features}, packed.options());
+  unpack_rows_kernel({
+      .packed = static_cast<const char*>(packed.const_data_ptr()),
+      .indices = rows,
+      .out = static_cast<char*>(out.mutable_data_ptr()),
+      .count = count,
+      .in_features = in_features,
+      .element_bytes = packed.element_size(),
+      .unit_bytes = unit_bytes(packed),
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace ascend_vllm
 
-TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) { m.impl("packed_linear", &ascend_vllm::packed_linear); }
+TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
+  m.impl("packed_linear", &ascend_vllm::packed_linear);
+  m.impl("pack_panels", &ascend_vllm::pack_panels);
+  m.impl("unpack_rows", &ascend_vllm::unpack_rows);
+}
