@@ -1,0 +1,249 @@
+"""The table: this project's server against vLLM's on the same machine, in turns, under the same client.
+
+    python scripts/make_random_model.py /tmp/qwen2-0.5b
+    python scripts/make_random_model.py /tmp/tiny-5m --preset tiny-5m
+    python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --tiny-model /tmp/tiny-5m \\
+        --peer-program /path/to/vllm/bin/vllm --json result.json
+    python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --rows c1 c8 --rounds 1 --peer none
+
+Both servers get the same flags (bfloat16, the same KV cache) and only one of them computes at a time; in each round
+a row is measured on ours, then on the peer's, with the same prompts, which no other round has. vLLM is bound to every
+core, with tcmalloc where there is one. Prefix caching is as each has it by default, but on for both in the row
+"prefix". The rows "start" and "memory" start the servers each time, after a start that does not count, so that files
+and compiled graphs are in their caches. The machine's limits are measured before and after each pair of readings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from comparison import machine, report, servers
+from comparison.client import Client, LoadError
+from comparison.limits import ModelFacts, file_read_s
+from comparison.peaks import Peaks, Reading, median_reading
+from comparison.rows import ROWS, SETUPS, Row, Sizes, Subject
+
+from ascend_vllm.engine.tokenization import Tokenizer
+
+# rounds are this far apart in seeds: more than a row has
+_SEEDS_PER_ROUND = 1000
+
+
+class Comparison:
+    """Both programs, their models, and what was measured.
+
+    Args:
+        args: the command line.
+        programs: "ours" and, if there is one, "peer".
+        sizes: how much is asked for.
+        peaks: measures the machine's limits.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, programs: dict[str, servers.Program], sizes: Sizes, peaks: Peaks
+    ) -> None:
+        self._args = args
+        self._sizes = sizes
+        self._peaks = peaks
+        self._programs = programs
+        self._machine = machine.describe()
+        self._commands: dict[str, dict[str, str]] = {side: {} for side in self._programs}
+        self._versions: dict[str, str] = {}
+        self.results: list[report.RowResult] = []
+
+    @property
+    def peer(self) -> str | None:
+        """The peer's name; None without one."""
+        return self._programs["peer"].name if "peer" in self._programs else None
+
+    def run(self, rows: list[Row]) -> None:
+        """Measures the rows, setup by setup."""
+        for setup in SETUPS:
+            if chosen := [row for row in rows if row.setup == setup]:
+                measured = [report.RowResult(row) for row in chosen]
+                self.results += measured
+                (self._run_fresh if setup == "fresh" else self._run_resident)(setup, measured)
+
+    def _flags(self, setup: str) -> list[str]:
+        args = self._args
+        size = args.memory_kv_cache_bytes if setup == "fresh" else args.kv_cache_bytes
+        flags = ["--dtype", "bfloat16", "--max-model-len", str(args.max_model_len)]
+        flags += ["--kv-cache-memory-bytes", str(size)]
+        return [*flags, "--enable-prefix-caching"] if setup == "prefix" else flags
+
+    def _model(self, setup: str) -> str:
+        return str(self._args.tiny_model if setup == "tiny" else self._args.model)
+
+    @contextlib.contextmanager
+    def _server(self, side: str, setup: str) -> Iterator[servers.Server]:
+        program, model, flags = self._programs[side], self._model(setup), self._flags(setup)
+        self._commands[side][setup] = program.shown(model, flags)
+        with servers.Server(program, model, flags) as server:
+            server.wait_ready(self._args.start_timeout)
+            self._versions[side] = server.version()
+            yield server
+
+    def _run_fresh(self, setup: str, measured: list[report.RowResult]) -> None:
+        model = self._model(setup)
+        facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
+        for side in self._programs:
+            with self._server(side, setup) as server:
+                self._tell(f"{self._programs[side].name} was ready {server.start_s:.1f} s after its first start")
+        for number in range(self._args.rounds):
+            read_s = file_read_s(model)
+            for result in measured:
+                if result.row.name == "start":
+                    result.allowed.append(read_s)
+            for side in self._programs:
+                with self._server(side, setup) as server:
+                    client = Client(server.url, tokenizer)
+                    for result in measured:
+                        self._take(
+                            side, result, Subject(server, client, facts, self._sizes, self._seed(number, result))
+                        )
+            self._save()
+
+    def _run_resident(self, setup: str, measured: list[report.RowResult]) -> None:
+        model = self._model(setup)
+        facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
+        with contextlib.ExitStack() as stack:
+            running = {side: stack.enter_context(self._server(side, setup)) for side in self._programs}
+            clients = {side: Client(server.url, tokenizer) for side, server in running.items()}
+            for number in range(self._args.rounds):
+                for result in measured:
+                    limits = [self._peaks.read()]
+                    for side, server in running.items():
+                        seed = self._seed(number, result)
+                        subject = Subject(server, clients[side], facts, self._sizes, seed)
+                        if number == 0:
+                            result.row.warm_up(subject)
+                        self._take(side, result, subject)
+                        limits.append(self._peaks.read())
+                    self._note_limits(result, facts, limits)
+                    self._save()
+
+    def _seed(self, number: int, result: report.RowResult) -> int:
+        return number * _SEEDS_PER_ROUND + ROWS.index(result.row)
+
+    def _take(self, side: str, result: report.RowResult, subject: Subject) -> None:
+        value, figures = result.row.measure(subject)
+        result.add(side, value, figures)
+        self._tell(f"{result.row.name:8} {self._programs[side].name:12} {value:10.4g} {result.row.unit}")
+
+    def _note_limits(self, result: report.RowResult, facts: ModelFacts, limits: list[Reading]) -> None:
+        result.limits += limits
+        if result.row.limit is not None:
+            result.allowed.append(result.row.limit(facts, self._sizes, median_reading(limits)))
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        print(text, flush=True)
+
+    def content(self) -> dict[str, Any]:
+        """The result for JSON."""
+        return {
+            "kind": "servers",
+            "note": self._args.note,
+            "machine": self._machine,
+            "command": " ".join(["python benchmarks/compare_servers.py", *_without_paths(sys.argv[1:])]),
+            "rounds": self._args.rounds,
+            "sizes": dataclasses.asdict(self._sizes),
+            "programs": {
+                side: {"name": program.name, "version": self._versions.get(side), "commands": self._commands[side]}
+                for side, program in self._programs.items()
+            },
+            "rows": [result.as_dict() for result in self.results if result.readings],
+        }
+
+    def _save(self) -> None:
+        if self._args.json is not None:
+            report.save(self._args.json, self.content())
+
+
+def _without_paths(words: list[str]) -> list[str]:
+    """The command line without what is true of one machine only: where its programs and results are."""
+    kept, skip = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if skip or option in ("--peer-program", "--tcmalloc", "--json", "--note"):
+            skip = not skip and not equals
+            continue
+        kept.append(shlex.quote(word))
+    return kept
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", help="directory of the model of every row but tiny")
+    add("--tiny-model", help="directory of the model of the row tiny")
+    add("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: all")
+    add("--rounds", type=int, default=3, help="readings of each row and server (default: %(default)s)")
+    add("--peer", choices=("vllm", "none"), default="vllm", help="(default: %(default)s)")
+    add("--peer-program", help="path of the peer's command; default: the one that the shell finds")
+    add("--peer-args", default="", help="further flags of the peer, in one word")
+    add("--ours-args", default="", help="further flags of ours, in one word")
+    add("--tcmalloc", help="path of libtcmalloc for the peer; default: where systems have it")
+    add("--max-model-len", type=int, default=2048, help="(default: %(default)s)")
+    add("--kv-cache-bytes", type=int, default=2**30, help="of both servers (default: %(default)s)")
+    add("--memory-kv-cache-bytes", type=int, default=2**27, help="in rows start and memory (default: %(default)s)")
+    add("--start-timeout", type=float, default=900, help="seconds that a server may take (default: %(default)s)")
+    add("--gib", type=float, default=1.0, help="read in a measurement of the bandwidth, in GiB")
+    add("--note", default="", help="kept with the result, such as what else the machine did")
+    add("--json", type=pathlib.Path, help="write the result here, after every reading")
+    for field in dataclasses.fields(Sizes):
+        name = "--" + field.name.replace("_", "-")
+        add(name, type=int, default=field.default, help="(default: %(default)s)")
+    args = parser.parse_args()
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    args.rows = args.rows or [row.name for row in ROWS]
+    if args.model is None and set(args.rows) != {"tiny"}:
+        parser.error("--model: name the directory of a model, such as scripts/make_random_model.py writes")
+    if args.tiny_model is None and "tiny" in args.rows:
+        parser.error("--tiny-model: name the directory of a tiny model, or leave the row tiny out with --rows")
+    for name in ("rounds", *(field.name for field in dataclasses.fields(Sizes))):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+
+
+def main() -> None:
+    """Measures, prints the table, writes the file."""
+    args = _parse_args()
+    sizes = Sizes(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sizes)})
+    print(machine.one_line(machine.describe()))
+    try:
+        programs = _programs(args)
+        with Peaks(args.gib) as peaks:
+            limits = peaks.read()
+            print(f"{limits.bandwidth_gb_s:.1f} GB/s read, {limits.peak_gflop_s:.0f} GFLOP/s of {limits.peak_name}")
+            comparison = Comparison(args, programs, sizes, peaks)
+            comparison.run([row for row in ROWS if row.name in args.rows])
+    except (servers.ServerError, LoadError) as error:
+        raise SystemExit(str(error)) from error
+    print("\n".join(report.lines(comparison.results, comparison.peer)))
+
+
+def _programs(args: argparse.Namespace) -> dict[str, servers.Program]:
+    programs = {"ours": servers.ours(shlex.split(args.ours_args))}
+    if args.peer == "vllm":
+        programs["peer"] = servers.vllm(args.peer_program, shlex.split(args.peer_args), args.tcmalloc)
+    return programs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The client of both servers: the load generator of `ascend-vllm bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.bench.datasets import SampleRequest, apply_general_lengths, sample_requests
+from ascend_vllm.entrypoints.bench.load import LoadGenerator, Run, make_client
+from ascend_vllm.entrypoints.bench.metrics import Outcome, figures
+from ascend_vllm.entrypoints.bench.serve import add_arguments
+from comparison.servers import MODEL_NAME
+
+_METRICS = ("ttft", "tpot", "itl", "e2el")
+_PERCENTILES = (50.0, 90.0, 99.0)
+_T = TypeVar("_T")
+
+
+class LoadError(Exception):
+    """A request failed: nothing can be compared."""
+
+
+class Client:
+    """One server under load.
+
+    Args:
+        url: the server's address.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, url: str, tokenizer: Tokenizer) -> None:
+        self._url = url
+        self._tokenizer = tokenizer
+        self._parser = FlexibleArgumentParser()
+        add_arguments(self._parser)
+
+    def load(
+        self, *, seed: int, num_prompts: int, concurrency: int, input_len: int, output_len: int, prefix_len: int = 0
+    ) -> dict[str, float]:
+        """Sends random prompts, the next when one is answered. The same seed makes the same prompts.
+
+        Args:
+            seed: of the prompts.
+            num_prompts: how many.
+            concurrency: requests under way at once.
+            input_len: tokens of a prompt behind those that all share.
+            output_len: tokens to generate, whatever the model says.
+            prefix_len: tokens that all prompts share.
+
+        Returns:
+            the figures of `ascend-vllm bench serve`.
+
+        Raises:
+            LoadError: a request failed.
+        """
+        args = self._arguments(seed, num_prompts, concurrency, input_len, output_len, prefix_len)
+        requests = sample_requests(args, self._tokenizer, seed)
+
+        async def send() -> Run:
+            client = make_client(args)
+            try:
+                return await LoadGenerator(args, client, MODEL_NAME, self._tokenizer).run(requests)
+            finally:
+                client.close()
+
+        run = _run(send())
+        _check(run.outcomes)
+        found = figures(run.outcomes, run.duration_s, metrics=_METRICS, percentiles=_PERCENTILES, goodput={})
+        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+    def mixed(
+        self, *, seed: int, streams: int, input_len: int, output_len: int, long_len: int
+    ) -> tuple[list[float], list[float]]:
+        """Answers stream while long prompts arrive, the next one when one has its first token.
+
+        Args:
+            seed: of the prompts.
+            streams: how many answers are streamed.
+            input_len: tokens of their prompts.
+            output_len: tokens of these answers.
+            long_len: tokens of the prompts that arrive until all of the answers are complete.
+
+        Returns:
+            seconds between tokens of the streams, and seconds to first tokens of the long prompts.
+
+        Raises:
+            LoadError: a request failed, or no answer came in pieces.
+        """
+        args = self._arguments(seed, streams, streams, input_len, output_len, 0)
+        requests = sample_requests(args, self._tokenizer, seed)
+        longer = self._arguments(seed, 64, 1, long_len, 1, 0)
+        # other prompts than those of any row's load
+        prompts = sample_requests(longer, self._tokenizer, seed + 500_000)
+
+        async def send() -> tuple[Run, list[Outcome]]:
+            client = make_client(args)
+            try:
+                generator = LoadGenerator(args, client, MODEL_NAME, self._tokenizer)
+                streaming = asyncio.create_task(generator.run(requests))
+                return await _until_done(streaming, generator, prompts)
+            finally:
+                client.close()
+
+        run, arrived = _run(send())
+        _check([*run.outcomes, *arrived])
+        gaps = [gap for outcome in run.outcomes for gap in outcome.itls]
+        if not gaps:
+            raise LoadError("Each answer came as a whole, so there are no gaps to see; ask for more tokens.")
+        return gaps, [outcome.ttft for outcome in arrived]
+
+    def _arguments(
+        self, seed: int, num_prompts: int, concurrency: int, input_len: int, output_len: int, prefix_len: int
+    ) -> argparse.Namespace:
+        """What `ascend-vllm bench serve` would be given."""
+        words = ["--base-url", self._url, "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
+        words += ["--seed", str(seed), "--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)]
+        words += ["--input-len", str(input_len), "--output-len", str(output_len)]
+        words += ["--random-prefix-len", str(prefix_len)]
+        args = self._parser.parse_args(words)
+        apply_general_lengths(args)
+        return args
+
+
+async def _until_done(
+    streaming: asyncio.Task[Run], generator: LoadGenerator, prompts: list[SampleRequest]
+) -> tuple[Run, list[Outcome]]:
+    """Sends one prompt after another while the streams go on."""
+    arrived = []
+    number = 0
+    while not streaming.done():
+        arrived.append(await generator.one(prompts[number % len(prompts)]))
+        number += 1
+    return await streaming, arrived
+
+
+def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    if errors:
+        raise LoadError(f"{len(errors)} of {len(outcomes)} requests failed: {errors[0]}")

@@ -1,0 +1,113 @@
+"""The result of a comparison: what is kept of it, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from comparison.peaks import Reading
+from comparison.rows import Row
+
+
+@dataclasses.dataclass
+class RowResult:
+    """The readings of a row.
+
+    Attributes:
+        row: which.
+        readings: of each side, "ours" and "peer", one per round, in the row's unit.
+        figures: what each reading was taken from.
+        limits: readings of the machine's limits, before and after those of each round.
+        allowed: what the limits of each round allow, in the row's unit.
+    """
+
+    row: Row
+    readings: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    figures: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    limits: list[Reading] = dataclasses.field(default_factory=list)
+    allowed: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, side: str, value: float, figures: dict[str, Any]) -> None:
+        """Notes a reading."""
+        self.readings.setdefault(side, []).append(value)
+        self.figures.setdefault(side, []).append(figures)
+
+    def median(self, side: str) -> float | None:
+        """Of a side's readings; None: it has none."""
+        values = self.readings.get(side)
+        return statistics.median(values) if values else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the peer's, of medians; None without both."""
+        mine, theirs = self.median("ours"), self.median("peer")
+        return mine / theirs if mine is not None and theirs else None
+
+    @property
+    def limit(self) -> float | None:
+        """What the machine allows; None: it was not computed."""
+        return statistics.median(self.allowed) if self.allowed else None
+
+    @property
+    def share(self) -> float | None:
+        """How near ours comes to the limit: 1 is at it."""
+        mine, limit = self.median("ours"), self.limit
+        if not mine or not limit:
+            return None
+        return mine / limit if self.row.higher_is_better else limit / mine
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        row, ratio = self.row, self.ratio
+        name = "ratio_at_least" if row.higher_is_better else "ratio_at_most"
+        meets = None
+        if ratio is not None:
+            meets = ratio >= row.target_ratio if row.higher_is_better else ratio <= row.target_ratio
+        return {
+            "name": row.name,
+            "title": row.title,
+            "unit": row.unit,
+            "better": "higher" if row.higher_is_better else "lower",
+            "ours": self.median("ours"),
+            "peer": self.median("peer"),
+            "ratio": ratio,
+            "target": {name: row.target_ratio},
+            "meets_target": meets,
+            "limit": self.limit,
+            "limit_by": row.limit_text if self.allowed else None,
+            "share_of_limit": self.share,
+            "readings": self.readings,
+            "limit_readings": self.allowed,
+            "machine_limits": [reading.as_dict() for reading in self.limits],
+            "figures": self.figures,
+        }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
+    """The table, for people."""
+    heads = f"{'ours':>10} {peer or 'peer':>10} {'ratio':>7} {'target':>8} {'limit':>10} {'of limit':>9}"
+    yield f"{'row':8} {heads}  unit"
+    for result in results:
+        row, share = result.row, result.share
+        target = f"{'>=' if row.higher_is_better else '<='} {row.target_ratio}"
+        yield (
+            f"{row.name:8} {_number(result.median('ours')):>10} {_number(result.median('peer')):>10}"
+            f" {_number(result.ratio):>7} {target:>8} {_number(result.limit):>10}"
+            f" {'-' if share is None else f'{share:.0%}':>9}  {row.unit}"
+        )
+
+
+def save(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a result as a whole or not at all: a run that is cut short keeps what it had."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)  # noqa: PTH105 - atomic, and named so

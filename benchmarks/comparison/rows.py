@@ -1,0 +1,267 @@
+"""The rows of the table: what is measured of both servers, what is aimed at, and what the machine allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from comparison.client import Client
+from comparison.limits import ModelFacts
+from comparison.peaks import Reading
+from comparison.servers import Server
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is asked for.
+
+    Attributes:
+        input_len: tokens of a prompt.
+        output_len: tokens of an answer.
+        waves: prompts of a row for each request under way at once.
+        long_len: tokens of a long prompt.
+        long_prompts: long prompts whose first token is waited for.
+        mixed_output_len: tokens of the answers that stream while long prompts arrive.
+        prefix_len: tokens of a shared beginning.
+        tiny_input_len: tokens of a prompt for the tiny model.
+        tiny_concurrency: requests for the tiny model under way at once.
+    """
+
+    input_len: int = 128
+    output_len: int = 64
+    waves: int = 3
+    long_len: int = 1024
+    long_prompts: int = 3
+    mixed_output_len: int = 64
+    prefix_len: int = 896
+    tiny_input_len: int = 32
+    tiny_concurrency: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a row measures.
+
+    Attributes:
+        server: a running server.
+        client: of it.
+        model: facts of its model.
+        sizes: how much is asked for.
+        seed: of the prompts; other in every round, so that no answer is in a cache.
+    """
+
+    server: Server
+    client: Client
+    model: ModelFacts
+    sizes: Sizes
+    seed: int
+
+
+# a reading, and the figures that it was taken from
+Measured = tuple[float, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: on the command line.
+        title: in the table.
+        unit: of its readings.
+        setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "prefix", "tiny".
+        higher_is_better: of two readings.
+        target_ratio: what ours over the peer's should at least be, or at most if lower is better.
+        measure: takes a reading.
+        warm_up: makes a server do everything once.
+        limit: what the machine allows; None: nothing that could be computed.
+        limit_text: what sets it.
+    """
+
+    name: str
+    title: str
+    unit: str
+    setup: str
+    higher_is_better: bool
+    target_ratio: float
+    measure: Callable[[Subject], Measured]
+    warm_up: Callable[[Subject], object]
+    limit: Callable[[ModelFacts, Sizes, Reading], float] | None
+    limit_text: str
+
+
+def _start(subject: Subject) -> Measured:
+    return subject.server.start_s, {}
+
+
+def _memory(subject: Subject) -> Measured:
+    """Fills the whole KV cache with prompts first: memory that was never written is not resident."""
+    sizes, kv_tokens = subject.sizes, subject.server.kv_cache_tokens()
+    count = -(-kv_tokens // sizes.long_len) + 1
+    subject.client.load(seed=subject.seed, num_prompts=count, concurrency=4, input_len=sizes.long_len, output_len=2)
+    resident, kv_bytes = subject.server.resident_bytes(), kv_tokens * subject.model.kv_bytes_per_token
+    above = resident - subject.model.resident_bytes - kv_bytes
+    return above / 1e6, {
+        "resident_mb": resident / 1e6,
+        "weights_mb": subject.model.resident_bytes / 1e6,
+        "kv_cache_mb": kv_bytes / 1e6,
+    }
+
+
+def _throughput(subject: Subject, concurrency: int, **lengths: int) -> Measured:
+    waves = subject.sizes.waves
+    figures = subject.client.load(
+        seed=subject.seed, num_prompts=waves * concurrency, concurrency=concurrency, **lengths
+    )
+    return figures["output_throughput"], figures
+
+
+def _lengths(sizes: Sizes) -> dict[str, int]:
+    return {"input_len": sizes.input_len, "output_len": sizes.output_len}
+
+
+def _prefix_lengths(sizes: Sizes) -> dict[str, int]:
+    return _lengths(sizes) | {"prefix_len": sizes.prefix_len}
+
+
+def _tiny_lengths(sizes: Sizes) -> dict[str, int]:
+    return {"input_len": sizes.tiny_input_len, "output_len": sizes.output_len}
+
+
+def _first_token(subject: Subject) -> Measured:
+    sizes = subject.sizes
+    figures = subject.client.load(
+        seed=subject.seed, num_prompts=sizes.long_prompts, concurrency=1, input_len=sizes.long_len, output_len=1
+    )
+    return figures["median_ttft_ms"] / 1e3, figures
+
+
+def _mixed(subject: Subject) -> Measured:
+    sizes = subject.sizes
+    gaps, ttfts = subject.client.mixed(
+        seed=subject.seed,
+        streams=4,
+        input_len=sizes.input_len,
+        output_len=sizes.mixed_output_len,
+        long_len=sizes.long_len,
+    )
+    found = {
+        "gaps": len(gaps),
+        "p50_gap_s": float(np.percentile(gaps, 50)),
+        "p99_gap_s": float(np.percentile(gaps, 99)),
+        "max_gap_s": max(gaps),
+        "long_prompts": len(ttfts),
+        "median_long_ttft_s": statistics.median(ttfts),
+    }
+    return found["p99_gap_s"], found
+
+
+def _warm(subject: Subject, concurrency: int, **lengths: int) -> None:
+    """One prompt for each request under way at once, with short answers."""
+    short = lengths | {"output_len": min(4, lengths["output_len"])}
+    subject.client.load(seed=subject.seed + 900_000, num_prompts=concurrency, concurrency=concurrency, **short)
+
+
+def _nothing(_: Subject) -> None:
+    pass
+
+
+def _concurrent(concurrency: int, target_ratio: float) -> Row:
+    return Row(
+        name=f"c{concurrency}",
+        title=f"output tokens, concurrency {concurrency}",
+        unit="tok/s",
+        setup="main",
+        higher_is_better=True,
+        target_ratio=target_ratio,
+        measure=lambda subject: _throughput(subject, concurrency, **_lengths(subject.sizes)),
+        warm_up=lambda subject: _warm(subject, concurrency, **_lengths(subject.sizes)),
+        limit=lambda model, sizes, limits: model.output_tok_s(limits, concurrency, sizes.input_len, sizes.output_len),
+        limit_text="bandwidth and peak, prompts included",
+    )
+
+
+ROWS = (
+    Row(
+        name="start",
+        title="process start to the first 200 of /health",
+        unit="s",
+        setup="fresh",
+        higher_is_better=False,
+        target_ratio=0.1,
+        measure=_start,
+        warm_up=_nothing,
+        limit=None,
+        limit_text="reading the weights' files, which are in the file cache",
+    ),
+    Row(
+        name="memory",
+        title="resident memory above the weights and the KV cache",
+        unit="MB",
+        setup="fresh",
+        higher_is_better=False,
+        target_ratio=0.5,
+        measure=_memory,
+        warm_up=_nothing,
+        limit=None,
+        limit_text="",
+    ),
+    _concurrent(1, 1.4),
+    _concurrent(8, 1.5),
+    _concurrent(32, 1.5),
+    Row(
+        name="ttft",
+        title="first token of a long prompt, idle server",
+        unit="s",
+        setup="main",
+        higher_is_better=False,
+        target_ratio=0.85,
+        measure=_first_token,
+        warm_up=lambda subject: _warm(subject, 1, input_len=subject.sizes.long_len, output_len=1),
+        limit=lambda model, sizes, limits: model.prefill_s(limits, 1, sizes.long_len),
+        limit_text="peak",
+    ),
+    Row(
+        name="mixed",
+        title="gap between tokens of 4 streams while long prompts arrive, p99",
+        unit="s",
+        setup="main",
+        higher_is_better=False,
+        target_ratio=0.5,
+        measure=_mixed,
+        warm_up=lambda subject: _warm(subject, 2, input_len=subject.sizes.long_len, output_len=4),
+        limit=None,
+        limit_text="",
+    ),
+    Row(
+        name="prefix",
+        title="output tokens, shared prefix, concurrency 8",
+        unit="tok/s",
+        setup="prefix",
+        higher_is_better=True,
+        target_ratio=1.5,
+        measure=lambda subject: _throughput(subject, 8, **_prefix_lengths(subject.sizes)),
+        warm_up=lambda subject: _warm(subject, 8, **_prefix_lengths(subject.sizes)),
+        limit=lambda model, sizes, limits: model.output_tok_s(
+            limits, 8, sizes.prefix_len + sizes.input_len, sizes.output_len, cached=sizes.prefix_len
+        ),
+        limit_text="bandwidth and peak, the prefix computed before",
+    ),
+    Row(
+        name="tiny",
+        title="output tokens of a tiny model: the engine and the front end alone",
+        unit="tok/s",
+        setup="tiny",
+        higher_is_better=True,
+        target_ratio=2.0,
+        measure=lambda subject: _throughput(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
+        warm_up=lambda subject: _warm(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
+        limit=None,
+        limit_text="",
+    ),
+)
+SETUPS = ("fresh", "main", "prefix", "tiny")

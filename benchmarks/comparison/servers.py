@@ -1,0 +1,220 @@
+"""The servers that are compared: started, waited for, looked at and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+MODEL_NAME = "benchmark"
+_POLL_S = 0.01
+_TCMALLOC = (
+    "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
+    "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
+    "/usr/lib64/libtcmalloc_minimal.so.4",
+)
+
+
+class ServerError(Exception):
+    """A server did not start, or ended; the message holds the end of its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is started.
+
+    Attributes:
+        name: for people.
+        words: the command before the flags that both servers are given.
+        options: flags that only this one is given.
+        environment: variables that only this one is given.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def command(self, model: str, flags: Sequence[str], port: int) -> list[str]:
+        """The whole command line."""
+        where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME]
+        return [*self.words, model, *where, *flags, *self.options]
+
+    def shown(self, model: str, flags: Sequence[str]) -> str:
+        """The command as somebody would type it; which file the program is and its port do not matter."""
+        variables = [f"{name}={pathlib.Path(value).name}" for name, value in self.environment.items()]
+        return " ".join([*variables, self.name, "serve", model, *flags, *self.options])
+
+
+def _cores() -> str:
+    """The cores that this process may use, as vLLM names them: 0-1, or 0,2,5."""
+    cores = sorted(os.sched_getaffinity(0))
+    if cores == list(range(cores[0], cores[-1] + 1)):
+        return f"{cores[0]}-{cores[-1]}"
+    return ",".join(map(str, cores))
+
+
+def ours(options: Sequence[str] = ()) -> Program:
+    """This project's server."""
+    return Program("ascend-vllm", (sys.executable, "-m", "ascend_vllm.entrypoints.cli", "serve"), tuple(options))
+
+
+def vllm(program: str | None, options: Sequence[str] = (), tcmalloc: str | None = None) -> Program:
+    """vLLM's server as it is fastest on a CPU: bound to every core, with tcmalloc where there is one.
+
+    Args:
+        program: the path of vLLM's command; None: the one that the shell finds.
+        options: further flags.
+        tcmalloc: path of the library; None: where systems have it.
+
+    Raises:
+        ServerError: there is no such program or library.
+    """
+    found = shutil.which(program or "vllm")
+    if found is None:
+        raise ServerError(
+            f"There is no program {program or 'vllm'!r}: install vLLM's CPU build and name its command with "
+            "--peer-program, or measure alone with --peer none."
+        )
+    if tcmalloc is not None and not pathlib.Path(tcmalloc).is_file():
+        raise ServerError(f"--tcmalloc {tcmalloc}: there is no such file.")
+    library = tcmalloc or next(filter(os.path.exists, _TCMALLOC), None)
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": _cores(),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if library is not None:
+        environment["LD_PRELOAD"] = library
+    return Program("vllm", (found, "serve"), tuple(options), environment)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A server process and those that it starts; a context.
+
+    Args:
+        program: what to start.
+        model: directory of the model.
+        flags: what both servers are given.
+
+    Attributes:
+        start_s: seconds from the start of the process to the first 200 of /health, once `wait_ready` has returned.
+    """
+
+    def __init__(self, program: Program, model: str, flags: Sequence[str]) -> None:
+        self._name = program.name
+        self._port = _free_port()
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed by close()
+        # variables for one of the servers must not reach the other
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        command = program.command(model, flags, self._port)
+        self._started = time.perf_counter()
+        self._process = subprocess.Popen(
+            command, env=inherited | dict(program.environment), stdout=self._log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        self.start_s = 0.0
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns when /health answers 200.
+
+        Raises:
+            ServerError: the server ended or took too long.
+        """
+        while not self._is_healthy():
+            if self._process.poll() is not None:
+                raise ServerError(f"{self._name} ended with code {self._process.returncode}.\n{self._log_end()}")
+            if time.perf_counter() - self._started > timeout_s:
+                raise ServerError(f"{self._name} was not ready after {timeout_s:.0f} s.\n{self._log_end()}")
+            time.sleep(_POLL_S)
+        self.start_s = time.perf_counter() - self._started
+
+    def _is_healthy(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self._get("/health")[0] == 200
+        return False
+
+    def _get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def _log_end(self) -> str:
+        return "\n".join(pathlib.Path(self._log.name).read_text(errors="replace").splitlines()[-30:])
+
+    def version(self) -> str:
+        """What the server says of its version."""
+        return str(json.loads(self._get("/version")[1])["version"])
+
+    def kv_cache_tokens(self) -> int:
+        """How many tokens the KV cache holds, as the server's metrics tell.
+
+        Raises:
+            ServerError: they do not tell.
+        """
+        metrics = self._get("/metrics")[1]
+        line = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', line[1] if line else ""))
+        try:
+            return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+        except (KeyError, ValueError) as error:
+            raise ServerError(f"{self._name} does not tell the size of its KV cache: {error}") from error
+
+    def resident_bytes(self) -> int:
+        """Memory that the server's processes hold, shared pages divided among those that share them."""
+        process = psutil.Process(self._process.pid)
+        total = 0
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += one.memory_full_info().pss
+        return total
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Ends the server in order, and by force what is left of its processes."""
+        family = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self._process.pid).children(recursive=True)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,175 @@
+"""The comparison of servers, end to end on a tiny model; its figures mean nothing here, what is made of them does."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from tests.benchmark_modules import load_benchmark
+from tests.server import ROOT
+
+_SIZES = ["--input-len", "9", "--output-len", "6", "--long-len", "40", "--long-prompts", "1", "--waves", "1"]
+_SIZES += ["--mixed-output-len", "40", "--max-model-len", "64", "--rounds", "1", "--gib", "0.01"]
+_SIZES += ["--kv-cache-bytes", "2000000", "--memory-kv-cache-bytes", "100000"]
+
+
+@pytest.fixture(scope="module")
+def program() -> types.ModuleType:
+    return load_benchmark("compare_servers")
+
+
+@pytest.fixture(autouse=True)
+def servers_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def compare(
+    program: types.ModuleType, words: list[str], directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    target = directory / "result.json"
+    monkeypatch.setattr("sys.argv", ["compare_servers.py", *words, *_SIZES, "--json", str(target)])
+    program.main()
+    content = json.loads(target.read_text())
+    assert isinstance(content, dict)
+    assert str(directory) not in target.read_text()
+    return content
+
+
+def test_two_servers_in_turns(
+    program: types.ModuleType,
+    tiny_dir: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The peer is this project's own server under the peer's name: it takes the same flags and variables."""
+    peer = tmp_path / "vllm"
+    peer.write_text(f'#!/bin/sh\n[ "$VLLM_NO_USAGE_STATS" = 1 ] && exec {sys.executable} -m '
+                    'ascend_vllm.entrypoints.cli "$@"\n')  # fmt: skip
+    peer.chmod(0o755)
+    words = ["--model", tiny_dir, "--rows", "c1", "mixed", "ttft", "--peer-program", str(peer), "--note", "a test"]
+    content = compare(program, words, tmp_path, monkeypatch)
+    assert (content["kind"], content["note"], content["rounds"]) == ("servers", "a test", 1)
+    assert content["sizes"]["long_len"] == 40 and content["machine"]["cpu"]
+    assert "--peer-program" not in content["command"] and "--rows c1 mixed ttft" in content["command"]
+    for side, name in (("ours", "ascend-vllm"), ("peer", "vllm")):
+        about = content["programs"][side]
+        assert about["name"] == name and about["version"]
+        assert f"{name} serve {tiny_dir} --dtype bfloat16 --max-model-len 64" in about["commands"]["main"]
+    assert "VLLM_CPU_OMP_THREADS_BIND=" in content["programs"]["peer"]["commands"]["main"]
+    c1, ttft, mixed = content["rows"]
+    assert [row["name"] for row in content["rows"]] == ["c1", "ttft", "mixed"]
+    for row in content["rows"]:
+        assert row["readings"] == {"ours": [row["ours"]], "peer": [row["peer"]]}
+        assert row["ratio"] == row["ours"] / row["peer"] > 0
+        # before both, between them and after
+        assert len(row["machine_limits"]) == 3
+    assert c1["meets_target"] == (c1["ratio"] >= 1.4) and ttft["meets_target"] == (ttft["ratio"] <= 0.85)
+    for side in ("ours", "peer"):
+        (figures,) = c1["figures"][side]
+        assert (figures["completed"], figures["total_output_tokens"]) == (1, 6)
+        assert figures["output_throughput"] == c1[side]
+        (figures,) = mixed["figures"][side]
+        # tokens that are ready together come together
+        assert 1 <= figures["gaps"] <= 4 * 39 and figures["long_prompts"] >= 1
+        assert figures["p50_gap_s"] <= figures["p99_gap_s"] == mixed[side] <= figures["max_gap_s"]
+    assert c1["share_of_limit"] == pytest.approx(c1["ours"] / c1["limit"]) and mixed["limit"] is None
+    assert ttft["share_of_limit"] == pytest.approx(ttft["limit"] / ttft["ours"])
+    printed = capsys.readouterr().out
+    # ours, the peer's, ours, the peer's
+    turns = [line.split()[1] for line in printed.splitlines() if line.split()[0] in ("c1", "ttft", "mixed")]
+    assert turns[:6] == ["ascend-vllm", "vllm"] * 3
+
+
+def test_start_and_memory_of_one_server(
+    program: types.ModuleType, tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", tiny_dir, "--rows", "start", "memory", "--peer", "none"]
+    content = compare(program, words, tmp_path, monkeypatch)
+    start, memory = content["rows"]
+    assert start["ours"] > start["limit"] > 0
+    assert [row["peer"] for row in (start, memory)] == [row["ratio"] for row in (start, memory)] == [None, None]
+    (figures,) = memory["figures"]["ours"]
+    assert memory["ours"] == pytest.approx(figures["resident_mb"] - figures["weights_mb"] - figures["kv_cache_mb"])
+    assert 0.08 < figures["kv_cache_mb"] <= 0.1
+    # Python and torch are far larger than this model
+    assert memory["ours"] > 20
+
+
+def test_medians_and_targets(program: types.ModuleType) -> None:
+    rows = {row.name: row for row in program.ROWS}
+    start, c8 = (program.report.RowResult(rows[name]) for name in ("start", "c8"))
+    for result in (start, c8):
+        for side, values in (("ours", [2.0, 9.0, 3.0]), ("peer", [40.0, 20.0, 30.0])):
+            for value in values:
+                result.add(side, value, {})
+    assert start.median("ours") == 3.0 and start.ratio == c8.ratio == 0.1
+    assert start.as_dict()["target"] == {"ratio_at_most": 0.1} and start.as_dict()["meets_target"]
+    assert c8.as_dict()["target"] == {"ratio_at_least": 1.5} and not c8.as_dict()["meets_target"]
+    assert start.share is None
+    start.allowed = c8.allowed = [1.0, 5.0, 4.0]
+    assert start.share == pytest.approx(4 / 3) and c8.share == pytest.approx(3 / 4)
+    assert statistics.median(start.allowed) == start.limit
+
+
+def test_what_the_machine_allows(program: types.ModuleType) -> None:
+    """Qwen2-0.5B's shape on a machine with 40 GB/s and 920 GFLOP/s, by hand."""
+    matrices, head, layers = 896 * (1152 + 896 + 9728) + 4864 * 896, 896 * 151936, 24
+    facts = program.ModelFacts(2 * (layers * matrices + head), 0, layers * matrices, head, layers * 896, 12288)
+    limits = program.Reading(40.0, 460.0, 920.0)
+    assert facts.step_s(limits, 1, 0) == pytest.approx(facts.weight_bytes / 40e9) == pytest.approx(0.0247, rel=0.01)
+    assert facts.step_s(limits, 32, 0) == pytest.approx(64 * (layers * matrices + head) / 920e9)
+    # with no tokens before, attention is only within the prompt
+    attention = 4 * (1024 * 1025 / 2) * layers * 896
+    flops = 2 * 1024 * layers * matrices + 2 * head + attention
+    assert facts.prefill_s(limits, 1, 1024) == pytest.approx(flops / 920e9)
+    assert facts.prefill_s(limits, 1, 1024, cached=1023) == pytest.approx(facts.weight_bytes / 40e9)
+    alone = facts.output_tok_s(limits, 1, 128, 64)
+    assert alone == pytest.approx(64 / (facts.prefill_s(limits, 1, 128) + 63 * facts.step_s(limits, 1, 160)))
+    assert 36 < alone < 40 and 340 < facts.output_tok_s(limits, 32, 128, 64) < 380
+    # without bf16 instructions the float32 peak counts
+    assert facts.prefill_s(program.Reading(40.0, 460.0, 0.0), 1, 1024) == pytest.approx(flops / 460e9)
+
+
+def test_facts_of_a_model(program: types.ModuleType, tiny_dir: str) -> None:
+    config = json.loads((pathlib.Path(tiny_dir) / "config.json").read_text())
+    facts = program.ModelFacts.of(tiny_dir)
+    hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    assert facts.head_elements == hidden * vocab
+    kv_width = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    per_layer = hidden * (2 * hidden + 2 * kv_width + 3 * config["intermediate_size"])
+    assert facts.matrix_elements == layers * per_layer
+    assert facts.kv_bytes_per_token == 2 * 2 * layers * kv_width
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "c1"], "--model: name the directory of a model"),
+        (["--model", "m"], "--tiny-model: name the directory of a tiny model"),
+        (["--rows", "tiny", "--tiny-model", "m", "--waves", "0"], "--waves must be at least 1, got 0"),
+        (["--rows", "tiny", "--tiny-model", "m", "--peer-program", "/no/vllm"], "There is no program '/no/vllm'"),
+        (
+            ["--rows", "tiny", "--tiny-model", "m", "--peer-program", sys.executable, "--tcmalloc", "/no"],
+            "--tcmalloc /no: there is no such file.",
+        ),
+    ],
+)
+def test_wrong_options(
+    program: types.ModuleType,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["compare_servers.py", "--gib", "0.01", *words])
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    assert message in str(caught.value) + capsys.readouterr().err
