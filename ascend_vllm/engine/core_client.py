@@ -255,6 +255,7 @@ class AsyncCoreClient:
             case UtilityResult():
                 self._resolve_call(message)
             case EngineReady():
+                self._process.remove_sockets()
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
             case EngineFailed():

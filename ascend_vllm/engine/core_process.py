@@ -80,6 +80,10 @@ class CoreProcess:
         """The process's id; None before `start`."""
         return None if self._process is None else self._process.pid
 
+    def remove_sockets(self) -> None:
+        """Removes the sockets' names, so that none is left however this process ends; once the core has connected."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     def terminate(self) -> None:
         """Asks the process to end, which it does when the native code that it is in returns."""
         if self._process is not None:

@@ -65,6 +65,8 @@ async def test_a_core_starts_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -
         ready, again = await asyncio.gather(client.ready(), client.ready())
         assert ready == again
         assert ready.num_gpu_blocks == 32
+        # whoever is killed from now on leaves none behind
+        assert not socket_directory(client).exists()
         audits = await asyncio.gather(*(client.call_utility("audit") for _ in range(3)))
         assert all(audit["num_free_blocks"] == 32 for audit in audits)
         with pytest.raises(AscendVllmError, match="unknown utility 'explode'"):
