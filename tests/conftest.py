@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -55,6 +56,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
     parser.addoption("--all-kills", action="store_true", help="every process is killed once, in every layout")
+    parser.addoption(
+        "--server-flags",
+        default="",
+        metavar="FLAGS",
+        help='more flags of every server that tests start, such as "--tensor-parallel-size 2"',
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.server import set_further_flags
+
+    set_further_flags(config.getoption("--server-flags"))
+
+
+@pytest.fixture(scope="session")
+def ray_environment() -> Iterator[dict[str, str]]:
+    """The environment of servers whose workers are Ray's: they share a cluster, which takes long to start."""
+    from tests.ray_cluster import environment_of_cluster
+
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install 'ascend-vllm[ray]'")
+    with environment_of_cluster() as environment:
+        yield environment
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment_for_server_flags(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where --server-flags asks for Ray, every server that is started is in that environment."""
+    from tests.server import further_flags
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "ray" in " ".join(further_flags()):
+            for name, value in request.getfixturevalue("ray_environment").items():
+                patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

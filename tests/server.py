@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -25,6 +27,61 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="need
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPENAI_SERVER = "ascend_vllm.entrypoints.openai.api_server"
 GENERATE_SERVER = "ascend_vllm.entrypoints.api_server"
+
+# what --server-flags says: every server that a test starts has these as well
+_further_flags: list[str] = []
+# other names of flags that may be among them
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+_SAME = {"--worker-use-ray": "--distributed-executor-backend"}
+
+
+def set_further_flags(flags: str) -> None:
+    """Gives every server that is started from now on these flags, beside those of its test.
+
+    Args:
+        flags: as on a command line.
+    """
+    _further_flags[:] = shlex.split(flags)
+
+
+def _name_of_flag(argument: str) -> str | None:
+    """The flag that an argument names, None if it is a flag's value."""
+    name = argument.partition("=")[0].replace("_", "-")
+    name = _SHORT.get(name, name)
+    return _SAME.get(name, name) if name.startswith("--") else None
+
+
+def further_flags(arguments: Sequence[str] = ()) -> list[str]:
+    """Those of --server-flags that a server with these arguments gets: a flag that is among them stays as it is."""
+    given = {_name_of_flag(argument) for argument in arguments}
+    kept: list[str] = []
+    name = None
+    for argument in _further_flags:
+        name = _name_of_flag(argument) or name
+        if name not in given:
+            kept.append(argument)
+    return kept
+
+
+def num_workers(arguments: Sequence[str] = ()) -> int:
+    """How many workers the engine of a server with these arguments, and what --server-flags adds to them, has."""
+    count = 1
+    parts = [part for argument in (*arguments, *further_flags(arguments)) for part in argument.split("=", 1)]
+    for name, value in itertools.pairwise(parts):
+        if _name_of_flag(name) in ("--tensor-parallel-size", "--pipeline-parallel-size"):
+            count *= int(value)
+    return count
+
+
+def arrangements() -> dict[str, list[str]]:
+    """The ways to run an engine that tests of a server go through: name → flags.
+
+    Those of --server-flags alone, where there are any.
+    """
+    if _further_flags:
+        return {"server-flags": []}
+    two = ["--tensor-parallel-size", "2"]
+    return {"one process": [], "mp": two, "ray": [*two, "--distributed-executor-backend", "ray"]}
 
 
 # given to a server that may not listen yet
@@ -50,7 +107,7 @@ class Server:
 
     Args:
         module: what ``python -m`` runs, a subcommand behind it.
-        arguments: its command line; --host and --port are added.
+        arguments: its command line; --host, --port and what --server-flags says are added.
         env: further environment variables.
         scheme: "http", or "https" for a server with TLS flags.
 
@@ -70,7 +127,8 @@ class Server:
         self.port = free_port() if port is None else port
         self.url = f"{scheme}://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed by close()
-        command = [sys.executable, "-m", *module.split(), "--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        command = [sys.executable, "-m", *module.split(), "--host", "127.0.0.1", "--port", str(self.port)]
+        command += [*arguments, *further_flags(arguments)]
         # two threads at most: tests share their machine
         environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"} | (env or {})
         self.process = subprocess.Popen(

@@ -91,13 +91,38 @@ SERVERS: dict[str, ServerSpec] = {
 }
 
 
-def make_classifier(directory: pathlib.Path) -> None:
-    """Writes the model's weights with a head of three classes, as Qwen2ForSequenceClassification.
+def make_shareable(directory: pathlib.Path) -> None:
+    """Writes the model with a fourth attention head that adds nothing: what it computes is the same.
+
+    Two workers cannot share three heads. The one KV head serves the four as it serves the three.
 
     Args:
         directory: to make.
     """
     shutil.copytree(MODEL, directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    head_dim = config["hidden_size"] // heads
+    weights = load_file(directory / "model.safetensors")
+    for name, tensor in weights.items():
+        if ".q_proj." in name:
+            padding = tensor.new_zeros(head_dim, *tensor.shape[1:])
+            weights[name] = torch.cat([tensor, padding])
+        elif ".o_proj." in name:
+            weights[name] = torch.cat([tensor, tensor.new_zeros(tensor.shape[0], head_dim)], dim=1)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_attention_heads": heads + 1, "head_dim": head_dim}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def make_classifier(directory: pathlib.Path, model: pathlib.Path = MODEL) -> None:
+    """Writes the model's weights with a head of three classes, as Qwen2ForSequenceClassification.
+
+    Args:
+        directory: to make.
+        model: where the weights are.
+    """
+    shutil.copytree(model, directory)
     weights = load_file(directory / "model.safetensors")
     weights = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
     hidden = weights["model.norm.weight"].shape[0]
