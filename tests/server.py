@@ -209,6 +209,15 @@ class Server:
         self._log.close()
 
 
+def client_of_many(server: Server, timeout_s: float = 180.0) -> httpx.Client:
+    """A client for many threads.
+
+    Each request has a connection of its own: a client that keeps some of those which are not in use may close one
+    that another thread has just been given.
+    """
+    return httpx.Client(base_url=server.url, timeout=timeout_s, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 def is_alive(process: psutil.Process) -> bool:
     """Whether a process runs; one that has ended but was not waited for does not."""
     try:

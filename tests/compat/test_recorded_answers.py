@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.compat.comparison import differences
@@ -22,7 +21,7 @@ from tests.compat.differences import DIFFERENCES
 from tests.compat.exchange import exchange
 from tests.compat.requests_common import Case
 from tests.compat.servers import COMMON, MODEL, RECORDED, SERVERS, make_classifier, make_shareable
-from tests.server import OPENAI_SERVER, ROOT, arrangements, num_workers, running
+from tests.server import OPENAI_SERVER, ROOT, arrangements, client_of_many, num_workers, running
 
 # more than enough to fill steps
 _NUM_AT_ONCE = 16
@@ -85,7 +84,7 @@ class _Servers:
         env = self._ray_environment() if "ray" in flags else {}
         model = self._model(spec.classifier, num_workers(flags) > 1)
         server = self._open.enter_context(running(OPENAI_SERVER, ["--model", str(model), *flags], env, _TIMEOUT_S))
-        self._client = self._open.enter_context(httpx.Client(base_url=server.url, timeout=_TIMEOUT_S))
+        self._client = self._open.enter_context(client_of_many(server))
         self._pool = self._open.enter_context(ThreadPoolExecutor(_NUM_AT_ONCE))
         self._running = (arrangement, name)
 

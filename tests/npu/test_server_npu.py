@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
+from ascend_vllm.engine.args import all_flags
 from tests.compat import requests_agents, requests_chat, requests_completions, requests_routes, requests_structured
 from tests.compat.requests_common import Case
 from tests.npu.same_answers import Pair, Side, differences, is_tie
-from tests.server import OPENAI_SERVER, running
+from tests.server import OPENAI_SERVER, client_of_many, running
 
 # of the pages on Ascend-vLLM, where --max-model-len is 4096: the demo model has 2048 positions and refuses more
 SOURCES_FLAGS = [
@@ -41,6 +41,7 @@ CPU_FLAGS = ["--device", "cpu", "--kv-cache-memory-bytes", "64M"]
 NUM_LAYERS = 5
 STORES_KEYS = "aclnnScatterPaKvCache"
 
+CHAT = "/v1/chat/completions"
 COUNT = {"prompt": "1 2 3 4 5 6", "max_tokens": 24, "temperature": 0}
 # of Ascend-vLLM's pages
 SOURCES_CHAT = {
@@ -54,8 +55,8 @@ SOURCES_CHAT = {
 }
 BLOCK_SIZE = [{"role": "user", "content": "What does --block-size do?"}]
 OWN_CASES = [
-    Case("sources-chat", "/v1/chat/completions", SOURCES_CHAT),
-    Case("question", "/v1/chat/completions", SOURCES_CHAT | {"messages": BLOCK_SIZE}),
+    Case("sources-chat", CHAT, SOURCES_CHAT),
+    Case("question", CHAT, SOURCES_CHAT | {"messages": BLOCK_SIZE}),
     Case("guided-choice", "/v1/completions", COUNT | {"guided_choice": ["yes, please", "no, thanks"]}),
     Case("guided-regex", "/v1/completions", COUNT | {"guided_regex": "[0-9]{3}-[a-f]+", "max_tokens": 12}),
     Case("long-prompt", "/v1/completions", COUNT | {"prompt": "a long prompt " * 300, "max_tokens": 3, "echo": True}),
@@ -107,7 +108,7 @@ def pair(model: str, trace: pathlib.Path) -> Iterator[Pair]:
         # one thread: the operators of a step of this model are too small for more
         env["OMP_NUM_THREADS"] = "1"
         server = stack.enter_context(running(OPENAI_SERVER, ["--model", model, *flags], env, timeout_s=300))
-        return Side(server, stack.enter_context(httpx.Client(base_url=server.url, timeout=300)))
+        return Side(server, stack.enter_context(client_of_many(server, timeout_s=300)))
 
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         npu = pool.submit(start, SOURCES_FLAGS, first, ASCEND_SIM_TRACE=str(trace))
@@ -126,6 +127,44 @@ def test_answers_are_the_cpus(case: Case, pair: Pair, model: str) -> None:
     cpu, npu = pair.answers(case)
     found = differences(cpu, npu)
     assert not found or is_tie(pair, case), found
+
+
+# what tests/e2e/test_demo_chat.py asks, of all flags
+QUESTIONS = [f"What does {flag.name} do?" for flag in all_flags()]
+GREETINGS = ["hello", "hi", "hey", "good morning", "hello there"]
+NUM_AT_ONCE = 128
+
+
+def _chat(text: str, number: int) -> Case:
+    """Every other answer is streamed, and every other one of either kind is cut off in the middle."""
+    fields = {"stream": number % 2 == 0, "max_tokens": (100, 40)[number // 2 % 2], "temperature": 0}
+    return Case(text, CHAT, fields | {"messages": [{"role": "user", "content": text}]})
+
+
+CHATS = [_chat(text, number) for number, text in enumerate((*QUESTIONS, *GREETINGS))]
+
+
+def _text(side: Side, case: Case) -> str:
+    answer = side.answer(case)
+    assert answer["status"] == 200, answer
+    if "body" in answer:
+        return str(answer["body"]["choices"][0]["message"]["content"])
+    chunks = [data for _, data in answer["events"] if data != "[DONE]"]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def test_the_demo_models_own_chats_are_the_cpus(pair: Pair, model: str) -> None:
+    """To the last character: what the model was trained for it answers without doubt."""
+    cases = [_of_the_model(case, model) for case in CHATS]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool, ThreadPoolExecutor(NUM_AT_ONCE) as other:
+        answers = (
+            pool.map(functools.partial(_text, pair.npu), cases),
+            other.map(functools.partial(_text, pair.cpu), cases),
+        )
+        npu, cpu = map(list, answers)
+    parted = {case.name: texts for case, *texts in zip(cases, npu, cpu, strict=True) if texts[0] != texts[1]}
+    assert parted == {}
+    assert len(set(npu)) > 0.9 * len(QUESTIONS)
 
 
 def _change(answer: dict[str, Any], *path: str | int, by: Any) -> dict[str, Any]:
