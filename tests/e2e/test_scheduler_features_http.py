@@ -1,7 +1,8 @@
 """The scheduler's features as a user of a server meets them: flags on the command line, HTTP, /metrics.
 
 Every server answers like a plain one, which overlaps, shares, cuts and moves nothing; what /metrics and the streams
-tell shows that the features are at work. All models are tiny and in float32.
+tell shows that the features are at work. All models are tiny and in float32. Prefixes and chunks are shared and cut
+with two workers, too, under mp and under Ray: one scheduler is above them all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.beam_search_reference import reference_mode, reference_model
-from tests.server import GENERATE_SERVER, OPENAI_SERVER, is_idle, metric, running, wait_until
+from tests.server import GENERATE_SERVER, OPENAI_SERVER, arrangements, is_idle, metric, running, wait_until
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,8 @@ MAX_MODEL_LEN = 32768
 FLAGS = ["--served-model-name", "tiny", "--dtype", "float32"]
 # the checkpoints say 512; more is fine for what is compared here
 ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+# a guard
+TIMEOUT_S = 180.0
 LONG_FLAGS = [*FLAGS, "--max-model-len", str(MAX_MODEL_LEN)]
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 # more than anybody waits for: it runs until its client goes
@@ -36,11 +39,11 @@ ENDLESS = GREEDY | {"prompt": "Hello", "max_tokens": 30000, "stream": True}
 
 
 @contextlib.contextmanager
-def client_of(flags: list[str], model: str = "qwen2") -> Iterator[httpx.Client]:
+def client_of(flags: list[str], model: str = "qwen2", env: dict[str, str] | None = None) -> Iterator[httpx.Client]:
     """A client of a server that was started with these flags."""
     with (
-        running(OPENAI_SERVER, ["--model", tiny_model(model), *flags], ENV) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        running(OPENAI_SERVER, ["--model", tiny_model(model), *flags], ENV | (env or {}), TIMEOUT_S) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client,
     ):
         yield client
 
@@ -53,12 +56,14 @@ def plain() -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def chunked() -> Iterator[httpx.Client]:
+@pytest.fixture(scope="module", params=arrangements())
+def chunked(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """Prefix cache and chunked prefill; a step computes 64 tokens at most."""
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", "16"]
     flags += ["--enable-chunked-prefill", "--max-num-batched-tokens", "64", "--max-num-seqs", "32"]
-    with client_of([*LONG_FLAGS, *flags, "--num-gpu-blocks-override", "2048"]) as client:
+    flags += arrangements()[request.param]
+    env = request.getfixturevalue("ray_environment") if "ray" in flags else None
+    with client_of([*LONG_FLAGS, *flags, "--num-gpu-blocks-override", "2048"], env=env) as client:
         yield client
 
 
