@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -69,8 +70,8 @@ class Comparison:
         """Measures the rows, setup by setup."""
         for setup in SETUPS:
             if chosen := [row for row in rows if row.setup == setup]:
-                measured = [report.RowResult(row) for row in chosen]
-                self.results += measured
+                measured = [(row, report.RowResult(row)) for row in chosen]
+                self.results += [result for _, result in measured]
                 (self._run_fresh if setup == "fresh" else self._run_resident)(setup, measured)
 
     def _flags(self, setup: str) -> list[str]:
@@ -92,7 +93,7 @@ class Comparison:
             self._versions[side] = server.version()
             yield server
 
-    def _run_fresh(self, setup: str, measured: list[report.RowResult]) -> None:
+    def _run_fresh(self, setup: str, measured: list[tuple[Row, report.RowResult]]) -> None:
         model = self._model(setup)
         facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
         for side in self._programs:
@@ -100,49 +101,48 @@ class Comparison:
                 self._tell(f"{self._programs[side].name} was ready {server.start_s:.1f} s after its first start")
         for number in range(self._args.rounds):
             read_s = file_read_s(model)
-            for result in measured:
-                if result.row.name == "start":
+            for row, result in measured:
+                if row.name == "start":
                     result.allowed.append(read_s)
             for side in self._programs:
                 with self._server(side, setup) as server:
                     client = Client(server.url, tokenizer)
-                    for result in measured:
-                        self._take(
-                            side, result, Subject(server, client, facts, self._sizes, self._seed(number, result))
-                        )
+                    for row, result in measured:
+                        subject = Subject(server, client, facts, self._sizes, self._seed(number, row))
+                        self._take(side, row, result, subject)
             self._save()
 
-    def _run_resident(self, setup: str, measured: list[report.RowResult]) -> None:
+    def _run_resident(self, setup: str, measured: list[tuple[Row, report.RowResult]]) -> None:
         model = self._model(setup)
         facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
         with contextlib.ExitStack() as stack:
             running = {side: stack.enter_context(self._server(side, setup)) for side in self._programs}
             clients = {side: Client(server.url, tokenizer) for side, server in running.items()}
             for number in range(self._args.rounds):
-                for result in measured:
+                for row, result in measured:
                     limits = [self._peaks.read()]
                     for side, server in running.items():
-                        seed = self._seed(number, result)
+                        seed = self._seed(number, row)
                         subject = Subject(server, clients[side], facts, self._sizes, seed)
                         if number == 0:
-                            result.row.warm_up(subject)
-                        self._take(side, result, subject)
+                            row.warm_up(subject)
+                        self._take(side, row, result, subject)
                         limits.append(self._peaks.read())
-                    self._note_limits(result, facts, limits)
+                    self._note_limits(row, result, facts, limits)
                     self._save()
 
-    def _seed(self, number: int, result: report.RowResult) -> int:
-        return number * _SEEDS_PER_ROUND + ROWS.index(result.row)
+    def _seed(self, number: int, row: Row) -> int:
+        return number * _SEEDS_PER_ROUND + ROWS.index(row)
 
-    def _take(self, side: str, result: report.RowResult, subject: Subject) -> None:
-        value, figures = result.row.measure(subject)
+    def _take(self, side: str, row: Row, result: report.RowResult, subject: Subject) -> None:
+        value, figures = row.measure(subject)
         result.add(side, value, figures)
-        self._tell(f"{result.row.name:8} {self._programs[side].name:12} {value:10.4g} {result.row.unit}")
+        self._tell(f"{row.name:8} {self._programs[side].name:12} {value:10.4g} {row.unit}")
 
-    def _note_limits(self, result: report.RowResult, facts: ModelFacts, limits: list[Reading]) -> None:
+    def _note_limits(self, row: Row, result: report.RowResult, facts: ModelFacts, limits: list[Reading]) -> None:
         result.limits += limits
-        if result.row.limit is not None:
-            result.allowed.append(result.row.limit(facts, self._sizes, median_reading(limits)))
+        if row.limit is not None:
+            result.allowed.append(row.limit(facts, self._sizes, median_reading(limits)))
 
     @staticmethod
     def _tell(text: str) -> None:
@@ -246,4 +246,6 @@ def _programs(args: argparse.Namespace) -> dict[str, servers.Program]:
 
 
 if __name__ == "__main__":
+    # a run that is ended from outside still ends the processes that it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
     main()

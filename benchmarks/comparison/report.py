@@ -11,7 +11,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from comparison.peaks import Reading
-from comparison.rows import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What a line of a table says.
+
+    Attributes:
+        name: on the command line.
+        title: in the table.
+        unit: of its readings.
+        higher_is_better: of two readings.
+        target_ratio: what ours over the peer's should at least be, or at most if lower is better.
+        limit_text: what sets the limit.
+    """
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    target_ratio: float
+    limit_text: str
 
 
 @dataclasses.dataclass
@@ -26,7 +46,7 @@ class RowResult:
         allowed: what the limits of each round allow, in the row's unit.
     """
 
-    row: Row
+    row: Line
     readings: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     figures: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     limits: list[Reading] = dataclasses.field(default_factory=list)

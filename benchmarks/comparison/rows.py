@@ -12,6 +12,7 @@ import numpy as np
 from comparison.client import Client
 from comparison.limits import ModelFacts
 from comparison.peaks import Reading
+from comparison.report import Line
 from comparison.servers import Server
 
 
@@ -66,32 +67,20 @@ Measured = tuple[float, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table.
+class Row(Line):
+    """One line of the table, and how it is measured.
 
     Attributes:
-        name: on the command line.
-        title: in the table.
-        unit: of its readings.
         setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "prefix", "tiny".
-        higher_is_better: of two readings.
-        target_ratio: what ours over the peer's should at least be, or at most if lower is better.
         measure: takes a reading.
         warm_up: makes a server do everything once.
-        limit: what the machine allows; None: nothing that could be computed.
-        limit_text: what sets it.
+        limit: what the machine allows; None: it is not computed from the machine's limits.
     """
 
-    name: str
-    title: str
-    unit: str
     setup: str
-    higher_is_better: bool
-    target_ratio: float
     measure: Callable[[Subject], Measured]
     warm_up: Callable[[Subject], object]
     limit: Callable[[ModelFacts, Sizes, Reading], float] | None
-    limit_text: str
 
 
 def _start(subject: Subject) -> Measured:

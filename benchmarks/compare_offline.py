@@ -1,0 +1,263 @@
+"""Static batches without a server: this project's `LLM` against OpenVINO GenAI on the same machine, in turns.
+
+    pip install openvino-genai optimum-intel
+    optimum-cli export openvino --model /tmp/qwen2-0.5b --task text-generation-with-past --weight-format fp16 DIR
+    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model DIR --json result.json
+    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer none --batch-sizes 1 --rounds 1
+
+Each side is a process of its own that keeps its model; only one of them computes at a time, on the same token ids.
+A batch is generated twice: whole, and to its first token only. "whole" is the tokens of the first over its time,
+"decode" all but the first tokens over the difference. OpenVINO may live in another environment (--peer-python).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from comparison import machine, report
+from comparison.limits import ModelFacts
+from comparison.peaks import Peaks, Reading, median_reading
+
+_HERE = pathlib.Path(__file__).resolve().parent
+# what is above nothing would be met by a tie
+_TARGET = 1.0
+
+
+class Worker:
+    """A process that generates batches; a context.
+
+    Args:
+        name: for people.
+        python: the interpreter.
+        script: in benchmarks/comparison.
+        settings: of its model, as JSON.
+
+    Raises:
+        SystemExit: it ended before it was ready; it has said why.
+    """
+
+    def __init__(self, name: str, python: str, script: str, settings: Mapping[str, Any]) -> None:
+        self.name = name
+        command = [python, str(_HERE / "comparison" / script), json.dumps(settings)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self.version = str(self._answer()["version"])
+        except BaseException:
+            self.close()
+            raise
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with code {self._process.wait()}.")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def seconds(self, prompts: Sequence[Sequence[int]], output_len: int) -> float:
+        """How long a batch takes.
+
+        Raises:
+            SystemExit: the process ended, or generated another number of tokens.
+        """
+        assert self._process.stdin is not None
+        request = json.dumps({"prompts": prompts, "output_len": output_len})
+        start = time.perf_counter()
+        print(request, file=self._process.stdin, flush=True)
+        tokens = self._answer()["tokens"]
+        taken = time.perf_counter() - start
+        if tokens != len(prompts) * output_len:
+            raise SystemExit(f"{self.name} generated {tokens} tokens instead of {len(prompts) * output_len}.")
+        return taken
+
+    def close(self) -> None:
+        """Ends the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _start_ours(args: argparse.Namespace) -> Worker:
+    settings = {
+        "model": args.model,
+        "dtype": "bfloat16",
+        "max_model_len": args.input_len + args.output_len,
+        "kv_cache_memory_bytes": args.kv_cache_bytes,
+        "max_num_seqs": max(args.batch_sizes),
+    }
+    return Worker("ascend-vllm", sys.executable, "offline_ours.py", settings)
+
+
+def _start_openvino(args: argparse.Namespace) -> Worker:
+    settings = {
+        "model": args.peer_model,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "ATTENTION_BACKEND": args.attention_backend,
+    }
+    return Worker("OpenVINO GenAI", args.peer_python, "offline_openvino.py", settings)
+
+
+def _lines(batch: int) -> tuple[report.RowResult, report.RowResult]:
+    """The two rows of a batch size."""
+    limit = "bandwidth and peak"
+    decode = report.Line(f"decode{batch}", f"decode only, batch {batch}", "tok/s", True, _TARGET, limit)
+    whole = report.Line(f"whole{batch}", f"whole run, batch {batch}", "tok/s", True, _TARGET, limit)
+    return report.RowResult(decode), report.RowResult(whole)
+
+
+class Comparison:
+    """Both workers and what was measured of them.
+
+    Args:
+        args: the command line.
+        workers: "ours" and, if there is one, "peer".
+        peaks: measures the machine's limits.
+    """
+
+    def __init__(self, args: argparse.Namespace, workers: Mapping[str, Worker], peaks: Peaks) -> None:
+        self._args = args
+        self._workers = workers
+        self._peaks = peaks
+        self._facts = ModelFacts.of(args.model)
+        config = json.loads((pathlib.Path(args.model) / "config.json").read_text())
+        self._vocab_size = int(config["vocab_size"])
+        self._machine = machine.describe()
+        self.results: list[report.RowResult] = []
+
+    def run(self) -> None:
+        """Measures all batch sizes."""
+        rows = {batch: _lines(batch) for batch in self._args.batch_sizes}
+        self.results = [result for pair in rows.values() for result in pair]
+        for number in range(self._args.rounds):
+            for batch, (decode, whole) in rows.items():
+                self._round(number, batch, decode, whole)
+                if self._args.json is not None:
+                    report.save(self._args.json, self.content())
+
+    def _round(self, number: int, batch: int, decode: report.RowResult, whole: report.RowResult) -> None:
+        args = self._args
+        # prompts that no round had before: nothing is in a cache
+        chooser = random.Random(f"{number} {batch}")
+        prompts = [chooser.choices(range(self._vocab_size // 2), k=args.input_len) for _ in range(batch)]
+        others = [chooser.choices(range(self._vocab_size // 2), k=args.input_len) for _ in range(batch)]
+        limits = [self._peaks.read()]
+        for side, worker in self._workers.items():
+            if number == 0:
+                worker.seconds(others, 2)
+            first_s = worker.seconds(others, 1)
+            whole_s = worker.seconds(prompts, args.output_len)
+            limits.append(self._peaks.read())
+            figures = {"first_token_s": first_s, "whole_s": whole_s}
+            # on a machine with other work the shorter run may take longer
+            decode_s = max(whole_s - first_s, 1e-9)
+            decode.add(side, batch * (args.output_len - 1) / decode_s, figures)
+            whole.add(side, batch * args.output_len / whole_s, figures)
+            for result in (decode, whole):
+                value = result.readings[side][-1]
+                print(f"{result.row.name:9} {worker.name:15} {value:8.4g} {result.row.unit}", flush=True)
+        self._note_limits(batch, decode, whole, limits)
+
+    def _note_limits(
+        self, batch: int, decode: report.RowResult, whole: report.RowResult, limits: list[Reading]
+    ) -> None:
+        args, reading = self._args, median_reading(limits)
+        step_s = self._facts.step_s(reading, batch, args.input_len + args.output_len / 2)
+        decode.allowed.append(batch / step_s)
+        whole.allowed.append(self._facts.output_tok_s(reading, batch, args.input_len, args.output_len))
+        for result in (decode, whole):
+            result.limits += limits
+
+    def content(self) -> dict[str, Any]:
+        """The result for JSON."""
+        args = self._args
+        shown = {
+            "ours": f"ascend_vllm.LLM({args.model!r}, dtype='bfloat16')",
+            "peer": f"openvino_genai.LLMPipeline({pathlib.Path(args.peer_model or '').name!r}, 'CPU', "
+            f"INFERENCE_PRECISION_HINT='bf16', ATTENTION_BACKEND={args.attention_backend!r})",
+        }
+        return {
+            "kind": "offline",
+            "note": args.note,
+            "machine": self._machine,
+            "command": f"python benchmarks/compare_offline.py --model {args.model} --batch-sizes "
+            f"{' '.join(map(str, args.batch_sizes))} --rounds {args.rounds}",
+            "rounds": args.rounds,
+            "sizes": {"input_len": args.input_len, "output_len": args.output_len},
+            "programs": {
+                side: {"name": worker.name, "version": worker.version, "commands": {"main": shown[side]}}
+                for side, worker in self._workers.items()
+            },
+            "rows": [result.as_dict() for result in self.results if result.readings],
+        }
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="directory of the model")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="(default: 1 8 32)")
+    add("--input-len", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
+    add("--output-len", type=int, default=64, help="tokens to generate (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="readings of each row (default: %(default)s)")
+    add("--peer", choices=("openvino", "none"), default="openvino", help="(default: %(default)s)")
+    add("--peer-model", help="directory of the model as OpenVINO reads it")
+    add("--peer-python", default=sys.executable, help="the interpreter that has OpenVINO; default: this one")
+    add("--attention-backend", choices=("SDPA", "PA"), default="SDPA", help="OpenVINO's (default: %(default)s)")
+    add("--kv-cache-bytes", type=int, default=2**30, help="of ours (default: %(default)s)")
+    add("--gib", type=float, default=1.0, help="read in a measurement of the bandwidth, in GiB")
+    add("--note", default="", help="kept with the result, such as what else the machine did")
+    add("--json", type=pathlib.Path, help="write the result here, after every round of a batch size")
+    args = parser.parse_args()
+    for name in ("input_len", "rounds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.output_len < 2:
+        parser.error(f"--output-len must be at least 2, a first token and a decoded one, got {args.output_len}")
+    if args.peer == "openvino" and not os.path.isdir(args.peer_model or ""):  # noqa: PTH112 - may be None
+        parser.error("--peer-model: name the directory of the converted model, or measure alone with --peer none")
+    return args
+
+
+def main() -> None:
+    """Measures, prints the table, writes the file."""
+    args = _parse_args()
+    print(machine.one_line(machine.describe()))
+    with contextlib.ExitStack() as stack:
+        workers = {"ours": stack.enter_context(_start_ours(args))}
+        if args.peer == "openvino":
+            workers["peer"] = stack.enter_context(_start_openvino(args))
+        comparison = Comparison(args, workers, stack.enter_context(Peaks(args.gib)))
+        comparison.run()
+    print("\n".join(report.lines(comparison.results, workers["peer"].name if "peer" in workers else None)))
+
+
+if __name__ == "__main__":
+    # a run that is ended from outside still ends the processes that it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
+    main()
