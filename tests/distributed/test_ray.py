@@ -30,9 +30,10 @@ from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, 
 from tests.server import ROOT, is_alive, wait_until
 from tests.worker.worker_driver import make_config
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"),
+]
 
 # as `ray start` on two machines, and on one more for each line, with so many CPUs; they end when nobody writes to the
 # program any more
