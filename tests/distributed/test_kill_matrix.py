@@ -139,7 +139,8 @@ class Watched(Server):
         self._files = self._directory / "files"
         self._files.mkdir()
         self._mark = f"KILL_MATRIX={secrets.token_hex(16)}"
-        self._shared_memory = shared_memory()
+        # by its names, of everything that was looked at
+        self._shared_memory: set[pathlib.Path] = set()
         name, _, value = self._mark.partition("=")
         ray = {
             "RAY_ADDRESS": "local",
@@ -157,7 +158,10 @@ class Watched(Server):
             with contextlib.suppress(OSError, psutil.Error):
                 if self._mark.encode() in pathlib.Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                     found[process.pid] = process
-        return [process for process in found.values() if is_alive(process)]
+        alive = [process for process in found.values() if is_alive(process)]
+        for process in alive:
+            self._shared_memory |= shared_memory_of(process)
+        return alive
 
     def find(self, program: str) -> list[psutil.Process]:
         """Processes of a module in the order of their start."""
@@ -180,7 +184,7 @@ class Watched(Server):
         wait_until(lambda: not left())
         assert left() == []
         assert list(self._files.iterdir()) == []
-        assert wait_until(lambda: shared_memory() <= self._shared_memory)
+        assert wait_until(lambda: not any(path.exists() for path in self._shared_memory)), self._shared_memory
 
     def close(self) -> None:
         super().close()
@@ -190,14 +194,14 @@ class Watched(Server):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def shared_memory() -> set[str]:
-    """Pieces of shared memory that have a name and that no process uses; those of other programs come and go."""
-    found = {path.name for path in pathlib.Path("/dev/shm").iterdir()}
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            maps = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
-            found -= {name for name in found if f"/dev/shm/{name}" in maps}
-    return found
+def shared_memory_of(process: psutil.Process) -> set[pathlib.Path]:
+    """Pieces of shared memory with a name that a process has mapped or open."""
+    found: set[str] = set()
+    directory = pathlib.Path(f"/proc/{process.pid}")
+    with contextlib.suppress(OSError):
+        found |= set(re.findall(r"/dev/shm/.*", (directory / "maps").read_text()))
+        found |= {str(descriptor.readlink()) for descriptor in (directory / "fd").iterdir()}
+    return {pathlib.Path(name) for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
 
 
 @contextlib.contextmanager
