@@ -10,7 +10,8 @@ Both servers get the same flags (bfloat16, the same KV cache) and only one of th
 a row is measured on ours, then on the peer's, with the same prompts, which no other round has. vLLM is bound to every
 core, with tcmalloc where there is one. Prefix caching is as each has it by default, but on for both in the row
 "prefix". The rows "start" and "memory" start the servers each time, after a start that does not count, so that files
-and compiled graphs are in their caches. The machine's limits are measured before and after each pair of readings.
+and compiled graphs are in their caches (--warm-starts). The machine's limits are measured before and after each pair
+of readings.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class Comparison:
     def _run_fresh(self, setup: str, measured: list[tuple[Row, report.RowResult]]) -> None:
         model = self._model(setup)
         facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
-        for side in self._programs:
+        for side in list(self._programs) * self._args.warm_starts:
             with self._server(side, setup) as server:
-                self._tell(f"{self._programs[side].name} was ready {server.start_s:.1f} s after its first start")
+                self._tell(f"{self._programs[side].name} was ready in {server.start_s:.1f} s, which does not count")
         for number in range(self._args.rounds):
             read_s = file_read_s(model)
             for row, result in measured:
@@ -198,6 +199,7 @@ def _parse_args() -> argparse.Namespace:
     add("--max-model-len", type=int, default=2048, help="(default: %(default)s)")
     add("--kv-cache-bytes", type=int, default=2**30, help="of both servers (default: %(default)s)")
     add("--memory-kv-cache-bytes", type=int, default=2**27, help="in rows start and memory (default: %(default)s)")
+    add("--warm-starts", type=int, default=1, help="starts of each before those that count (default: %(default)s)")
     add("--start-timeout", type=float, default=900, help="seconds that a server may take (default: %(default)s)")
     add("--gib", type=float, default=1.0, help="read in a measurement of the bandwidth, in GiB")
     add("--note", default="", help="kept with the result, such as what else the machine did")

@@ -50,7 +50,8 @@ python scripts/make_performance_doc.py
 The models have random weights: only their shapes matter. Nothing else should run meanwhile; `--note` keeps what did.
 Both servers are given the same flags, the same prompts and the same client, which is `ascend-vllm bench serve`'s.
 vLLM is bound to every core and gets tcmalloc where the system has it. A single row is measured with `--rows c8`, ours
-alone with `--peer none`.
+alone with `--peer none`. `python benchmarks/compare_clients.py --model DIR --peer-program VLLM/bin/vllm` loads one
+server with both projects' clients and tells whether their figures agree.
 """
 
 _ROOFLINE_TEXT = """\

@@ -32,10 +32,12 @@ class Client:
     Args:
         url: the server's address.
         tokenizer: of the model.
+        model_name: under which the server knows it.
     """
 
-    def __init__(self, url: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, url: str, tokenizer: Tokenizer, model_name: str = MODEL_NAME) -> None:
         self._url = url
+        self._model_name = model_name
         self._tokenizer = tokenizer
         self._parser = FlexibleArgumentParser()
         add_arguments(self._parser)
@@ -65,7 +67,7 @@ class Client:
         async def send() -> Run:
             client = make_client(args)
             try:
-                return await LoadGenerator(args, client, MODEL_NAME, self._tokenizer).run(requests)
+                return await LoadGenerator(args, client, self._model_name, self._tokenizer).run(requests)
             finally:
                 client.close()
 
@@ -101,7 +103,7 @@ class Client:
         async def send() -> tuple[Run, list[Outcome]]:
             client = make_client(args)
             try:
-                generator = LoadGenerator(args, client, MODEL_NAME, self._tokenizer)
+                generator = LoadGenerator(args, client, self._model_name, self._tokenizer)
                 streaming = asyncio.create_task(generator.run(requests))
                 return await _until_done(streaming, generator, prompts)
             finally:

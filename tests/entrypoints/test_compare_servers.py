@@ -91,7 +91,7 @@ def test_two_servers_in_turns(
 def test_start_and_memory_of_one_server(
     program: types.ModuleType, tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--model", tiny_dir, "--rows", "start", "memory", "--peer", "none"]
+    words = ["--model", tiny_dir, "--rows", "start", "memory", "--peer", "none", "--warm-starts", "0"]
     content = compare(program, words, tmp_path, monkeypatch)
     start, memory = content["rows"]
     assert start["ours"] > start["limit"] > 0
