@@ -160,8 +160,8 @@ def _executor(llm: LLM) -> RayExecutor:
 
 def test_greedy_tokens_are_those_of_one_process(alone: LLM, shared: LLM) -> None:
     assert_greedy_tokens_are_equal(alone, shared)
-    parts = shared.collective_rpc(worker_functions.weight_bytes)
-    assert sum(parts) == alone.collective_rpc(worker_functions.weight_bytes)[0]
+    parts = shared.collective_rpc(worker_functions.table_size)
+    assert sum(parts) == alone.collective_rpc(worker_functions.table_size)[0]
     assert max(parts) < 0.55 * sum(parts)
 
 

@@ -93,8 +93,8 @@ def test_no_rank_ever_has_another_token(shared: LLM) -> None:
 
 
 def test_each_rank_holds_a_part(alone: LLM, shared: LLM) -> None:
-    parts = shared.collective_rpc(worker_functions.weight_bytes)
-    assert sum(parts) == alone.collective_rpc(worker_functions.weight_bytes)[0]
+    parts = shared.collective_rpc(worker_functions.table_size)
+    assert sum(parts) == alone.collective_rpc(worker_functions.table_size)[0]
     assert max(parts) < 0.55 * sum(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ascend_vllm.layers.base import Layer
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
 
@@ -23,9 +25,11 @@ def tokens_of_slots(worker: Worker) -> npt.NDArray[np.int32]:
     return tokens
 
 
-def weight_bytes(worker: Worker) -> int:
-    """Bytes of the vocabulary's table that this rank holds."""
-    return int(worker.get_model().embed_tokens.weight.nbytes)  # type: ignore[attr-defined]
+def table_size(worker: Worker) -> int:
+    """Numbers of the vocabulary's table that this rank holds."""
+    table: Layer = worker.get_model().embed_tokens  # type: ignore[attr-defined]
+    (slot,) = table.slots()
+    return math.prod(slot.target.shape)
 
 
 def process_id(_worker: Worker) -> int:
