@@ -208,6 +208,28 @@ def engine_iteration_timeout_s(default: float) -> float | None:
     return seconds or None
 
 
+def _seconds(name: str, default: float) -> float:
+    """A variable that is a number of seconds above 0."""
+    value = os.environ.get(name, "") or str(default)
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}.")
+    return seconds
+
+
+def node_wait_s() -> float:
+    """`ASCEND_VLLM_NODE_WAIT_S`: the seconds that the machines of --nnodes wait for each other; default 600."""
+    return _seconds("ASCEND_VLLM_NODE_WAIT_S", 600.0)
+
+
+def node_timeout_s() -> float:
+    """`ASCEND_VLLM_NODE_TIMEOUT_S`: the seconds after which a silent machine of --nnodes is gone; default 10."""
+    return _seconds("ASCEND_VLLM_NODE_TIMEOUT_S", 10.0)
+
+
 def server_dev_mode() -> bool:
     """`VLLM_SERVER_DEV_MODE`: 1 adds routes for development to the server, such as POST /reset_prefix_cache."""
     return os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1"

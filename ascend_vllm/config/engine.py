@@ -22,6 +22,10 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         data_parallel_rank: number of the engine core that has this configuration; 0 in that of the whole.
         pipeline_parallel_size: stages, one after another, that the layers are cut into.
         stage_layers: layers of each stage; empty: they are parted as evenly as can be.
+        nnodes: machines that the workers run on, an equal share on each, in the order of their ranks.
+        node_rank: number of the machine that has this configuration; the engine core is on 0.
+        master_addr: name or address of machine 0, at which the others reach it.
+        master_port: where it listens to them.
     """
 
     tensor_parallel_size: int = 1
@@ -30,11 +34,20 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     data_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
     stage_layers: tuple[int, ...] = ()
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
 
     @property
     def world_size(self) -> int:
         """Workers of one engine core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Workers of one engine core on each machine."""
+        return self.world_size // self.nnodes
 
     @property
     def output_rank(self) -> int:

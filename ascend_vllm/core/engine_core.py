@@ -226,6 +226,10 @@ class EngineCore:
             raise RequestError(f"unknown utility {method!r}; there are {', '.join(self._utilities)}", "method")
         return self._utilities[method](*args)
 
+    def note_failure(self, reason: str) -> None:
+        """Told before `shutdown` when the engine ends because something has failed."""
+        self._executor.note_failure(reason)
+
     def shutdown(self) -> None:
         """Ends the workers; requests that live are dropped."""
         self._executor.shutdown()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import select
 import signal
 import sys
 import threading
@@ -196,6 +197,11 @@ def _watch_parent(fd: int) -> None:
     os._exit(1)
 
 
+def _is_at_end(fd: int) -> bool:
+    """Whether a stream that nothing more is written to has ended: the parent is gone."""
+    return bool(select.select([fd], [], [], 0)[0])
+
+
 def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
@@ -258,11 +264,16 @@ def main(argv: list[str] | None = None) -> int:
             core, greeting = _start(sys.stdin.fileno())
             if greeting is not None:
                 outbound.send(msgspec.msgpack.encode(greeting))
-            return 1 if core is None else CoreLoop(core, inbound, outbound).run()
+            code = 1 if core is None else CoreLoop(core, inbound, outbound).run()
+            if core is not None and code:
+                core.note_failure("the engine core has failed")
+            return code
         finally:
             # a second reason to end must not cut the ending short
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if core is not None:
+                if _is_at_end(sys.stdin.fileno()):
+                    core.note_failure("its server is gone")
                 core.shutdown()
             inbound.close(linger=0)
             outbound.close(linger=_LINGER_MS)

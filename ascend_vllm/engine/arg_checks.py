@@ -104,7 +104,7 @@ def check_flags(args: EngineArgs) -> None:
     _at_least(args, 0, "long_prefill_token_threshold")
     _at_least(args, 1, "max_num_seqs", "num_gpu_blocks_override", "max_num_queued_reqs")
     _at_least(args, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "stream_interval")
-    _at_least(args, 1, "data_parallel_size_local")
+    _at_least(args, 1, "data_parallel_size_local", "nnodes")
     if not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"--seed must fit in 64 bits, got {args.seed}.")
     # the default must not keep a small machine from starting

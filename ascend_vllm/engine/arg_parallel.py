@@ -24,10 +24,11 @@ def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str)
 
     Raises:
         ConfigError: there are fewer devices; the model's KV heads or layers cannot be shared so; or one process is to
-            hold several workers; or Ray is to run them and is not installed.
+            hold several workers; or they cannot be on as many machines; or Ray is to run them and is not installed.
     """
     backend = _backend(args)
     _check_data_parallel(args, backend)
+    _check_nodes(args, backend)
     tp_size, pp_size, engines = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     config = ParallelConfig(
         tensor_parallel_size=tp_size,
@@ -35,8 +36,12 @@ def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str)
         data_parallel_size=engines,
         pipeline_parallel_size=pp_size,
         stage_layers=_stage_layers(int(hf_config.get("num_hidden_layers", 0)), pp_size),
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
     )
-    num_workers = config.world_size * engines
+    num_workers = config.local_world_size * engines
     if backend != "ray" and device == "npu" and num_workers > 1 and (count := probe_npus().count) < num_workers:
         raise ConfigError(too_few_npus(num_workers, count, _flags_of_workers(config)))
     if config.world_size == 1 and backend != "ray":
@@ -75,6 +80,35 @@ def _check_data_parallel(args: EngineArgs, backend: str) -> None:
         )
 
 
+def _check_nodes(args: EngineArgs, backend: str) -> None:
+    """Checks --nnodes and its company, with vLLM's texts where it has some."""
+    nnodes, world_size = args.nnodes, args.tensor_parallel_size * args.pipeline_parallel_size
+    if not 0 <= args.node_rank < nnodes:
+        raise ConfigError(
+            f"`--node-rank` must be between 0 and {nnodes - 1}; got `--node-rank {args.node_rank}`. Set it to this "
+            "node's zero-based index, and --nnodes to the number of nodes."
+        )
+    if nnodes == 1:
+        return
+    if backend not in ("mp", "uni"):
+        raise ConfigError(
+            f"--nnodes {nnodes}: nnodes > 1 can only be set when distributed executor backend is mp or uni, got "
+            f"{backend}; the machines of --distributed-executor-backend ray are those of its cluster."
+        )
+    if args.data_parallel_size > 1:
+        raise ConfigError(
+            f"--data-parallel-size {args.data_parallel_size} is not supported with --nnodes {nnodes}: the engines of "
+            "one server are on one machine. Start a server for each engine."
+        )
+    if world_size % nnodes:
+        raise ConfigError(
+            f"`--nnodes {nnodes}` must evenly divide the total world size ({world_size}). Adjust `--nnodes`, "
+            "`--pipeline-parallel-size` or `--tensor-parallel-size`."
+        )
+    if not 0 < args.master_port < 65536:
+        raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
+
+
 def _backend(args: EngineArgs) -> str:
     """How workers are started; with one of them "mp" and "uni" mean the same.
 
@@ -104,6 +138,11 @@ def _sizes(tp_size: int, pp_size: int) -> str:
 def _flags_of_workers(config: ParallelConfig) -> str:
     """The flags that say how many workers there are."""
     flags = "--tensor-parallel-size"
+    if config.nnodes > 1:
+        flags = f"--nnodes {config.nnodes} with --tensor-parallel-size {config.tensor_parallel_size}"
+        if config.pipeline_parallel_size > 1:
+            flags += f" and --pipeline-parallel-size {config.pipeline_parallel_size}"
+        return flags
     if config.pipeline_parallel_size > 1:
         flags = f"--pipeline-parallel-size {config.pipeline_parallel_size} with {flags} {config.tensor_parallel_size}"
     if config.data_parallel_size == 1:

@@ -278,8 +278,9 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
         # only here the configuration depends on the machine's memory, which platforms measure with torch loaded
         from ascend_vllm.platforms import get_platform
 
-        num_workers = parallel.world_size
-        weight_bytes = arg_hf_config.weight_bytes(model.model)
+        num_workers = parallel.local_world_size
+        # of which this machine has a part
+        weight_bytes = arg_hf_config.weight_bytes(model.model) // parallel.nnodes
         available = get_platform(device).expected_kv_cache_bytes(
             cache, weight_bytes, num_workers, parallel.data_parallel_size
         )

@@ -327,11 +327,38 @@ class ParallelArgs:
         kind="flag",
         unsupported=_ONE_DEVICE,
     )
+    nnodes: int = flag(
+        1,
+        "The number of machines, called nodes, that share the workers evenly. Run the same command on each, with its "
+        "own --node-rank.",
+        kind="int",
+        short=("-n",),
+        example="--tensor-parallel-size 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+    )
+    node_rank: int = flag(
+        0,
+        "The number of this machine among those of --nnodes. Number 0 has the API server, the others run workers.",
+        kind="int",
+        short=("-r",),
+        example="--tensor-parallel-size 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
+    )
+    master_addr: str = flag(
+        "127.0.0.1",
+        "The address of the machine with --node-rank 0, at which the other machines reach it.",
+        kind="str",
+        example="--master-addr 10.0.0.1",
+    )
+    master_port: int = flag(
+        29501,
+        "The port on which the machine with --node-rank 0 listens to the other machines of --nnodes.",
+        kind="int",
+        example="--master-port 29600",
+    )
     distributed_executor_backend: str | None = flag(
         None,
-        "How workers on several devices are started: mp, a process for each on this machine, or ray, an actor of Ray "
-        "for each on this and other machines. With one device the worker lives in the engine process, unless it is "
-        "ray.",
+        "How workers on several devices are started: mp, a process for each on this machine or those of --nnodes, or "
+        "ray, an actor of Ray for each on the machines of a cluster. With one device the worker lives in the engine "
+        "process, unless it is ray.",
         kind="str",
         choices=("ray", "mp", "uni"),
         example="--distributed-executor-backend mp",

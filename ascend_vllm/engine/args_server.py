@@ -361,9 +361,9 @@ class FrontendArgs(HttpArgs):
     )
     headless: bool = flag(
         False,
-        "Starts an engine without an HTTP server, as part of a larger group of machines.",
+        "Starts no API server. It may be given where --node-rank is above 0, and changes nothing there.",
         kind="flag",
-        unsupported="the model runs on one machine in this version",
+        example="--tensor-parallel-size 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless",
     )
     sse_keep_alive_interval: float = flag(
         0.0,

@@ -172,11 +172,14 @@ def serve(program: Program) -> int:
     http_args.check()
     tls.check_files(http_args)
     stop = StopSignals()
+    if program.engine_args.node_rank > 0:
+        with stop.raising():
+            from ascend_vllm.entrypoints.node import become_node
+
+            become_node(_with_model(program.engine_args))
     with stop.raising(), _bound(http_args) as sock:
-        is_demo = program.engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
-        engine_args = program.engine_args
-        if is_demo:
-            engine_args = engine_args.with_model_directory(ensure_demo_model())
+        is_demo = _is_demo(program.engine_args)
+        engine_args = _with_model(program.engine_args)
         # late: asking for help and wrong flags need none of it
         from ascend_vllm.engine.async_llm import AsyncLLM
 
@@ -189,6 +192,15 @@ def serve(program: Program) -> int:
         finally:
             stop.hold_back()
             engine.shutdown()
+
+
+def _is_demo(args: EngineArgs) -> bool:
+    return args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
+
+
+def _with_model(args: EngineArgs) -> EngineArgs:
+    """The arguments with the demo model's directory, which is made if it is missing, if that is what they name."""
+    return args.with_model_directory(ensure_demo_model()) if _is_demo(args) else args
 
 
 @contextlib.contextmanager

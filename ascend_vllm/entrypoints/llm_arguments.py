@@ -96,10 +96,6 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
         "diffusion_config": None,
     },
     "the model runs on one device in this version": {
-        "master_addr": "127.0.0.1",
-        "master_port": 29501,
-        "nnodes": 1,
-        "node_rank": 0,
         "distributed_timeout_seconds": None,
         "cpu_distributed_timeout_seconds": None,
         "numa_bind": False,

@@ -10,7 +10,10 @@ from typing import Any, cast
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
+
+logger = init_logger(__name__)
 
 # --distributed-executor-backend → "module:Class", imported when chosen
 EXECUTORS: dict[str, str] = {
@@ -84,6 +87,10 @@ class Executor(abc.ABC):
         """A descriptor that becomes readable when the workers are gone; None if they cannot go by themselves."""
         return None
 
+    def note_failure(self, reason: str) -> None:
+        """Told before `shutdown` when the engine ends because something has failed; other machines hear of it."""
+        logger.debug("The engine ends: %s", reason)
+
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and frees what they hold; calling it again is fine."""
@@ -93,8 +100,13 @@ def create_executor(config: EngineConfig) -> Executor:
     """The executor that --distributed-executor-backend names, not initialised.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or the engine is on another node.
     """
+    if config.parallel.node_rank > 0:
+        raise ConfigError(
+            f"--node-rank {config.parallel.node_rank}: the engine is on node 0. Run `ascend-vllm serve` with this "
+            "--node-rank here, and this program on the machine of --node-rank 0."
+        )
     backend = config.parallel.distributed_executor_backend
     if backend not in EXECUTORS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The executor whose workers share the model, each in a process of its own on this machine."""
+"""The executor whose workers share the model, each in a process of its own, here or on the nodes of --nnodes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.executor.base import Executor, check_kv_cache_size
+from ascend_vllm.executor.node_group import NodeGroup
 from ascend_vllm.executor.remote_workers import RemoteWorkers
 from ascend_vllm.executor.worker_group import WorkerGroup
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
@@ -41,7 +42,7 @@ class MultiprocExecutor(Executor):
             raise
 
     def _make_group(self, config: EngineConfig) -> RemoteWorkers:
-        return WorkerGroup(config)
+        return NodeGroup(config) if config.parallel.nnodes > 1 else WorkerGroup(config)
 
     def initialize(self) -> KVCacheSize:
         self.collective_rpc("load_model")
@@ -52,6 +53,7 @@ class MultiprocExecutor(Executor):
         )
         check_kv_cache_size(size.num_blocks, self.config)
         self.collective_rpc("initialize_cache", (size.num_blocks, size.num_cpu_blocks))
+        self._group.disorder = None
         return size
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
@@ -73,6 +75,9 @@ class MultiprocExecutor(Executor):
     @property
     def death_descriptor(self) -> int | None:
         return self._group.death_descriptor
+
+    def note_failure(self, reason: str) -> None:
+        self._group.disorder = reason
 
     def shutdown(self) -> None:
         self._end()

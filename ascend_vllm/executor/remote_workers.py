@@ -54,6 +54,8 @@ class RemoteWorkers(abc.ABC):
 
     Attributes:
         death_descriptor: readable when the workers are gone without having been told to stop.
+        disorder: why it would be a failure if the workers were ended now; None: it would be an end as any other.
+            Those on other machines are told.
     """
 
     def __init__(self, size: int) -> None:
@@ -70,6 +72,7 @@ class RemoteWorkers(abc.ABC):
         # why the workers are gone
         self._error: Exception | None = None
         self._is_stopping = False
+        self.disorder: str | None = "it has ended before the engine was ready"
 
     # ---- what subclasses do --------------------------------------------------------------------------------
 

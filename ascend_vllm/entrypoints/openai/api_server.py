@@ -53,6 +53,11 @@ def _run_server(args: argparse.Namespace) -> int:
 
         frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
     engine_args = EngineArgs.from_cli_args(args)
+    if frontend_args.headless and engine_args.node_rank == 0:
+        raise ConfigError(
+            "--headless starts no API server, and the one of --nnodes is on this machine, as --node-rank is 0: leave "
+            "--headless out, or give --nnodes and a --node-rank above 0."
+        )
     log_requests = bool(engine_args.enable_log_requests)
     if frontend_args.enable_log_outputs and not log_requests:
         raise ConfigError("--enable-log-outputs requires --enable-log-requests.")
