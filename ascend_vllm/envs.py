@@ -226,7 +226,7 @@ def node_wait_s() -> float:
 
 
 def node_timeout_s() -> float:
-    """`ASCEND_VLLM_NODE_TIMEOUT_S`: the seconds after which a silent machine of --nnodes is gone; default 10."""
+    """`ASCEND_VLLM_NODE_TIMEOUT_S`: the seconds of silence after which a machine of --nnodes is gone; default 10."""
     return _seconds("ASCEND_VLLM_NODE_TIMEOUT_S", 10.0)
 
 

@@ -363,7 +363,7 @@ class FrontendArgs(HttpArgs):
         False,
         "Starts no API server. It may be given where --node-rank is above 0, and changes nothing there.",
         kind="flag",
-        example="--tensor-parallel-size 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless",
+        example="--headless",
     )
     sse_keep_alive_interval: float = flag(
         0.0,

@@ -25,7 +25,7 @@ def become_node(args: EngineArgs) -> NoReturn:
     Args:
         args: with a --node-rank above 0, and a model that is a directory or can be found as one.
     """
-    payload = msgspec.msgpack.encode(_make_start(args))
+    payload = msgspec.msgpack.encode(make_start(args))
     # as standard input, which ends behind it
     descriptor = os.memfd_create("ascend_vllm_node")
     with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -38,7 +38,8 @@ def become_node(args: EngineArgs) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "ascend_vllm.executor.node_agent"], envs.everything())
 
 
-def _make_start(args: EngineArgs) -> NodeStart:
+def make_start(args: EngineArgs) -> NodeStart:
+    """What the node's process needs to know; flags or a model that cannot be used are told in it."""
     config, problem, code = None, "", 0
     try:
         config = args.create_engine_config()

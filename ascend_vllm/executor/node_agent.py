@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import msgspec
@@ -151,7 +152,6 @@ class NodeAgent:
         code = self._end_with_node_zero() if reason is None else self._end_by_itself(reason)
         self._workers.kill()
         self._workers.wait(SHUTDOWN_GRACE_S)
-        self._link.close()
         return code
 
     def _end_with_node_zero(self) -> int:
@@ -231,8 +231,15 @@ class _Signals:
         self._agent.stop()
 
 
-def run_node(start: NodeStart, signals: _Signals) -> int:
-    """Runs a node from its first word to node 0 until its end; returns the exit code.
+def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
+    """Runs a node from its first word to node 0 until its end.
+
+    Args:
+        start: what the node is.
+        hand_over: called with the agent when it is about to run.
+
+    Returns:
+        The exit code.
 
     Raises:
         ConfigError: node 0 is not there, or refuses this node.
@@ -241,19 +248,25 @@ def run_node(start: NodeStart, signals: _Signals) -> int:
     if start.config is None:
         logger.error("%s", start.problem)
         # it would wait for this node
-        with contextlib.suppress(ConfigError, LinkLostError):
-            join(start, connect(start, 0.0))
+        with contextlib.suppress(ConfigError, LinkLostError), contextlib.closing(connect(start, 0.0)) as link:
+            join(start, link)
         return start.exit_code
-    link = connect(start, envs.node_wait_s())
+    with contextlib.closing(connect(start, envs.node_wait_s())) as link:
+        return _make_agent(start, link, hand_over).run()
+
+
+def _make_agent(start: NodeStart, link: NodeLink, hand_over: Callable[[NodeAgent], None]) -> NodeAgent:
+    if start.config is None:
+        raise ValueError("a node whose flags cannot be used has no workers")
     setup = join(start, link)
     # the same model may be at another place here
     model = msgspec.structs.replace(setup.config.model, model=start.config.model.model)
     config = msgspec.structs.replace(setup.config, model=model)
     meetings = _meetings(setup, link.own_address)
-    logger.info("All nodes are there; workers %s are started here", ", ".join(map(str, meetings)))
+    logger.info("All nodes are there; ranks of the workers of this one: %s", ", ".join(map(str, meetings)))
     agent = NodeAgent(start.node_rank, link, LocalWorkers(config, meetings, setup.search_path))
-    signals.hand_over(agent)
-    return agent.run()
+    hand_over(agent)
+    return agent
 
 
 def main() -> int:
@@ -262,7 +275,7 @@ def main() -> int:
     try:
         start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=NodeStart)
         name_process(f"Node_{start.node_rank}")
-        return run_node(start, signals)
+        return run_node(start, signals.hand_over)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE

@@ -42,6 +42,9 @@ class MessageKind(enum.IntEnum):
     END = 6
 
 
+_KINDS = frozenset(MessageKind)
+
+
 class Message(msgspec.Struct, frozen=True):
     """A message that came.
 
@@ -199,7 +202,7 @@ class NodeLink:
         messages, start = [], 0
         while len(self._data) - start >= _HEADER.size:
             kind, rank, length = _HEADER.unpack_from(self._data, start)
-            if kind not in set(MessageKind) or (length > _MAX_GREETING_BYTES and not self._is_trusted):
+            if kind not in _KINDS or (length > _MAX_GREETING_BYTES and not self._is_trusted):
                 raise LinkLostError("what it says is no message of ascend-vllm")
             end = start + _HEADER.size + length
             if len(self._data) < end:

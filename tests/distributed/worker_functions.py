@@ -115,3 +115,8 @@ def device(worker: Worker) -> str:
 def visible_devices(_worker: Worker) -> str | None:
     """The NPUs that the worker's process may use."""
     return os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+
+
+def echo(_worker: Worker, value: bytes) -> bytes:
+    """What it was given."""
+    return value

@@ -1,0 +1,315 @@
+"""Workers on several machines without Ray: nodes that come, do not belong, die, and are cut off.
+
+Machines are network namespaces where what is between them matters, and else processes that talk through the loopback
+interface: to each other they look the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.node import NodeStart
+from ascend_vllm.errors import ConfigError, EngineDeadError
+from ascend_vllm.executor.base import create_executor
+from tests.distributed import worker_functions
+from tests.distributed.two_hosts import Host, NoNamespacesError, two_hosts
+from tests.raw_requests import post_raw, read_events, read_rest
+from tests.server import ROOT, Server, free_port, is_alive, metric, wait_until
+from tests.worker.worker_driver import make_config
+
+SERVE = "ascend_vllm.entrypoints.cli serve"
+# guards: what is waited for comes in seconds
+TIMEOUT_S = 120.0
+# of every open stream, after a death
+DEATH_S = 5.0
+# without a word from the other machine
+SILENCE_S = 2.0
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "ASCEND_VLLM_NODE_TIMEOUT_S": str(SILENCE_S),
+    "ASCEND_VLLM_NODE_WAIT_S": str(TIMEOUT_S),
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 128,
+    "block_size": 16,
+    "max_num_seqs": 8,
+    "swap_space": 0,
+    "seed": 0,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = ["Hello! How are you?", "Blocks of the cache hold keys; " * 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENV.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def texts(odd_model: str) -> list[str]:
+    """What one worker continues the prompts with."""
+    llm = LLM(odd_model, **OPTIONS)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+
+
+class Pair:
+    """Servers of two nodes, the second without a word of HTTP."""
+
+    def __init__(self, model: str, flags: list[str], address: str, inside: tuple[Any, Any]) -> None:
+        port = str(free_port())
+        flags = [
+            model,
+            "--nnodes",
+            "2",
+            "--master-addr",
+            address,
+            "--master-port",
+            port,
+            "--dtype",
+            "float32",
+            *flags,
+        ]
+        flags += ["--kv-cache-memory-bytes", "256M", "--max-model-len", "32768"]
+        flags += ["--served-model-name", "tiny"]
+        with inside[1]():
+            self.second = Server(SERVE, [*flags, "--node-rank", "1", "--headless"])
+        with inside[0]():
+            self.first = Server(SERVE, [*flags, "--node-rank", "0"])
+
+    def worker(self, server: Server) -> psutil.Process:
+        """The only worker on a node."""
+        (found,) = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
+        return found
+
+    def assert_gone(self, codes: tuple[int, int]) -> None:
+        """Both programs end with their codes, and nothing of theirs is left."""
+        assert self.first.wait_exit() == codes[0], self.first.log
+        assert self.second.wait_exit() == codes[1], self.second.log
+        assert self.first.orphans() == []
+        assert self.second.orphans() == []
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+def _body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def _complete(http: httpx.Client) -> list[str]:
+    answers = [http.post("/v1/completions", json=_body(prompt)).json() for prompt in PROMPTS]
+    return [answer["choices"][0]["text"] for answer in answers]
+
+
+def _error_of(events: bytes) -> str:
+    *_, error, done = [line for line in events.decode().splitlines() if line.startswith("data: ")]
+    assert done == "data: [DONE]"
+    message = json.loads(error.removeprefix("data: "))["error"]
+    assert (message["code"], message["type"]) == (500, "InternalServerError")
+    return str(message["message"])
+
+
+def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tuple[Host, Host]) -> None:
+    here, there = hosts
+    pair = Pair(odd_model, ["--tensor-parallel-size", "2"], here.address, (here.inside, there.inside))
+    try:
+        with here.inside():
+            pair.first.wait_ready(TIMEOUT_S)
+            with httpx.Client(base_url=pair.first.url, timeout=TIMEOUT_S) as http:
+                assert _complete(http) == texts
+                streaming = post_raw(pair.first, "/v1/completions", _body("Hello", max_tokens=30000, stream=True))
+                received = read_events(streaming, 3)
+        workers = [pair.worker(pair.first), pair.worker(pair.second)]
+        start = time.monotonic()
+        there.cut()
+        received += read_rest(streaming)
+        assert time.monotonic() - start < SILENCE_S + DEATH_S
+        assert f"node 1 ({there.address}) is gone: " in _error_of(received)
+        pair.assert_gone((1, 1))
+        assert not any(map(is_alive, workers))
+        assert f"Node 0 ({here.address}) has ended: " in pair.second.log
+    finally:
+        pair.close()
+
+
+def test_stages_on_two_machines_die_with_a_worker(
+    odd_model: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
+    inside = (contextlib.nullcontext, contextlib.nullcontext)
+    pair = Pair(odd_model, ["--pipeline-parallel-size", "2"], "127.0.0.1", inside)
+    try:
+        pair.first.wait_ready(TIMEOUT_S)
+        with httpx.Client(base_url=pair.first.url, timeout=TIMEOUT_S) as http:
+            assert _complete(http) == texts
+            streaming = post_raw(pair.first, "/v1/completions", _body("Hello", max_tokens=30000, stream=True))
+            received = read_events(streaming, 3)
+            assert wait_until(lambda: metric(http, "num_requests_running") == 1)
+            victim = pair.worker(pair.second)
+            pair.first.children()
+            start = time.monotonic()
+            victim.kill()
+            # the server stays, and with it the connection
+            while b"[DONE]" not in received:
+                received += streaming.recv(65536)
+            assert time.monotonic() - start < DEATH_S
+            streaming.close()
+            assert f"worker 1 (process {victim.pid}) was killed by signal 9 on node 1" in _error_of(received)
+            assert http.get("/health").status_code == 503
+        assert pair.second.wait_exit() == 1, pair.second.log
+        pair.first.process.send_signal(signal.SIGTERM)
+        pair.assert_gone((1, 1))
+        assert "was killed by signal 9" in pair.second.log
+    finally:
+        pair.close()
+
+
+# ---- one node's process and an engine of this test's -------------------------------------------------------
+
+
+def _config(directory: str, **options: object) -> EngineConfig:
+    parallel = {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port()}
+    return make_config(directory, distributed_executor_backend="mp", **parallel, **options)
+
+
+@contextlib.contextmanager
+def _second_node(config: EngineConfig, log: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of node 1."""
+    own = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, node_rank=1))
+    start = NodeStart(1, 2, "127.0.0.1", config.parallel.master_port, 2, 1, own)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ascend_vllm.executor.node_agent"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+        )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.msgpack.encode(start))
+        process.stdin.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_engine_ends_with_another_node(odd_model: str, tmp_path: pathlib.Path) -> None:
+    config = _config(odd_model)
+    with _second_node(config, tmp_path / "log") as node:
+        executor = create_executor(config)
+        try:
+            workers = [psutil.Process(pid) for pid in executor.collective_rpc(worker_functions.process_id)]
+            assert workers[1].ppid() == node.pid
+            # more than rings and sockets hold
+            value = bytes(range(256)) * (64 << 10)
+            assert executor.collective_rpc(worker_functions.echo, (value,)) == [value, value]
+            with pytest.raises(ValueError, match="the second one does not"):
+                executor.collective_rpc(worker_functions.fail)
+            executor.check_health()
+            node.kill()
+            assert executor.death_descriptor is not None
+            assert select.select([executor.death_descriptor], [], [], TIMEOUT_S)[0]
+            with pytest.raises(EngineDeadError, match=r"node 1 \(127.0.0.1\) is gone: "):
+                executor.collective_rpc(worker_functions.process_id)
+        finally:
+            executor.shutdown()
+        assert wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def test_a_node_ends_with_an_engine_that_cannot_start(odd_model: str, tmp_path: pathlib.Path) -> None:
+    config, log = _config(odd_model, num_gpu_blocks_override=1), tmp_path / "log"
+    with _second_node(config, log) as node:
+        executor = create_executor(config)
+        with pytest.raises(ConfigError, match="maximum number of tokens that can be stored in KV cache"):
+            executor.initialize()
+        executor.shutdown()
+        assert node.wait(TIMEOUT_S) == 1
+    assert "Node 0 (127.0.0.1) has ended: it has ended before the engine was ready" in log.read_text()
+
+
+def test_a_program_is_node_zero(odd_model: str, texts: list[str], tmp_path: pathlib.Path) -> None:
+    """Its end is the other node's, without a complaint."""
+    config, log = _config(odd_model), tmp_path / "log"
+    with _second_node(config, log) as node:
+        llm = LLM(odd_model, tensor_parallel_size=2, nnodes=2, master_port=config.parallel.master_port, **OPTIONS)
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        children = psutil.Process(node.pid).children()
+        llm.shutdown()
+        assert [output.outputs[0].text for output in outputs] == texts
+        assert node.wait(TIMEOUT_S) == 0, log.read_text()
+        assert len(children) == 1
+        assert wait_until(lambda: not any(map(is_alive, children)))
+    assert "ERROR" not in log.read_text()
+
+
+NODE_ZERO = """
+import asyncio, json, sys
+from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.engine.async_llm import AsyncLLM
+
+async def main():
+    engine = AsyncLLM.from_engine_args(EngineArgs(**json.loads(sys.argv[1])))
+    await engine.ready()
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_node_ends_with_a_node_zero_that_is_killed(odd_model: str, tmp_path: pathlib.Path) -> None:
+    """Its engine core, which notices, tells why."""
+    config, log = _config(odd_model), tmp_path / "log"
+    args = {"model": odd_model, "nnodes": 2, "tensor_parallel_size": 2, "master_port": config.parallel.master_port}
+    with _second_node(config, log) as node:
+        leader = subprocess.Popen(
+            [sys.executable, "-c", NODE_ZERO, json.dumps(args | OPTIONS)], stdout=subprocess.PIPE, cwd=ROOT
+        )
+        try:
+            assert leader.stdout is not None
+            assert leader.stdout.readline() == b"ready\n"
+            family = psutil.Process(leader.pid).children(recursive=True) + psutil.Process(node.pid).children()
+            # an engine core, and a worker on each side
+            assert len(family) == 3
+        finally:
+            leader.kill()
+            leader.communicate()
+        assert node.wait(TIMEOUT_S) == 1
+        assert wait_until(lambda: not any(map(is_alive, family)))
+    assert "Node 0 (127.0.0.1) has ended: its server is gone" in log.read_text()
