@@ -246,13 +246,20 @@ def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
         LinkLostError: node 0 is gone.
     """
     if start.config is None:
-        logger.error("%s", start.problem)
-        # it would wait for this node
-        with contextlib.suppress(ConfigError, LinkLostError), contextlib.closing(connect(start, 0.0)) as link:
-            join(start, link)
+        _tell_problem(start)
         return start.exit_code
     with contextlib.closing(connect(start, envs.node_wait_s())) as link:
         return _make_agent(start, link, hand_over).run()
+
+
+def _tell_problem(start: NodeStart) -> None:
+    """Logs why this node cannot take part, and tells node 0, if it is there: it would wait for this node."""
+    with contextlib.suppress(OSError, LinkLostError):
+        sock = socket.create_connection((start.master_addr, start.master_port), _CONNECT_TIMEOUT_S)
+        with contextlib.closing(NodeLink(sock, _CONNECT_TIMEOUT_S)) as link:
+            link.send(MessageKind.HELLO, _hello(start))
+            link.receive(_CONNECT_TIMEOUT_S)
+    logger.error("%s", start.problem)
 
 
 def _make_agent(start: NodeStart, link: NodeLink, hand_over: Callable[[NodeAgent], None]) -> NodeAgent:

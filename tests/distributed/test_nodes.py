@@ -17,6 +17,7 @@ import pytest
 import ascend_vllm
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.node import NodeStart, model_digest
+from ascend_vllm.engine import arg_parallel
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.entrypoints.node import make_start
 from ascend_vllm.errors import ConfigError
@@ -26,6 +27,7 @@ from ascend_vllm.executor.local_workers import LocalWorkers
 from ascend_vllm.executor.node_agent import NodeAgent
 from ascend_vllm.executor.node_door import NodeDoor
 from ascend_vllm.executor.node_link import Hello, LinkLostError, MessageKind, NodeLink
+from ascend_vllm.platforms.facts import NpuProbe
 from tests.server import free_port, wait_until
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
@@ -272,6 +274,17 @@ def test_flags_that_contradict_each_other(
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(_args(model), **fields).create_engine_config()
+
+
+def test_each_machine_needs_its_share_of_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arg_parallel, "probe_npus", lambda: NpuProbe(3, "Ascend910B3"))
+    args = EngineArgs(model="", tensor_parallel_size=8, nnodes=2, node_rank=1)
+    text = r"--nnodes 2 with --tensor-parallel-size 8: 4 NPUs are needed and this container has 3\."
+    with pytest.raises(ConfigError, match=text):
+        arg_parallel.parallel_config(args, {}, "npu")
+    args = dataclasses.replace(args, tensor_parallel_size=3, pipeline_parallel_size=2)
+    hf_config = {"num_hidden_layers": 2}
+    assert arg_parallel.parallel_config(args, hf_config, "npu").local_world_size == 3
 
 
 def test_engines_are_on_node_zero(model: str) -> None:
