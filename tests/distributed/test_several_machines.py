@@ -22,12 +22,14 @@ import msgspec
 import psutil
 import pytest
 
-from ascend_vllm import LLM, SamplingParams
+from ascend_vllm import LLM
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.node import NodeStart
 from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.base import create_executor
 from tests.distributed import worker_functions
+from tests.distributed.conftest import OPTIONS, PROMPTS, generate
+from tests.distributed.test_kill_matrix import shared_memory
 from tests.distributed.two_hosts import Host, NoNamespacesError, two_hosts
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import ROOT, Server, free_port, is_alive, metric, wait_until
@@ -41,22 +43,10 @@ DEATH_S = 5.0
 # without a word from the other machine
 SILENCE_S = 2.0
 ENV = {
-    "OMP_NUM_THREADS": "1",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "ASCEND_VLLM_NODE_TIMEOUT_S": str(SILENCE_S),
     "ASCEND_VLLM_NODE_WAIT_S": str(TIMEOUT_S),
 }
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 256,
-    "num_gpu_blocks_override": 128,
-    "block_size": 16,
-    "max_num_seqs": 8,
-    "swap_space": 0,
-    "seed": 0,
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-PROMPTS = ["Hello! How are you?", "Blocks of the cache hold keys; " * 3]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,12 +58,9 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def texts(odd_model: str) -> list[str]:
+def texts(alone: LLM) -> list[str]:
     """What one worker continues the prompts with."""
-    llm = LLM(odd_model, **OPTIONS)
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    llm.shutdown()
-    return [output.outputs[0].text for output in outputs]
+    return [output.outputs[0].text for output in generate(alone)]
 
 
 @pytest.fixture
@@ -104,10 +91,11 @@ class Pair:
         ]
         flags += ["--kv-cache-memory-bytes", "256M", "--max-model-len", "32768"]
         flags += ["--served-model-name", "tiny"]
+        env = {"OMP_NUM_THREADS": "1"}
         with inside[1]():
-            self.second = Server(SERVE, [*flags, "--node-rank", "1", "--headless"])
+            self.second = Server(SERVE, [*flags, "--node-rank", "1", "--headless"], env)
         with inside[0]():
-            self.first = Server(SERVE, [*flags, "--node-rank", "0"])
+            self.first = Server(SERVE, [*flags, "--node-rank", "0"], env)
 
     def worker(self, server: Server) -> psutil.Process:
         """The only worker on a node."""
@@ -145,6 +133,7 @@ def _error_of(events: bytes) -> str:
 
 def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tuple[Host, Host]) -> None:
     here, there = hosts
+    memory = shared_memory()
     pair = Pair(odd_model, ["--tensor-parallel-size", "2"], here.address, (here.inside, there.inside))
     try:
         with here.inside():
@@ -161,6 +150,7 @@ def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tu
         assert f"node 1 ({there.address}) is gone: " in _error_of(received)
         pair.assert_gone((1, 1))
         assert not any(map(is_alive, workers))
+        assert wait_until(lambda: shared_memory() <= memory)
         assert f"Node 0 ({here.address}) has ended: " in pair.second.log
     finally:
         pair.close()
@@ -268,7 +258,7 @@ def test_a_program_is_node_zero(odd_model: str, texts: list[str], tmp_path: path
     config, log = _config(odd_model), tmp_path / "log"
     with _second_node(config, log) as node:
         llm = LLM(odd_model, tensor_parallel_size=2, nnodes=2, master_port=config.parallel.master_port, **OPTIONS)
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        outputs = generate(llm)
         children = psutil.Process(node.pid).children()
         llm.shutdown()
         assert [output.outputs[0].text for output in outputs] == texts
