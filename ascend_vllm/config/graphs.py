@@ -23,6 +23,8 @@ class GraphMode(enum.StrEnum):
     EAGER = "eager"
     # replays of what was captured at start
     CAPTURED = "captured"
+    # replays of what was recorded when a step of so many rows came first; on CPU
+    RECORDED = "recorded"
     # replays of what torchair compiled and keeps on disk
     COMPILED = "compiled"
 

@@ -32,15 +32,16 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
     if max_seq_len_to_capture < 1:
         raise ConfigError(f"--max-seq-len-to-capture must be at least 1, got {max_seq_len_to_capture}.")
     asks = envs.infer_mode() == "PTA"
+    is_cpu = config.device.device == "cpu"
     reason = _reason_against(config, asks=asks)
     if reason:
         if asks:
             logger.warning("INFER_MODE=PTA has no effect: %s", reason)
-        elif config.device.device != "cpu":
+        elif not is_cpu:
             logger.info("Decoding runs without graphs: %s", reason)
         if max_seq_len_to_capture != DEFAULT_MAX_SEQ_LEN_TO_CAPTURE:
             logger.warning("--max-seq-len-to-capture has no effect: %s", reason)
-        return GraphConfig()
+        return GraphConfig(GraphMode.RECORDED) if is_cpu and _may_record(config) else GraphConfig()
     mode = GraphMode.COMPILED if asks else GraphMode.CAPTURED
     gears = _resolve_gears(config.scheduler.max_num_seqs, asks=asks)
     max_seq_len = min(max_seq_len_to_capture, config.scheduler.max_model_len)
@@ -51,6 +52,12 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
         max_seq_len,
     )
     return GraphConfig(mode, gears, max_seq_len)
+
+
+def _may_record(config: EngineConfig) -> bool:
+    """Whether decoding on CPU replays tapes; what several workers send each other is on none."""
+    model = config.model
+    return not model.enforce_eager and model.pooler is None and config.parallel.world_size == 1
 
 
 def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:

@@ -176,8 +176,8 @@ class ModelArgs:
     )
     enforce_eager: bool = flag(
         False,
-        "Runs the model step by step instead of replaying captured graphs. The CPU always works this way, so "
-        "there the flag changes nothing.",
+        "Computes every decoding step operator by operator. Otherwise NPUs replay captured graphs, and CPUs replay "
+        "what they have recorded.",
         kind="flag",
     )
     runner: str = flag(

@@ -10,6 +10,7 @@ import torch
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear, LinearOutput
+from ascend_vllm.ops.embedding import gather_rows
 from ascend_vllm.ops.gemm import PackedLinear, has_kernel
 
 
@@ -62,6 +63,7 @@ class VocabParallelEmbedding(Layer):
         self._collectives = context.collectives
         # [V, H] in the model's dtype, or a rank's part of it
         self._weight: torch.Tensor | PackedLinear
+        self._look_up = gather_rows if has_kernel(context.dtype, context.device) else torch.embedding
         self._weight = torch.empty(self._shard.size, width, dtype=context.dtype, device=context.device)
 
     def slots(self) -> list[WeightSlot]:
@@ -86,8 +88,11 @@ class VocabParallelEmbedding(Layer):
         return PackedLinear.of(self._weight) if isinstance(self._weight, torch.Tensor) else self._weight
 
     def _vectors(self, indices: torch.Tensor) -> torch.Tensor:
-        weight = self._weight
-        return torch.embedding(weight, indices) if isinstance(weight, torch.Tensor) else weight.rows(indices)
+        return (
+            self._weight.rows(indices)
+            if isinstance(self._weight, PackedLinear)
+            else self._look_up(self._weight, indices)
+        )
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] int64 → [T, H], complete on every rank."""

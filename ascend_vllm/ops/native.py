@@ -53,7 +53,8 @@ def load_native_library() -> bool:
 
 
 @functools.cache
-def _control() -> ctypes.CDLL:
+def native_library() -> ctypes.CDLL:
+    """The library for what is no op of torch's; it must be there, see `load_native_library`."""
     library = ctypes.CDLL(str(LIBRARY_PATH))  # the library that is loaded already, not a second copy
     library.ascend_vllm_cpu_isas.restype = ctypes.c_char_p
     library.ascend_vllm_cpu_isa.restype = ctypes.c_char_p
@@ -65,7 +66,7 @@ def available_cpu_isas() -> list[str]:
     """Instruction sets that the kernels can use on this machine, best first; empty without the library."""
     if not load_native_library():
         return []
-    names: bytes = _control().ascend_vllm_cpu_isas()
+    names: bytes = native_library().ascend_vllm_cpu_isas()
     return names.decode().split(",")
 
 
@@ -73,7 +74,7 @@ def cpu_isa() -> str | None:
     """The instruction set in use (``avx512_bf16``, ``avx512``, ``avx2``, ``scalar``), None without kernels."""
     if not load_native_library():
         return None
-    name: bytes = _control().ascend_vllm_cpu_isa()
+    name: bytes = native_library().ascend_vllm_cpu_isa()
     return name.decode()
 
 
@@ -83,8 +84,8 @@ def set_cpu_isa(name: str) -> None:
     Raises:
         ConfigError: the name is unknown or this machine lacks the set.
     """
-    if _control().ascend_vllm_set_cpu_isa(name.encode()) != 0:
-        available = _control().ascend_vllm_cpu_isas().decode()
+    if native_library().ascend_vllm_set_cpu_isa(name.encode()) != 0:
+        available = native_library().ascend_vllm_cpu_isas().decode()
         raise ConfigError(f"ASCEND_VLLM_CPU_ISA={name!r} is not possible on this machine; it has {available}")
 
 

@@ -25,7 +25,7 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.platforms.interface import GraphCompiler
 from ascend_vllm.worker.graph_cache import GraphCache
-from ascend_vllm.worker.graph_runner import StaticInputs
+from ascend_vllm.worker.graph_runner import StaticInputs, padded_lens
 
 logger = init_logger(__name__)
 
@@ -171,7 +171,8 @@ class CompiledRunner:
         if batch.max_query_len > 1 or num_rows > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
             return None
         gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
-        lengths = self._inputs.fill(batch, gear)
+        self._inputs.fill(batch, gear)
+        lengths = padded_lens(batch, gear)
         return self._compiled[gear](*self._arguments(gear), lengths)[:num_rows]
 
     def _load(self, gear: int) -> Compiled:

@@ -78,15 +78,12 @@ class StaticInputs:
             max_seq_len=1,
         )
 
-    def fill(self, batch: ForwardBatch, gear: int) -> list[int]:
+    def fill(self, batch: ForwardBatch, gear: int) -> None:
         """Brings a step in.
 
         Args:
             batch: R rows of one token each.
             gear: g, R or more.
-
-        Returns:
-            [g] tokens of each row with this step's, padding included.
         """
         num_rows, width = batch.block_table.shape
         self.input_ids[:num_rows].copy_(batch.input_ids)
@@ -100,7 +97,11 @@ class StaticInputs:
             self.slot_mapping[num_rows:gear].fill_(_NOWHERE)
             self.seq_lens[num_rows:gear].fill_(1)
             self.block_table[num_rows:gear, :1].zero_()
-        return [*batch.seq_lens_np.tolist(), *[1] * (gear - num_rows)]
+
+
+def padded_lens(batch: ForwardBatch, gear: int) -> list[int]:
+    """[g] tokens of each row with this step's, padding included: on the host, for operators that want them there."""
+    return [*batch.seq_lens_np.tolist(), *[1] * (gear - len(batch.seq_lens_np))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ class GraphRunner:
             return None
         gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
         captured = self._captured[gear]
-        captured.graph.replay(self._host_arguments(self._inputs.fill(batch, gear)))
+        self._inputs.fill(batch, gear)
+        captured.graph.replay(self._host_arguments(padded_lens(batch, gear)))
         return captured.hidden[:num_rows]
 
     def _capture_gear(self, gear: int) -> _CapturedGear:

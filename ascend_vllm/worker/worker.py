@@ -46,6 +46,7 @@ from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
 from ascend_vllm.worker.profiler import WorkerProfiler
 from ascend_vllm.worker.stage_runner import StageForward, StageRunner
+from ascend_vllm.worker.tape_runner import TapeRunner
 
 logger = init_logger(__name__)
 
@@ -222,7 +223,8 @@ class Worker:
             num_cpu_blocks * self._block_bytes() / GIB,
         )
         if graphs is not None and isinstance(self._runner, ModelRunner):
-            graphs.capture()
+            if not isinstance(graphs, TapeRunner):
+                graphs.capture()
             self._runner.use_graphs(graphs)
         self._warm_up(self._runner, num_blocks)
 
@@ -248,8 +250,12 @@ class Worker:
         forward = StageForward(model, backend, kv_caches, self._link)
         return PoolingRunner(model, forward, mover, batch, gatherer, self._device)
 
-    def _make_graphs(self, runner: _Runner, kv_caches: list[torch.Tensor]) -> GraphRunner | CompiledRunner | None:
-        """Graphs for a runner, neither captured nor compiled; None if it runs without."""
+    def _make_graphs(
+        self, runner: _Runner, kv_caches: list[torch.Tensor]
+    ) -> GraphRunner | CompiledRunner | TapeRunner | None:
+        """Graphs for a runner, neither captured nor compiled, or what records tapes; None if it runs without."""
+        if self._config.graphs.mode == GraphMode.RECORDED:
+            return self._make_tapes(runner)
         if self._config.graphs.mode != GraphMode.COMPILED:
             return self._make_captured_graphs(runner)
         config, loaded = self._config, self._model_in_use
@@ -273,6 +279,13 @@ class Worker:
             config.cache.block_size,
             self._device,
         )
+
+    def _make_tapes(self, runner: _Runner) -> TapeRunner | None:
+        if not isinstance(runner, ModelRunner) or not load_native_library():
+            return None
+        config = self._config
+        blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
+        return TapeRunner(runner.compute_hidden, config.scheduler.max_num_seqs, blocks_per_row)
 
     def _make_captured_graphs(self, runner: _Runner) -> GraphRunner | None:
         """Graphs for a runner, not captured; None if it runs without."""
@@ -459,7 +472,7 @@ class Worker:
         Raises:
             ConfigError: there is no memory for it.
         """
-        if self._config.graphs.mode == GraphMode.EAGER:
+        if self._config.graphs.mode in (GraphMode.EAGER, GraphMode.RECORDED):
             return 0
         kv_caches = self._bound_caches(1, "KV cache to capture a graph", "--max-num-seqs")
         runner = self._make_runner(kv_caches, [])

@@ -80,7 +80,8 @@ def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> EngineCon
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     made = EngineArgs(model=str(tmp_path), max_num_seqs=8, dtype="float16", device="cpu").create_engine_config()
-    assert made.graphs == GraphConfig()
+    assert made.graphs == GraphConfig(GraphMode.RECORDED)
+    made = msgspec.structs.replace(made, graphs=GraphConfig())
     return msgspec.structs.replace(made, device=DeviceConfig("npu"))
 
 
@@ -142,7 +143,8 @@ def test_who_runs_eager_and_why(
         (with_model(config, pooler=PoolerConfig("embed", "embed")), "a pooling model does not decode"),
     ):
         log.clear()
-        assert resolve_graph_config(changed, 100) == GraphConfig()
+        is_cpu = changed.device.device == "cpu"
+        assert resolve_graph_config(changed, 100) == GraphConfig(GraphMode.RECORDED if is_cpu else GraphMode.EAGER)
         assert f"--max-seq-len-to-capture has no effect: {reason}" in log.text
         assert ("INFER_MODE=PTA has no effect: " + reason in log.text) == asks
     two = msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=2))
@@ -154,6 +156,17 @@ def test_who_runs_eager_and_why(
     assert resolve_graph_config(other, 8192).mode == GraphMode.COMPILED
     with pytest.raises(ConfigError, match="INFER_MODE=PTA with --tensor-parallel-size 2"):
         resolve_graph_config(two, 8192)
+
+
+def test_who_records_on_cpu(config: EngineConfig) -> None:
+    cpu = msgspec.structs.replace(config, device=DeviceConfig("cpu"))
+    assert resolve_graph_config(with_model(cpu, architecture="OPTForCausalLM"), 8192).mode == GraphMode.RECORDED
+    for without in (
+        with_model(cpu, enforce_eager=True),
+        with_model(cpu, pooler=PoolerConfig("embed", "embed")),
+        msgspec.structs.replace(cpu, parallel=ParallelConfig(tensor_parallel_size=2)),
+    ):
+        assert resolve_graph_config(without, 8192) == GraphConfig()
 
 
 def test_older_attention_operators_cannot_be_replayed(

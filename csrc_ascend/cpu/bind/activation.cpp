@@ -1,7 +1,6 @@
 #include "cpu/kernels/activation.h"
 
-#include <ATen/ops/empty.h>
-
+#include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 
 namespace ascend_vllm {
@@ -11,8 +10,8 @@ at::Tensor gate_and_mul(const at::Tensor& x, Gate gate) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "x must be a matrix with an even number of columns, got ",
               x.sizes());
   check_rows(x, "x");
-  at::Tensor out = at::empty({x.size(0), x.size(1) / 2}, x.options());
-  gate_and_mul_kernel({
+  at::Tensor out = new_tensor({x.size(0), x.size(1) / 2}, x.options());
+  const GateArgs args{
       .dtype = dtype_of(x, "x"),
       .gate = gate,
       .x = x.const_data_ptr(),
@@ -20,7 +19,8 @@ at::Tensor gate_and_mul(const at::Tensor& x, Gate gate) {
       .rows = x.size(0),
       .stride = x.stride(0),
       .width = x.size(1) / 2,
-  });
+  };
+  launch([args] { gate_and_mul_kernel(args); });
   return out;
 }
 

@@ -1,20 +1,12 @@
 #include "cpu/kernels/gemm.h"
 
-#include <ATen/ops/empty.h>
-
+#include "cpu/bind/panels.h"
+#include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/pack.h"
 
 namespace ascend_vllm {
 namespace {
-
-// Whether a tensor is a weight [outputs, in_features] in panels; `outputs` may be less than the panels hold.
-bool holds_panels(const at::Tensor& packed, int64_t in_features, int64_t panels) {
-  const bool pairs = packed.scalar_type() == at::kBFloat16;
-  const bool fits = pairs ? packed.dim() == 4 && packed.size(1) == (in_features + 1) / 2 && packed.size(3) == 2
-                          : packed.dim() == 3 && packed.size(1) == in_features;
-  return fits && packed.size(0) == panels && packed.size(2) == 16 && packed.is_contiguous();
-}
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                          int64_t out_features) {
@@ -30,10 +22,10 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
     check_vector(*bias, "bias", x.scalar_type(), out_features);
     args.bias = bias->const_data_ptr();
   }
-  at::Tensor out = at::empty({x.size(0), out_features}, x.options());
+  at::Tensor out = new_tensor({x.size(0), out_features}, x.options());
   at::Tensor workspace;
   if (x.scalar_type() != at::kFloat) {
-    workspace = at::empty({linear_workspace(x.size(0), in_features)}, x.options().dtype(at::kFloat));
+    workspace = new_tensor({linear_workspace(x.size(0), in_features)}, x.options().dtype(at::kFloat));
     args.workspace = workspace.mutable_data_ptr();
   }
   args.dtype = dtype_of(x, "x");
@@ -44,12 +36,8 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   args.x_stride = x.stride(0);
   args.in_features = in_features;
   args.out_features = out_features;
-  packed_linear_kernel(args);
+  launch([args] { packed_linear_kernel(args); });
   return out;
-}
-
-int64_t unit_bytes(const at::Tensor& packed) {
-  return packed.dim() == 4 ? 2 * packed.element_size() : packed.element_size();
 }
 
 void pack_panels(const at::Tensor& weight, const at::Tensor& packed, int64_t first_row) {
@@ -73,35 +61,10 @@ void pack_panels(const at::Tensor& weight, const at::Tensor& packed, int64_t fir
   });
 }
 
-at::Tensor unpack_rows(const at::Tensor& packed, const at::Tensor& indices, int64_t in_features) {
-  dtype_of(packed, "packed");
-  TORCH_CHECK(packed.dim() > 0 && holds_panels(packed, in_features, packed.size(0)), "packed has shape ",
-              packed.sizes(), ", which is no ", packed.scalar_type(), " weight of ", in_features, " inputs");
-  const int64_t count = indices.numel();
-  check_vector(indices, "indices", at::kLong, count);
-  const int64_t* rows = indices.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_INDEX(rows[i] >= 0 && rows[i] < 16 * packed.size(0), "indices holds ", rows[i],
-                      ", the weight has ", 16 * packed.size(0), " rows");
-  }
-  at::Tensor out = at::empty({count, in_features}, packed.options());
-  unpack_rows_kernel({
-      .packed = static_cast<const char*>(packed.const_data_ptr()),
-      .indices = rows,
-      .out = static_cast<char*>(out.mutable_data_ptr()),
-      .count = count,
-      .in_features = in_features,
-      .element_bytes = packed.element_size(),
-      .unit_bytes = unit_bytes(packed),
-  });
-  return out;
-}
-
 }  // namespace
 }  // namespace ascend_vllm
 
 TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("packed_linear", &ascend_vllm::packed_linear);
   m.impl("pack_panels", &ascend_vllm::pack_panels);
-  m.impl("unpack_rows", &ascend_vllm::unpack_rows);
 }

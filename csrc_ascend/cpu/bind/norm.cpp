@@ -1,7 +1,6 @@
 #include "cpu/kernels/norm.h"
 
-#include <ATen/ops/empty.h>
-
+#include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 
 namespace ascend_vllm {
@@ -15,7 +14,8 @@ void check_parameter(const at::Tensor& tensor, const char* name, const at::Tenso
 // `storage` keeps the rows alive if they had to be copied.
 NormArgs norm_args(const at::Tensor& x, at::Tensor& storage, at::Tensor& out, double epsilon) {
   const RowView rows = row_view(x, "x", storage);
-  out = at::empty(x.sizes(), x.options(), at::MemoryFormat::Contiguous);
+  if (storage.defined()) check_not_recording("a norm of rows that are copied");
+  out = new_tensor(x.sizes(), x.options());
   NormArgs args{};
   args.dtype = dtype_of(x, "x");
   args.x = rows.data;
@@ -34,7 +34,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
   NormArgs args = norm_args(x, storage, out, epsilon);
   check_parameter(weight, "weight", x);
   args.weight = weight.const_data_ptr();
-  rms_norm_kernel(args);
+  launch([args] { rms_norm_kernel(args); });
   return out;
 }
 
@@ -50,7 +50,7 @@ at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weig
     check_parameter(*bias, "bias", x);
     args.bias = bias->const_data_ptr();
   }
-  layer_norm_kernel(args);
+  launch([args] { layer_norm_kernel(args); });
   return out;
 }
 
@@ -62,7 +62,7 @@ void fused_add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
   check_rows(residual, "residual");
   check_same_dtype(residual, "residual", x);
   check_parameter(weight, "weight", x);
-  fused_add_rms_norm_kernel({
+  const FusedAddRmsNormArgs args{
       .dtype = dtype_of(x, "x"),
       .x = x.mutable_data_ptr(),
       .residual = residual.mutable_data_ptr(),
@@ -72,7 +72,8 @@ void fused_add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
       .residual_stride = residual.stride(0),
       .hidden = x.size(1),
       .epsilon = static_cast<float>(epsilon),
-  });
+  };
+  launch([args] { fused_add_rms_norm_kernel(args); });
 }
 
 }  // namespace

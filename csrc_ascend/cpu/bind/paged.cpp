@@ -1,9 +1,8 @@
-#include <ATen/ops/empty.h>
-
 #include <cstring>
 #include <memory>
 #include <new>
 
+#include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/paged_plan.h"
 #include "cpu/kernels/paged_store.h"
@@ -35,17 +34,12 @@ void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
               key_cache.sizes(), " and ", value_cache.sizes());
   const int64_t tokens = key.size(0), bytes = key.element_size();
   check_vector(slot_mapping, "slot_mapping", at::kLong, tokens);
-  const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
-  const int64_t num_slots = key_cache.size(0) * key_cache.size(2);
-  int64_t greatest = -1;
-  for (int64_t t = 0; t < tokens; ++t) greatest = std::max(greatest, slots[t]);
-  TORCH_CHECK_INDEX(greatest < num_slots, "slot_mapping holds slot ", greatest, ", the cache has ", num_slots);
-  store_kv_kernel({
+  const StoreKvArgs args{
       .key = static_cast<const char*>(key.const_data_ptr()),
       .value = static_cast<const char*>(value.const_data_ptr()),
       .key_cache = static_cast<char*>(key_cache.mutable_data_ptr()),
       .value_cache = static_cast<char*>(value_cache.mutable_data_ptr()),
-      .slots = slots,
+      .slots = slot_mapping.const_data_ptr<int64_t>(),
       .tokens = tokens,
       .kv_heads = key.size(1),
       .block_size = key_cache.size(2),
@@ -54,6 +48,13 @@ void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
       .key_head_bytes = key.stride(1) * bytes,
       .value_token_bytes = value.stride(0) * bytes,
       .value_head_bytes = value.stride(1) * bytes,
+  };
+  launch([args, num_slots = key_cache.size(0) * key_cache.size(2)] {
+    int64_t greatest = -1;
+    for (int64_t t = 0; t < args.tokens; ++t) greatest = std::max(greatest, args.slots[t]);
+    TORCH_CHECK_INDEX(greatest < num_slots, "slot_mapping holds slot ", greatest, ", the cache has ",
+                      num_slots);
+    store_kv_kernel(args);
   });
 }
 
@@ -115,11 +116,36 @@ void check_sequences(const PagedAttentionArgs& args, int64_t sequences, int64_t 
   }
 }
 
-void zero_rows(at::Tensor& out, int64_t begin, int64_t end) {
-  const int64_t bytes = out.size(1) * out.size(2) * out.element_size();
-  if (begin < end)
-    std::memset(static_cast<char*>(out.mutable_data_ptr()) + begin * bytes, 0, (end - begin) * bytes);
-}
+// A call of the op as numbers and addresses: what is in memory there is read when it runs.
+struct PagedCall {
+  PagedAttentionArgs args;
+  int64_t sequences, tokens, table_width, blocks;
+  int64_t token_bytes;  // of the output
+  int threads;
+
+  void zero_rows(int64_t begin, int64_t end) const {
+    if (begin < end)
+      std::memset(static_cast<char*>(args.out) + begin * token_bytes, 0, (end - begin) * token_bytes);
+  }
+
+  void run() const {
+    check_sequences(args, sequences, tokens, table_width, blocks);
+    zero_rows(0, args.query_start[0]);
+    zero_rows(args.query_start[sequences], tokens);
+    thread_local Workspace workspace;
+    PagedPlan& plan = workspace.plan;
+    plan.make(args, sequences, threads);
+    PagedAttentionArgs planned = args;
+    planned.items = plan.items.data();
+    planned.num_items = static_cast<int64_t>(plan.items.size());
+    planned.merges = plan.merges.data();
+    planned.parts = workspace.parts.floats(plan.part_floats);
+    planned.threads = plan.threads;
+    planned.scratch_stride = paged_scratch_floats(args.head_size);
+    planned.scratch = workspace.scratch.floats(planned.threads * planned.scratch_stride);
+    paged_attention_kernel(planned);
+  }
+};
 
 // The op with its cuts chosen by the caller: split_keys 0 never splits, threads 0 takes what the work deserves.
 at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_cache,
@@ -148,7 +174,7 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   TORCH_CHECK(sliding_window >= 0, "sliding_window must be 0 (none) or positive, got ", sliding_window);
   TORCH_CHECK(split_keys >= 0 && split_keys % 128 == 0 && threads >= 0, "split_keys must be a multiple of 128");
 
-  at::Tensor out = at::empty(query.sizes(), query.options(), at::MemoryFormat::Contiguous);
+  at::Tensor out = new_tensor(query.sizes(), query.options());
   PagedAttentionArgs args{};
   args.dtype = dtype_of(query, "query");
   args.query = query.const_data_ptr();
@@ -168,21 +194,16 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   args.window = sliding_window;
   args.scale = static_cast<float>(scale);
   args.split_keys = split_keys;
-  check_sequences(args, sequences, tokens, block_table.size(1), key_cache.size(0));
-  zero_rows(out, 0, args.query_start[0]);
-  zero_rows(out, args.query_start[sequences], tokens);
-
-  thread_local Workspace workspace;
-  PagedPlan& plan = workspace.plan;
-  plan.make(args, sequences, static_cast<int>(threads));
-  args.items = plan.items.data();
-  args.num_items = static_cast<int64_t>(plan.items.size());
-  args.merges = plan.merges.data();
-  args.parts = workspace.parts.floats(plan.part_floats);
-  args.threads = plan.threads;
-  args.scratch_stride = paged_scratch_floats(size);
-  args.scratch = workspace.scratch.floats(args.threads * args.scratch_stride);
-  paged_attention_kernel(args);
+  const PagedCall call{
+      .args = args,
+      .sequences = sequences,
+      .tokens = tokens,
+      .table_width = block_table.size(1),
+      .blocks = key_cache.size(0),
+      .token_bytes = heads * size * query.element_size(),
+      .threads = static_cast<int>(threads),
+  };
+  launch([call] { call.run(); });
   return out;
 }
 

@@ -1,5 +1,6 @@
 #include "cpu/kernels/rotary.h"
 
+#include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 
 namespace ascend_vllm {
@@ -23,14 +24,9 @@ void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, cons
                   cos_sin_cache.size(1) <= head_size,
               "cos_sin_cache must be a contiguous float32 matrix with an even number of columns, at most ",
               head_size, ", got ", cos_sin_cache.scalar_type(), " of shape ", cos_sin_cache.sizes());
-  const int64_t* position = positions.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < positions.size(0); ++t) {
-    TORCH_CHECK_INDEX(position[t] >= 0 && position[t] < cos_sin_cache.size(0), "position ", position[t],
-                      " is outside the rotary table of ", cos_sin_cache.size(0), " positions");
-  }
-  rotary_embedding_kernel({
+  const RotaryArgs args{
       .dtype = dtype_of(query, "query"),
-      .positions = position,
+      .positions = positions.const_data_ptr<int64_t>(),
       .rows = {query.mutable_data_ptr(), key.mutable_data_ptr()},
       .strides = {query.stride(0), key.stride(0)},
       .heads = {query.size(1) / head_size, key.size(1) / head_size},
@@ -39,6 +35,14 @@ void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, cons
       .head_size = head_size,
       .rot_dim = cos_sin_cache.size(1),
       .is_neox = is_neox,
+  };
+  launch([args, num_positions = cos_sin_cache.size(0)] {
+    for (int64_t t = 0; t < args.tokens; ++t) {
+      const int64_t position = args.positions[t];
+      TORCH_CHECK_INDEX(position >= 0 && position < num_positions, "position ", position,
+                        " is outside the rotary table of ", num_positions, " positions");
+    }
+    rotary_embedding_kernel(args);
   });
 }
 
