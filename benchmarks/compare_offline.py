@@ -203,8 +203,7 @@ class Comparison:
             "kind": "offline",
             "note": args.note,
             "machine": self._machine,
-            "command": f"python benchmarks/compare_offline.py --model {args.model} --batch-sizes "
-            f"{' '.join(map(str, args.batch_sizes))} --rounds {args.rounds}",
+            "command": report.command_line("compare_offline.py", sys.argv[1:]),
             "rounds": args.rounds,
             "sizes": {"input_len": args.input_len, "output_len": args.output_len},
             "programs": {

@@ -155,7 +155,7 @@ class Comparison:
             "kind": "servers",
             "note": self._args.note,
             "machine": self._machine,
-            "command": " ".join(["python benchmarks/compare_servers.py", *_without_paths(sys.argv[1:])]),
+            "command": report.command_line("compare_servers.py", sys.argv[1:]),
             "rounds": self._args.rounds,
             "sizes": dataclasses.asdict(self._sizes),
             "programs": {
@@ -168,18 +168,6 @@ class Comparison:
     def _save(self) -> None:
         if self._args.json is not None:
             report.save(self._args.json, self.content())
-
-
-def _without_paths(words: list[str]) -> list[str]:
-    """The command line without what is true of one machine only: where its programs and results are."""
-    kept, skip = [], False
-    for word in words:
-        option, equals, _ = word.partition("=")
-        if skip or option in ("--peer-program", "--tcmalloc", "--json", "--note"):
-            skip = not skip and not equals
-            continue
-        kept.append(shlex.quote(word))
-    return kept
 
 
 def _parse_args() -> argparse.Namespace:

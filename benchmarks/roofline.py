@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from comparison import machine
+from comparison import machine, report
 from comparison.peaks import Peaks, Reading, best_reading, median_reading
 
 from ascend_vllm.ops import native
@@ -256,7 +256,7 @@ def main() -> None:
         content = {
             "kind": "roofline",
             "machine": description,
-            "command": " ".join(["python benchmarks/roofline.py", *sys.argv[1:]]),
+            "command": report.command_line("roofline.py", sys.argv[1:]),
             "note": args.note,
             "dtype": args.dtype,
             "threads": torch.get_num_threads(),

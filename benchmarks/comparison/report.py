@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from comparison.peaks import Reading
@@ -124,6 +125,22 @@ def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
             f" {_number(result.ratio):>7} {target:>8} {_number(result.limit):>10}"
             f" {'-' if share is None else f'{share:.0%}':>9}  {row.unit}"
         )
+
+
+# what is true of one machine only: where its programs and results are; and what is kept beside the command
+_NOT_SHOWN = ("--peer-program", "--peer-python", "--tcmalloc", "--json", "--note")
+
+
+def command_line(program: str, words: Sequence[str]) -> str:
+    """The command as somebody would type it on another machine."""
+    kept, skip = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if skip or option in _NOT_SHOWN:
+            skip = not skip and not equals
+            continue
+        kept.append(shlex.quote(word))
+    return " ".join([f"python benchmarks/{program}", *kept])
 
 
 def save(path: pathlib.Path, content: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ def test_ours_alone(
     program.main()
     content = json.loads(target.read_text())
     assert (content["kind"], content["rounds"]) == ("offline", 2)
+    assert "--input-len 8 --output-len 4" in content["command"] and str(tmp_path) not in target.read_text()
     assert content["sizes"] == {"input_len": 8, "output_len": 4}
     assert list(content["programs"]) == ["ours"] and content["programs"]["ours"]["version"]
     assert [row["name"] for row in content["rows"]] == ["decode1", "whole1", "decode3", "whole3"]
