@@ -1,11 +1,12 @@
 """Workers in actors of Ray, on any machine of a cluster, as the process that started them sees them.
 
 Each has a call under way that never ends, whose failure tells of its death; nobody polls. One thread takes whatever
-comes from the actors, in the order it comes in.
+comes from the actors: of each in the order in which it was asked for, whatever the order in which Ray tells of it.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -47,12 +48,14 @@ class _Actor:
         seat: where it is.
         handle: Ray's.
         facts: who it is.
+        asked: what will come of its calls and has not been taken yet, oldest first.
     """
 
     rank: int
     seat: Seat
     handle: Any
     facts: RayWorkerFacts
+    asked: collections.deque[Future[bytes | None]] = dataclasses.field(default_factory=collections.deque)
 
     def describe_end(self, reason: BaseException) -> str:
         """A sentence from what Ray says, which is many lines, some of them about the actor's names."""
@@ -173,7 +176,10 @@ class RayGroup(RemoteWorkers):
 
     def _ask(self, actor: _Actor, reference: Any, *, is_watch: bool = False) -> None:
         """Has what comes of a call of an actor told to the listening thread."""
-        reference.future().add_done_callback(lambda result: self._answers.put(_Answer(actor, result, is_watch)))
+        future = reference.future()
+        if not is_watch:
+            actor.asked.append(future)
+        future.add_done_callback(lambda result: self._answers.put(_Answer(actor, result, is_watch)))
 
     def _send(self, record: bytes) -> None:
         for actor in self._actors:
@@ -221,9 +227,12 @@ class RayGroup(RemoteWorkers):
         if answer.is_watch or death is not None:
             self._die(EngineDeadError(answer.actor.describe_end(death or RuntimeError("it ended by itself"))))
             return
-        record = answer.result.result()
-        if record is not None:
-            self._take(answer.actor.rank, record)
+        asked = answer.actor.asked
+        # Ray may tell of two calls in another order than they were made in; one that failed has its own answer
+        while asked and asked[0].done() and asked[0].exception() is None:
+            record = asked.popleft().result()
+            if record is not None:
+                self._take(answer.actor.rank, record)
 
     def _find_death(self) -> EngineDeadError | None:
         deadline = time.monotonic() + _LAST_WORDS_S

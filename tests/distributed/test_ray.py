@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor import ray_cluster
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.ray import RayExecutor
+from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
 from tests.server import ROOT, is_alive, wait_until
@@ -175,6 +177,44 @@ def test_each_worker_is_an_actor_on_a_node_of_its_own(shared: LLM, cluster: str)
         shared.collective_rpc(worker_functions.fail)
 
 
+class _Reversed:
+    """Keeps what it is given until there is so much of it, and hands it on in the reverse order.
+
+    Args:
+        target: what it is handed to.
+        count: how much.
+    """
+
+    def __init__(self, target: Any, count: int) -> None:
+        self._target = target
+        self._count = count
+        self._kept: list[Any] = []
+        self._lock = threading.Lock()
+
+    def put(self, item: Any) -> None:
+        with self._lock:
+            self._kept.append(item)
+            if len(self._kept) == self._count:
+                for kept in reversed(self._kept):
+                    self._target.put(kept)
+
+    def get(self) -> Any:
+        return self._target.get()
+
+
+def test_steps_give_what_they_gave_in_whatever_order_ray_tells_it(
+    shared: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = _executor(shared)
+    group = executor._group
+    numbers = [7001, 7002, 7003]
+    with monkeypatch.context() as patch:
+        # two workers answer
+        patch.setattr(group, "_answers", _Reversed(group._answers, 2 * len(numbers)))
+        steps = [executor.execute_model(SchedulerOutput(number, [], [], [], [], [])) for number in numbers]
+        assert [step.result(TIMEOUT_S).step_id for step in steps] == numbers
+
+
 def test_too_few_devices_are_an_error_that_names_both_numbers(shared: LLM, odd_model: str) -> None:
     config = make_config(odd_model, tensor_parallel_size=4, distributed_executor_backend="ray")
     with pytest.raises(ConfigError, match=r"Required number of devices: 4\. Total number of devices: 2\."):
@@ -253,6 +293,7 @@ import json, sys
 import msgspec, ray
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.executor.base import create_executor
+from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
 
