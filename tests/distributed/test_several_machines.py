@@ -29,7 +29,7 @@ from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.base import create_executor
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, PROMPTS, generate
-from tests.distributed.test_kill_matrix import shared_memory
+from tests.distributed.test_kill_matrix import shared_memory_of
 from tests.distributed.two_hosts import Host, NoNamespacesError, two_hosts
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import ROOT, Server, free_port, is_alive, metric, wait_until
@@ -133,7 +133,6 @@ def _error_of(events: bytes) -> str:
 
 def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tuple[Host, Host]) -> None:
     here, there = hosts
-    memory = shared_memory()
     pair = Pair(odd_model, ["--tensor-parallel-size", "2"], here.address, (here.inside, there.inside))
     try:
         with here.inside():
@@ -143,6 +142,8 @@ def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tu
                 streaming = post_raw(pair.first, "/v1/completions", _body("Hello", max_tokens=30000, stream=True))
                 received = read_events(streaming, 3)
         workers = [pair.worker(pair.first), pair.worker(pair.second)]
+        processes = [psutil.Process(pair.second.process.pid), *pair.first.children(), *pair.second.children()]
+        memory = set().union(*map(shared_memory_of, processes))
         start = time.monotonic()
         there.cut()
         received += read_rest(streaming)
@@ -150,7 +151,7 @@ def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tu
         assert f"node 1 ({there.address}) is gone: " in _error_of(received)
         pair.assert_gone((1, 1))
         assert not any(map(is_alive, workers))
-        assert wait_until(lambda: shared_memory() <= memory)
+        assert wait_until(lambda: not any(path.exists() for path in memory))
         assert f"Node 0 ({here.address}) has ended: " in pair.second.log
     finally:
         pair.close()
