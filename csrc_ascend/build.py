@@ -104,10 +104,10 @@ def torch_dir() -> pathlib.Path:
 
 
 def units() -> list[Unit]:
-    """Every translation unit: the dispatcher, the bindings, and each kernel once per instruction set."""
+    """Every translation unit: the dispatcher, the team of threads, the bindings, and each kernel once per instruction set."""
     cpu = SOURCE_ROOT / "cpu"
     torch_include = (torch_dir() / "include",)
-    found = [Unit("dispatch", cpu / "dispatch.cpp", COMMON_FLAGS)]
+    found = [Unit(name, cpu / f"{name}.cpp", COMMON_FLAGS) for name in ("dispatch", "team")]
     # Bindings first: they take longest. Their own code is only argument checks, so light optimisation will do.
     bind_flags = (*COMMON_FLAGS, "-O1")
     found.extend(

@@ -1,10 +1,10 @@
-// Work sharing on OpenMP; the library links to the libgomp.so.1 that torch has loaded, so there is one pool.
+// Work sharing among the threads of cpu/team.h.
 #pragma once
-
-#include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
+
+#include "cpu/team.h"
 
 namespace ascend_vllm {
 namespace {
@@ -12,30 +12,36 @@ namespace {
 // A thread should have this many elementary operations (about ten microseconds of work); below twice that,
 // waking others costs more than it saves.
 constexpr int64_t kMinWorkPerThread = 32768;
+// Parts of a job for each thread: several, so that one that loses its core holds up little.
+constexpr int64_t kPartsPerThread = 4;
 
-// Threads that `work` elementary operations deserve: 1, or all. Never a number between, since libgomp ends the
-// threads that a smaller team leaves over and would create them anew for the next full one.
-inline int threads_for(int64_t work) {
-  if (work < 2 * kMinWorkPerThread || omp_in_parallel()) return 1;
-  return omp_get_max_threads();
+// Threads that `work` elementary operations deserve: 1, or all.
+inline int threads_for(int64_t work) { return work < 2 * kMinWorkPerThread ? 1 : team_threads(); }
+
+// Calls part(index, thread) for each index below `parts`, see run_team.
+template <class Part>
+inline void share(int64_t parts, int threads, const Part& part) {
+  run_team(
+      parts, threads,
+      [](const void* context, int64_t index, int64_t thread) {
+        (*static_cast<const Part*>(context))(index, thread);
+      },
+      &part);
 }
 
 // Calls body(begin, end) on parts of [0, n), in parallel if n * work_per_item elementary operations deserve it.
 template <class Body>
 inline void parallel_for(int64_t n, int64_t work_per_item, const Body& body) {
   if (n <= 0) return;
-  if (n == 1 || threads_for(n * work_per_item) == 1) {
+  const int64_t work = n * work_per_item;
+  const int threads = n == 1 ? 1 : threads_for(work);
+  if (threads == 1) {
     body(int64_t{0}, n);
     return;
   }
-#pragma omp parallel
-  {
-    const int64_t threads = omp_get_num_threads();
-    const int64_t thread = omp_get_thread_num();
-    const int64_t begin = n * thread / threads;
-    const int64_t end = n * (thread + 1) / threads;
-    if (begin < end) body(begin, end);
-  }
+  const int64_t deserved = std::max<int64_t>(threads, work / kMinWorkPerThread);
+  const int64_t parts = std::min({n, threads * kPartsPerThread, deserved});
+  share(parts, threads, [&](int64_t part, int64_t) { body(n * part / parts, n * (part + 1) / parts); });
 }
 
 }  // namespace

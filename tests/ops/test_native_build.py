@@ -33,7 +33,7 @@ def build(tmp_path: pathlib.Path) -> Iterator[ModuleType]:
     tree = tmp_path / "csrc_ascend"
     for folder in ("common", "cpu/isa", "cpu/variants"):
         shutil.copytree(SOURCES / folder, tree / folder)
-    for name in ("build.py", "cpu/dispatch.h", "cpu/dispatch.cpp"):
+    for name in ("build.py", "cpu/dispatch.h", "cpu/dispatch.cpp", "cpu/team.h", "cpu/team.cpp"):
         shutil.copy(SOURCES / name, tree / name)
     (tree / "cpu/kernels").mkdir()
     (tree / "cpu/kernels/nothing.h").write_text(KERNEL % ("", ""))
@@ -58,7 +58,7 @@ def test_only_what_changed_is_compiled(build: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setattr(build, "compile_unit", recording)
     assert build.build_library() is True
     kernels = {f"nothing-{isa}" for isa in build.VARIANTS}
-    assert set(compiled) == {"dispatch", *kernels}
+    assert set(compiled) == {"dispatch", "team", *kernels}
     assert build.DEFAULT_OUTPUT.stat().st_size > 0
 
     compiled.clear()

@@ -226,16 +226,12 @@ void packed_linear(const LinearArgs& a) {
     for (int64_t i = 0; i < row_blocks * groups; ++i) task(i);
     return;
   }
-#pragma omp parallel
-  {
-    if (widen_together) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < a.rows; ++t) widen(t);
-    }
-    // Dynamic: a thread that loses its core for a while does not hold up the others.
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t i = 0; i < row_blocks * groups; ++i) task(i);
+  if (widen_together) {
+    parallel_for(a.rows, padded / 2, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) widen(t);
+    });
   }
+  share(row_blocks * groups, threads, [&](int64_t index, int64_t) { task(index); });
 }
 
 }  // namespace

@@ -66,10 +66,9 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 #ifdef ASCEND_VLLM_ISA
 
-#include <omp.h>
-
 #include "cpu/kernels/paged_depth_lanes.h"
 #include "cpu/kernels/paged_query_lanes.h"
+#include "cpu/parallel.h"
 
 namespace ascend_vllm {
 namespace {
@@ -208,16 +207,10 @@ ASCEND_VLLM_DEFINE_KERNEL(paged_attention, PagedAttentionArgs) {
     }
     // Small items are taken several at a time.
     const int64_t grain = max_of(1, args.num_items / (16 * args.threads));
-    int64_t next = 0;
-#pragma omp parallel num_threads(args.threads)
-    {
-      const int64_t thread = omp_get_thread_num();
-      while (true) {
-        const int64_t begin = __atomic_fetch_add(&next, grain, __ATOMIC_RELAXED);
-        if (begin >= args.num_items) break;
-        for (int64_t i = begin; i < min_of(begin + grain, args.num_items); ++i) run_item(i, thread);
-      }
-    }
+    share((args.num_items + grain - 1) / grain, args.threads, [&](int64_t part, int64_t thread) {
+      const int64_t begin = part * grain;
+      for (int64_t i = begin; i < min_of(begin + grain, args.num_items); ++i) run_item(i, thread);
+    });
   });
 }
 

@@ -351,9 +351,9 @@ void sample_tokens(const SampleArgs& a) {
     for (int64_t s = begin; s < end; ++s) a.out[s] = sample_row<T>(a, s, block_max, block_sum);
     free(memory);
   };
-  // Enough rows: one thread each, and the loops inside find themselves in a parallel region. Few rows: those
+  // Enough rows: one thread each, and the loops inside find themselves in a job. Few rows: those
   // loops share out the vocabulary.
-  if (a.rows >= omp_get_max_threads()) {
+  if (a.rows >= team_threads()) {
     parallel_for(a.rows, a.vocab, sample_rows);
   } else {
     sample_rows(0, a.rows);
