@@ -40,6 +40,10 @@ constexpr int64_t kGroup = 4;      // most panels of a task
 constexpr int64_t kTaskRows = 96;  // most rows of a task
 constexpr int64_t kSlice = 512;    // inputs between two visits to the sums in memory; even
 constexpr int kPanelVectors = kPanel / kLanes;
+// So few rows that memory, and no longer reading only, sets the pace: their panels are fetched ahead.
+constexpr int64_t kLeastFewRows = 2, kMostFewRows = 10;
+// Bytes that are fetched ahead: memory takes as long as multiplying with so many.
+constexpr int64_t kAhead = 2048;
 
 template <class A, class B>
 constexpr bool is_same = false;
@@ -67,7 +71,7 @@ inline VecF load_step(const bfloat16* columns, int step) {
 
 // sums[kRows][kPanels * 16] (+)= x[kRows][begin, end) times the panels; begin is even. X is float, or bfloat16
 // where pairs of it have an instruction.
-template <int kRows, int kPanels, class X, class T>
+template <int kRows, int kPanels, bool kFetches, class X, class T>
 inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t begin,
                           int64_t end, float* sums, int64_t sums_stride) {
   constexpr int kVectors = kPanels * kPanelVectors;
@@ -83,6 +87,12 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
   };
   // Columns in registers, one input at a time broadcast beside them: that fits kMaxRows rows without spills.
   for (int64_t k = begin; k < end; k += kStep) {
+    if constexpr (kFetches) {
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        __builtin_prefetch(w + p * panel_size + k * kPanel + kAhead / static_cast<int64_t>(sizeof(T)));
+      }
+    }
     if constexpr (!is_same<X, float>) {
       PairBF16 pairs[kVectors];
 #pragma GCC unroll 16
@@ -119,31 +129,31 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
 }
 
 // One slice of kRows rows by `panels` panels.
-template <int kRows, class X, class T>
+template <int kRows, bool kFetches, class X, class T>
 inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t panels,
                             int64_t begin, int64_t end, float* sums) {
   constexpr int kPanels = panels_of(kRows);
   constexpr int64_t kSumsStride = kGroup * kPanel;
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
-    multiply_tile<kRows, kPanels>(x, x_stride, w + p * panel_size, panel_size, begin, end, sums + p * kPanel,
-                                  kSumsStride);
+    multiply_tile<kRows, kPanels, kFetches>(x, x_stride, w + p * panel_size, panel_size, begin, end,
+                                            sums + p * kPanel, kSumsStride);
   }
   for (; p < panels; ++p) {
-    multiply_tile<kRows, 1>(x, x_stride, w + p * panel_size, panel_size, begin, end, sums + p * kPanel,
-                            kSumsStride);
+    multiply_tile<kRows, 1, kFetches>(x, x_stride, w + p * panel_size, panel_size, begin, end,
+                                      sums + p * kPanel, kSumsStride);
   }
 }
 
 // Chooses the tile of `rows` <= kMaxRows rows.
-template <int kRows, class X, class T>
+template <int kRows, bool kFetches, class X, class T>
 inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w, int64_t panel_size,
                           int64_t panels, int64_t begin, int64_t end, float* sums) {
   if constexpr (kRows > 1) {
     if (rows < kRows)
-      return multiply_rows<kRows - 1>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+      return multiply_rows<kRows - 1, kFetches>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
   }
-  multiply_panels<kRows>(x, x_stride, w, panel_size, panels, begin, end, sums);
+  multiply_panels<kRows, kFetches>(x, x_stride, w, panel_size, panels, begin, end, sums);
 }
 
 template <class T>
@@ -158,6 +168,28 @@ inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64
       });
 }
 
+// All inputs of a few rows by some panels. Each slice of a panel is fetched for the first rows and stays in the
+// cache for the others. Compiled apart from the loops for many rows, whose registers are just enough.
+template <class T, class X>
+__attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_t rows, const T* w,
+                                            int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows, first = (rows + tiles - 1) / tiles;
+  const int64_t together = panels_of(static_cast<int>(first));
+  for (int64_t p = 0; p < panels; p += together) {
+    const int64_t count = together < panels - p ? together : panels - p;
+    for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
+      const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
+      multiply_rows<kMaxRows, true>(first, x, x_stride, w + p * panel_size, panel_size, count, begin, end,
+                                    sums + p * kPanel);
+      for (int64_t row = first; row < rows; row += first) {
+        multiply_rows<kMaxRows, false>(rows - row < first ? rows - row : first, x + row * x_stride, x_stride,
+                                       w + p * panel_size, panel_size, count, begin, end,
+                                       sums + row * kGroup * kPanel + p * kPanel);
+      }
+    }
+  }
+}
+
 // Rows [row, row + rows) by panels [panel, panel + panels).
 template <class T, class X>
 void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t panel,
@@ -167,14 +199,16 @@ void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, in
   const int64_t padded = kPairs ? (a.in_features + 1) / 2 * 2 : a.in_features;
   const int64_t panel_size = padded * kPanel;
   const T* w = static_cast<const T*>(a.packed) + panel * panel_size;
-  // Tiles as even as possible: 8 rows are 4 + 4, not 6 + 2.
+  const bool are_few = rows >= kLeastFewRows && rows <= kMostFewRows;
+  if (are_few) multiply_few(x + row * x_stride, x_stride, rows, w, panel_size, panels, padded, sums);
+  // Tiles as even as possible: 14 rows are 5 + 5 + 4, not 6 + 6 + 2.
   const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-  for (int64_t begin = 0; begin == 0 || begin < padded; begin += kSlice) {
+  for (int64_t begin = 0; !are_few && (begin == 0 || begin < padded); begin += kSlice) {
     const int64_t end = begin + kSlice < padded ? begin + kSlice : padded;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
-      multiply_rows<kMaxRows>(last - first, x + (row + first) * x_stride, x_stride, w, panel_size, panels,
-                              begin, end, sums + first * kGroup * kPanel);
+      multiply_rows<kMaxRows, false>(last - first, x + (row + first) * x_stride, x_stride, w, panel_size,
+                                     panels, begin, end, sums + first * kGroup * kPanel);
     }
   }
   const int64_t column = panel * kPanel;
