@@ -44,7 +44,7 @@ help:
 	@echo "make build   install everything and build the kernels, run nothing"
 	@echo "make clients install the clients that the tests use"
 	@echo "make sim     install torch_npu beside the environment and build the simulated Ascend runtime"
-	@echo "make docs    write docs/flags.md and docs/environment.md again"
+	@echo "make docs    write docs/flags.md, docs/environment.md and docs/performance.md again"
 	@echo "make clean   remove what was built;  make distclean  remove the virtual environment too"
 
 serve: build
@@ -94,6 +94,7 @@ clients: $(STAMPS)/clients
 docs: $(STAMPS)/package
 	$(PY) scripts/make_flags_doc.py
 	$(PY) scripts/make_environment_doc.py
+	$(PY) scripts/make_performance_doc.py
 
 # torch comes before anything that depends on it, so that nothing pulls another version or build of it
 $(STAMPS)/torch: scripts/create_venv.sh

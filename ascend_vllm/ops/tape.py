@@ -7,6 +7,7 @@ holds the calls with the addresses that they read and write; `csrc_ascend/cpu/bi
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -75,9 +76,7 @@ class Tapes:
     def __init__(self) -> None:
         self._library = _library()
         self._handle = ctypes.c_void_p(self._library.ascend_vllm_tapes_make())
-
-    def __del__(self) -> None:
-        self._library.ascend_vllm_tapes_free(self._handle)
+        weakref.finalize(self, self._library.ascend_vllm_tapes_free, self._handle)
 
     def record(self, key: int, function: Callable[[], T]) -> T:
         """Calls a function and keeps what it has kernels do, as the tape with a key.
