@@ -104,7 +104,7 @@ def torch_dir() -> pathlib.Path:
 
 
 def units() -> list[Unit]:
-    """Every translation unit: the dispatcher, the team of threads, the bindings, and each kernel once per instruction set."""
+    """Every translation unit: dispatcher, team of threads, bindings, and each kernel once per instruction set."""
     cpu = SOURCE_ROOT / "cpu"
     torch_include = (torch_dir() / "include",)
     found = [Unit(name, cpu / f"{name}.cpp", COMMON_FLAGS) for name in ("dispatch", "team")]
