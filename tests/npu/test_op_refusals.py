@@ -69,6 +69,10 @@ def _latent_cache_with_values() -> torch.Tensor:
 
 REFUSED: list[tuple[str, Callable[[], torch.Tensor]]] = [
     ("aclnnMm: mat2: dtype float16 differs from bfloat16 of self", lambda: torch.mm(BRAIN, HALF)),
+    (
+        "aclnnMm: out: dtype float32 differs from float16 of self",
+        lambda: torch.mm(HALF.t(), HALF, out_dtype=torch.float32),
+    ),
     ("aclnnMm: self: dtype float64 is not supported", lambda: torch.mm(DOUBLE, DOUBLE.t())),
     ("aclnnSilu: self: dtype float64 is not supported", lambda: torch.nn.functional.silu(DOUBLE)),
     (

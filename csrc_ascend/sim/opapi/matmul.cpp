@@ -7,9 +7,11 @@ namespace {
 
 constexpr const char* kCubeMathType = "cubeMathType";
 
-// The documented types: float32, float16 and bfloat16, both the same.
-void require_product(const In& left, const In& right, int8_t cube_math_type) {
+// The documented types: float32, float16 and bfloat16, both the same, and the same for the result where there
+// is no addend. (That of halves may be float32 on a later chip, which is not simulated.)
+void require_product(const In& left, const In& right, int8_t cube_math_type, const Out* out = nullptr) {
   right.like(left.in(kFloats));
+  if (out != nullptr) out->like(left);
   require(cube_math_type >= 0 && cube_math_type <= 3, kCubeMathType, "it must be 0 to 3");
 }
 
@@ -29,20 +31,20 @@ at::Tensor with_addend(const at::Tensor& addend, const Number& beta, const at::T
 }  // namespace
 
 OPERATOR(aclnnMm, (In self, In mat2, Out out, int8_t cubeMathType), {
-  require_product(self.rank(2, 2), mat2.rank(2, 2), cubeMathType);
+  require_product(self.rank(2, 2), mat2.rank(2, 2), cubeMathType, &out);
   return [=] { out.set(product(self, mat2)); };
 })
 OPERATOR(aclnnMatmul, (In self, In mat2, Out out, int8_t cubeMathType), {
-  require_product(self.rank(1, 6), mat2.rank(1, 6), cubeMathType);
+  require_product(self.rank(1, 6), mat2.rank(1, 6), cubeMathType, &out);
   return [=] { out.set(product(self, mat2)); };
 })
 OPERATOR(aclnnMatmulWeightNz, (In self, Weight mat2, Out out, int8_t cubeMathType), {
-  require_product(self.rank(2, 6), mat2.rank(2, 6), cubeMathType);
+  require_product(self.rank(2, 6), mat2.rank(2, 6), cubeMathType, &out);
   self.in(kHalfs);
   return [=] { out.set(product(self, mat2.nd())); };
 })
 OPERATOR(aclnnBatchMatMul, (In self, In mat2, Out out, int8_t cubeMathType), {
-  require_product(self.rank(3, 3), mat2.rank(3, 3), cubeMathType);
+  require_product(self.rank(3, 3), mat2.rank(3, 3), cubeMathType, &out);
   return [=] { out.set(product(self, mat2)); };
 })
 OPERATOR(aclnnAddmm, (In self, In mat1, In mat2, Number beta, Number alpha, Out out, int8_t cubeMathType), {
@@ -66,7 +68,7 @@ OPERATOR(aclnnBaddbmm, (In self, In batch1, In batch2, Number beta, Number alpha
            return [=] { out.set(with_addend(self, beta, product(batch1, batch2), alpha)); };
          })
 OPERATOR(aclnnMv, (In self, In vec, Out out, int8_t cubeMathType), {
-  require_product(self.rank(2, 2), vec.rank(1, 1), cubeMathType);
+  require_product(self.rank(2, 2), vec.rank(1, 1), cubeMathType, &out);
   return [=] { out.set(product(self, vec)); };
 })
 OPERATOR(aclnnDot, (In self, In tensor, Out out), {
