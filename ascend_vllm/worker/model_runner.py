@@ -25,6 +25,9 @@ from ascend_vllm.worker.stage_runner import StageForward
 class DecodeGraphs(Protocol):
     """What computes decoding steps faster than operator by operator."""
 
+    def capture(self) -> None:
+        """Called once before the first step, for what is to be made at start."""
+
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """[T, H] of a batch's tokens, valid until the next call; None if this is no batch for graphs."""
 

@@ -39,6 +39,9 @@ class TapeRunner:
         # by R: [R, H], what every replay writes
         self._hidden: dict[int, torch.Tensor] = {}
 
+    def capture(self) -> None:
+        """Nothing: a step is recorded when it comes for the first time."""
+
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Computes a decoding step.
 

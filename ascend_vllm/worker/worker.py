@@ -223,8 +223,7 @@ class Worker:
             num_cpu_blocks * self._block_bytes() / GIB,
         )
         if graphs is not None and isinstance(self._runner, ModelRunner):
-            if not isinstance(graphs, TapeRunner):
-                graphs.capture()
+            graphs.capture()
             self._runner.use_graphs(graphs)
         self._warm_up(self._runner, num_blocks)
 
