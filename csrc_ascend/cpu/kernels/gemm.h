@@ -190,6 +190,15 @@ __attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_
   }
 }
 
+// A slice of the first tile of many rows, which is the first to need its panels: they are fetched ahead. Compiled
+// apart, as above.
+template <class T, class X>
+__attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int64_t rows, const T* w,
+                                              int64_t panel_size, int64_t panels, int64_t begin, int64_t end,
+                                              float* sums) {
+  multiply_rows<kMaxRows, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+}
+
 // Rows [row, row + rows) by panels [panel, panel + panels).
 template <class T, class X>
 void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t panel,
@@ -207,8 +216,12 @@ void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, in
     const int64_t end = begin + kSlice < padded ? begin + kSlice : padded;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
-      multiply_rows<kMaxRows, false>(last - first, x + (row + first) * x_stride, x_stride, w, panel_size,
-                                     panels, begin, end, sums + first * kGroup * kPanel);
+      if (tile == 0 && tiles > 1) {
+        multiply_first(x + row * x_stride, x_stride, last, w, panel_size, panels, begin, end, sums);
+      } else {
+        multiply_rows<kMaxRows, false>(last - first, x + (row + first) * x_stride, x_stride, w, panel_size,
+                                       panels, begin, end, sums + first * kGroup * kPanel);
+      }
     }
   }
   const int64_t column = panel * kPanel;
