@@ -9,9 +9,9 @@
 Both servers get the same flags (bfloat16, the same KV cache) and only one of them computes at a time; in each round
 a row is measured on ours, then on the peer's, with the same prompts, which no other round has. vLLM is bound to every
 core, with tcmalloc where there is one. Prefix caching is as each has it by default, but on for both in the row
-"prefix". The rows "start" and "memory" start the servers each time, after a start that does not count, so that files
-and compiled graphs are in their caches (--warm-starts). The machine's limits are measured before and after each pair
-of readings.
+"prefix", and so are chunked prompts in the row "mixed". The rows "start" and "memory" start the servers each time,
+after a start that does not count, so that files and compiled graphs are in their caches (--warm-starts). The machine's
+limits are measured before and after each pair of readings.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from ascend_vllm.engine.tokenization import Tokenizer
 
 # rounds are this far apart in seeds: more than a row has
 _SEEDS_PER_ROUND = 1000
+# what vLLM does unless told otherwise, and this project when asked
+_SETUP_FLAGS = {"chunks": ("--enable-chunked-prefill",), "prefix": ("--enable-prefix-caching",)}
 
 
 class Comparison:
@@ -80,7 +82,7 @@ class Comparison:
         size = args.memory_kv_cache_bytes if setup == "fresh" else args.kv_cache_bytes
         flags = ["--dtype", "bfloat16", "--max-model-len", str(args.max_model_len)]
         flags += ["--kv-cache-memory-bytes", str(size)]
-        return [*flags, "--enable-prefix-caching"] if setup == "prefix" else flags
+        return [*flags, *_SETUP_FLAGS.get(setup, ())]
 
     def _model(self, setup: str) -> str:
         return str(self._args.tiny_model if setup == "tiny" else self._args.model)

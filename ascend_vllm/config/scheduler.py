@@ -26,6 +26,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         max_long_partial_prefills: most of them that are long.
         long_prefill_token_threshold: tokens beyond which a prompt is long, and most tokens of it a step; 0: none is.
         async_scheduling: the next step is made while one runs.
+        max_decode_pause_s: seconds that a step may take in which prompts are read beside decoding rows, whose pieces
+            are as small as that needs; None: any.
         queue_timeout_s: seconds a request may wait for its first step before it is refused (503); None: for ever.
     """
 
@@ -45,4 +47,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_long_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0
     async_scheduling: bool = False
+    max_decode_pause_s: float | None = None
     queue_timeout_s: float | None = None

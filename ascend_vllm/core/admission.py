@@ -11,6 +11,7 @@ from ascend_vllm.core.request import Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows
 from ascend_vllm.core.step_builder import StepBuilder
+from ascend_vllm.core.step_pace import StepPace
 
 
 class Admission:
@@ -23,9 +24,7 @@ class Admission:
         waiting: the queue.
         requests: all that live, by id.
         preemption: brings swapped requests back.
-
-    Attributes:
-        last_prompt_latency_s: duration of the last step with prompts; the scheduler keeps it.
+        pace: knows how long the last step with prompts took.
     """
 
     def __init__(
@@ -36,6 +35,7 @@ class Admission:
         waiting: RequestQueue,
         requests: Mapping[str, Request],
         preemption: Preemption,
+        pace: StepPace,
     ) -> None:
         self._config = config
         self._cuts_prompts = config.enable_chunked_prefill
@@ -44,7 +44,7 @@ class Admission:
         self._waiting = waiting
         self._requests = requests
         self._preemption = preemption
-        self.last_prompt_latency_s = 0.0
+        self._pace = pace
 
     def schedule_waiting(self, builder: StepBuilder, budget: int, now: float) -> None:
         """Admits waiting requests while slots, blocks and budget last; the first that does not fit stops it.
@@ -81,7 +81,7 @@ class Admission:
         if factor <= 0 or not self._rows.running:
             return False
         earliest = min(request.arrival_time for request in self._waiting)
-        return now - earliest <= factor * self.last_prompt_latency_s
+        return now - earliest <= factor * self._pace.last_prompt_latency_s
 
     def _is_overtaken(self, builder: StepBuilder, request: Request) -> bool:
         """Whether shorter prompts pass this one, since enough long ones are under way."""

@@ -41,6 +41,7 @@ from ascend_vllm.core.rows import Rows, rows_of
 from ascend_vllm.core.scheduler_audit import audit
 from ascend_vllm.core.step_builder import StepBuilder, StepInFlight
 from ascend_vllm.core.step_logprobs import row_logprobs, take_prompt_logprobs
+from ascend_vllm.core.step_pace import StepPace
 from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
@@ -102,7 +103,8 @@ class Scheduler:
         # with stages a step is one: others overlap it
         self._lookahead = config.num_scheduler_steps - 1 if num_stages == 1 else 0
         self._preemption = Preemption(config, kv_cache, self.rows, waiting)
-        self._admission = Admission(config, kv_cache, self.rows, waiting, self.requests, self._preemption)
+        self._pace = StepPace(config.max_decode_pause_s, kv_cache.block_size)
+        self._admission = Admission(config, kv_cache, self.rows, waiting, self.requests, self._preemption, self._pace)
         # oldest first
         self._in_flight: collections.deque[StepInFlight] = collections.deque()
         # of requests that ended without a step
@@ -305,7 +307,7 @@ class Scheduler:
         step = builder.finish()
         self.rows.tell(step)
         self._in_flight.append(
-            StepInFlight(step.slots, builder.rows, now, builder.has_prompts, builder.num_prompt_tokens)
+            StepInFlight(step.slots, builder.rows, now, builder.num_piece_tokens, builder.num_prompt_tokens)
         )
         return step
 
@@ -380,6 +382,8 @@ class Scheduler:
                 builder.constrained.append(request)
             budget -= 1
             index += 1
+        if index > len(prompts):
+            budget = self._pace.most_tokens(budget)
         if prompts:
             return self._continue_prompts(builder, prompts, budget)
         if rows:
@@ -452,8 +456,7 @@ class Scheduler:
         """Appends sampled tokens to their requests; returns their number."""
         made = self._in_flight.popleft()
         self._num_step_prompt_tokens = made.num_prompt_tokens
-        if made.has_prompts:
-            self._admission.last_prompt_latency_s = time.monotonic() - made.made_at
+        self._pace.note(made.made_at, time.monotonic(), made.num_piece_tokens)
         if output.prompt_logprobs:
             take_prompt_logprobs(dict(zip(made.slots, made.rows, strict=True)), output.prompt_logprobs)
         num_generated = 0

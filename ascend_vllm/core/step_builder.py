@@ -20,14 +20,14 @@ class StepInFlight:
         slots: of its rows.
         rows: the requests in them then.
         made_at: seconds of time.monotonic().
-        has_prompts: whether a row computes more than one token.
+        num_piece_tokens: tokens of rows that compute more than one.
         num_prompt_tokens: prompt tokens that it is the first to compute.
     """
 
     slots: list[int]
     rows: list[Request]
     made_at: float
-    has_prompts: bool
+    num_piece_tokens: int
     num_prompt_tokens: int
 
     def sampling_rows(self, slots: list[int]) -> list[Request]:
@@ -51,7 +51,7 @@ class StepBuilder:
         step: the step so far.
         rows: the requests in `step.slots`.
         constrained: those that sample, and whose next token is constrained.
-        has_prompts: whether a row computes more than one token.
+        num_piece_tokens: tokens of rows that compute more than one.
         num_prompt_tokens: prompt tokens that are computed for the first time.
     """
 
@@ -59,7 +59,7 @@ class StepBuilder:
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
         self.rows: list[Request] = []
         self.constrained: list[Request] = []
-        self.has_prompts = False
+        self.num_piece_tokens = 0
         self.num_prompt_tokens = 0
         self._config = config
         self._kv_cache = kv_cache
@@ -98,7 +98,7 @@ class StepBuilder:
             if row.constraint is not None:
                 self.constrained.append(row)
         if count > 1:
-            self.has_prompts = True
+            self.num_piece_tokens += count
             self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
         if row.num_counted_prompt_tokens < row.num_prompt_tokens:
             self._count_prompt_tokens(row)

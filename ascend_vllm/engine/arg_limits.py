@@ -34,6 +34,7 @@ _STRETCHED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope
 # beyond this a prompt in one piece needs so much memory for activations that it is cut unless told otherwise
 LONG_CONTEXT = 32768
 _CHUNK_BUDGET = 512
+_DECODE_PAUSE_S = 0.25
 _MIN_BUDGET = 2048
 # of the longest sequence: where a prompt begins to be long if several may be cut at a time
 _LONG_PREFILL_SHARE = 0.04
@@ -214,6 +215,28 @@ def resolve_max_num_batched_tokens(
         return requested
     budget = _CHUNK_BUDGET if chunked_prefill and not multi_step else max(max_model_len, _MIN_BUDGET)
     return -(-max(budget, max_num_seqs) // multiple_of) * multiple_of
+
+
+def resolve_max_decode_pause_s(
+    requested_ms: float | None, *, chunked_prefill: bool, has_default: bool
+) -> float | None:
+    """The seconds that running answers may pause for pieces of prompts; None: any time.
+
+    Args:
+        requested_ms: milliseconds, 0 for any time; None: as without the flag.
+        chunked_prefill: prompts are cut.
+        has_default: without the flag the pause is limited: nobody has chosen the size of pieces.
+
+    Raises:
+        ConfigError: a pause is asked for and prompts are not cut.
+    """
+    if requested_ms is None:
+        return _DECODE_PAUSE_S if chunked_prefill and has_default else None
+    if not chunked_prefill:
+        raise ConfigError(
+            "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no pieces."
+        )
+    return float(requested_ms) / 1000 or None
 
 
 def resolve_long_prefill_threshold(requested: int, max_num_partial_prefills: int, max_model_len: int) -> int:

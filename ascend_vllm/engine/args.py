@@ -249,6 +249,11 @@ class EngineArgs(
                 self.long_prefill_token_threshold, self.max_num_partial_prefills, longest
             ),
             async_scheduling=self.async_scheduling,
+            max_decode_pause_s=arg_limits.resolve_max_decode_pause_s(
+                self.max_decode_pause_ms,
+                chunked_prefill=chunked,
+                has_default=requested is None and self.num_scheduler_steps == 1,
+            ),
             queue_timeout_s=None if self.queue_timeout_s is None else float(self.queue_timeout_s),
         )
 

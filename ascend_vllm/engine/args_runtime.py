@@ -112,6 +112,14 @@ class SchedulerArgs:
         kind="bool",
         example="--enable-chunked-prefill --max-num-batched-tokens 512",
     )
+    max_decode_pause_ms: float | None = flag(
+        None,
+        "How long in milliseconds running answers may pause under chunked prefill while a piece of a prompt is read: "
+        "pieces are as small as that needs. With 0 they are as large as --max-num-batched-tokens allows, as they are "
+        "if you give that flag without this one; otherwise the pause is 250.",
+        kind="float",
+        example="--enable-chunked-prefill --max-decode-pause-ms 100",
+    )
     max_num_partial_prefills: int = flag(
         1,
         "The largest number of prompts that may be partly read at the same time under chunked prefill.",

@@ -283,6 +283,57 @@ def test_nothing_is_delayed_when_nothing_runs(clock: Clock) -> None:
     assert scheduled(executor) == [{"a": 4}, {"a": 1}, {"a": 1}, {"b": 4}, {"b": 1}, {"b": 1}]
 
 
+class PacedExecutor(MemoryExecutor):
+    """A hundredth of a second for each token."""
+
+    clock: Clock
+
+    def _run(self, step: SchedulerOutput) -> StepOutput:
+        self.clock.now += 0.01 * sum(step.num_scheduled_tokens)
+        return super()._run(step)
+
+
+def pieces_beside_an_answer(clock: Clock, **settings: Any) -> list[int]:
+    """Tokens of a long prompt, 64 of which would fit, in each step while another request decodes."""
+    config = make_config(chunked=True, max_model_len=256, **settings)
+    executor = PacedExecutor(config, 128, 0)
+    executor.clock = clock
+    core = EngineCore(config, executor)
+    requests = [make_ranked("a", 0, clock.now, prompt=20, max_tokens=60)]
+    core.add_request(requests[0])
+    collected: dict[str, Collected] = {}
+    step(core, collected)
+    requests.append(make_ranked("b", 0, clock.now, prompt=100, max_tokens=2))
+    core.add_request(requests[1])
+    finish(core, collected)
+    assert_tokens(collected, requests, max_num_computed=256)
+    return [made["b"] for made in scheduled(executor) if "a" in made and made.get("b", 1) > 1]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_pieces_are_as_small_as_the_pause_needs(clock: Clock, async_scheduling: bool) -> None:
+    block_size = make_config().cache.block_size
+    pieces = pieces_beside_an_answer(clock, max_decode_pause_s=0.201, async_scheduling=async_scheduling)
+    # of 20 tokens' time one belongs to the answer; a step that is made ahead does not know it yet
+    assert pieces[0] == 20 and set(pieces[2:-1]) == {20 - block_size} and sum(pieces) == 100
+    # a pause that is too short for a block still lets the prompt go on
+    assert set(pieces_beside_an_answer(clock, max_decode_pause_s=0.001)) == {block_size}
+
+
+def test_pieces_fill_the_step_without_a_limit(clock: Clock) -> None:
+    assert pieces_beside_an_answer(clock) == [63, 37]
+
+
+def test_a_prompt_that_nobody_waits_beside_is_not_cut_smaller(clock: Clock) -> None:
+    config = make_config(chunked=True, max_model_len=256, max_decode_pause_s=0.05)
+    executor = PacedExecutor(config, 128, 0)
+    executor.clock = clock
+    core = EngineCore(config, executor)
+    core.add_request(make_ranked("a", 0, clock.now, prompt=100, max_tokens=2))
+    run(core)
+    assert scheduled(executor) == [{"a": 64}, {"a": 36}, {"a": 1}]
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_who_waits_too_long_is_refused(clock: Clock, async_scheduling: bool) -> None:
     core, executor = make_core(max_num_seqs=1, queue_timeout_s=5.0, async_scheduling=async_scheduling)

@@ -146,6 +146,24 @@ def test_scheduling_flags_reach_their_section(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "pause_s"),
+    [
+        ({}, None),
+        ({"enable_chunked_prefill": True}, 0.25),
+        ({"enable_chunked_prefill": True, "max_decode_pause_ms": 100}, 0.1),
+        ({"enable_chunked_prefill": True, "max_decode_pause_ms": 0}, None),
+        # whoever chooses the size of pieces, or several steps at once, has chosen the pause
+        ({"enable_chunked_prefill": True, "max_num_batched_tokens": 512}, None),
+        ({"enable_chunked_prefill": True, "num_scheduler_steps": 8}, None),
+        ({"enable_chunked_prefill": True, "max_num_batched_tokens": 512, "max_decode_pause_ms": 50}, 0.05),
+    ],
+    ids=str,
+)
+def test_the_pause_of_answers(make_model: MakeModel, given: dict[str, Any], pause_s: float | None) -> None:
+    assert config_of(make_model(), **given).scheduler.max_decode_pause_s == pause_s
+
+
+@pytest.mark.parametrize(
     ("partial", "requested", "threshold"), [(1, 0, 0), (1, 50, 50), (2, 0, 163), (2, 50, 50)], ids=str
 )
 def test_where_a_prompt_is_long(partial: int, requested: int, threshold: int, make_model: MakeModel) -> None:
@@ -673,6 +691,11 @@ MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
         ({"scheduler_delay_factor": -0.5}, "--scheduler-delay-factor must be at least 0, got -0.5."),
         ({"preemption_mode": "drop"}, "--preemption-mode must be one of ['recompute', 'swap'], got 'drop'."),
         ({"preemption_mode": "swap", "swap_space": 0}, "--preemption-mode swap needs --swap-space above 0."),
+        ({"max_decode_pause_ms": -1}, "--max-decode-pause-ms must be at least 0, got -1."),
+        (
+            {"max_decode_pause_ms": 100},
+            "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no pieces.",
+        ),
         ({"queue_timeout_s": 0}, "--queue-timeout-s must be above 0, got 0."),
         ({"queue_timeout_s": float("nan")}, "--queue-timeout-s must be above 0, got nan."),
         ({"num_lookahead_slots": -1}, "num_lookahead_slots (-1) must be greater than or equal to 0."),
