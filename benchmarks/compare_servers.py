@@ -10,8 +10,8 @@ Both servers get the same flags (bfloat16, the same KV cache) and only one of th
 a row is measured on ours, then on the peer's, with the same prompts, which no other round has. vLLM is bound to every
 core, with tcmalloc where there is one. Prefix caching is as each has it by default, but on for both in the row
 "prefix", and so are chunked prompts in the row "mixed". The rows "start" and "memory" start the servers each time,
-after a start that does not count, so that files and compiled graphs are in their caches (--warm-starts). The machine's
-limits are measured before and after each pair of readings.
+after a start that does not count, so that files and compiled graphs are in their caches (--warm-starts). The
+machine's limits are measured before and after each pair of readings.
 """
 
 from __future__ import annotations
