@@ -8,10 +8,10 @@
 
 Both servers get the same flags (bfloat16, the same KV cache) and only one of them computes at a time; in each round
 a row is measured on ours, then on the peer's, with the same prompts, which no other round has. vLLM is bound to every
-core, with tcmalloc where there is one. Prefix caching is as each has it by default, but on for both in the row
-"prefix", and so are chunked prompts in the row "mixed". The rows "start" and "memory" start the servers each time,
-after a start that does not count, so that files and compiled graphs are in their caches (--warm-starts). The
-machine's limits are measured before and after each pair of readings.
+core, with tcmalloc where there is one. Prefix caching and chunked prompts are as each has them by default, but on for
+both in the rows "prefix" and "mixed". The rows "start" and "memory" start the servers each time, after a start that
+does not count, so that files and compiled graphs are in their caches (--warm-starts). The machine's limits are
+measured before and after each pair of readings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ascend_vllm.engine.tokenization import Tokenizer
 # rounds are this far apart in seeds: more than a row has
 _SEEDS_PER_ROUND = 1000
 # what vLLM does unless told otherwise, and this project when asked
-_SETUP_FLAGS = {"chunks": ("--enable-chunked-prefill",), "prefix": ("--enable-prefix-caching",)}
+_SETUP_FLAGS = {"shared": ("--enable-prefix-caching", "--enable-chunked-prefill")}
 
 
 class Comparison:

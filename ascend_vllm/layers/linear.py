@@ -141,6 +141,10 @@ class MergedColumnParallelLinear(Linear):
         ]
         super().__init__(context, f"{prefix}.{merged_name}", outputs, in_features, bias=bias)
 
+    def forward_gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """x [T, in] → [T, out/2]: the activation of the first of two matrices' outputs, times the second's."""
+        return self._method.apply_gated(self, x, activation)
+
 
 class QKVParallelLinear(Linear):
     """Query, key and value projections in one GEMM, split over ranks by heads.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,28 +24,15 @@ from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLin
 from ascend_vllm.layers.norm import RMSNorm
 from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
-from ascend_vllm.ops.elementwise import gelu_and_mul, silu_and_mul
 
-
-def _gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = gelu_and_mul(x, "none")
-    return result
-
-
-def _gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = gelu_and_mul(x, "tanh")
-    return result
-
-
-# names of config.json → act(x[:, :I]) * x[:, I:]
-_GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu_and_mul,
-    "swish": silu_and_mul,
-    "gelu": _gelu_and_mul,
-    "gelu_new": _gelu_tanh_and_mul,
-    "gelu_pytorch_tanh": _gelu_tanh_and_mul,
+# names of config.json → names of the op's
+_GATED_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
-
 
 # the tokens' table in checkpoints
 _EMBEDDING = "model.embed_tokens"
@@ -97,7 +84,7 @@ class GatedMLP(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] → [T, H]."""
-        return self.down_proj.forward(self._activation(self.gate_up_proj.forward(x)))
+        return self.down_proj.forward(self.gate_up_proj.forward_gated(x, self._activation))
 
 
 class RotaryAttention(Layer):

@@ -25,6 +25,7 @@ RECORDABLE = frozenset(
         "gather_rows",
         "gelu_and_mul",
         "layer_norm",
+        "packed_gated_linear",
         "packed_linear",
         "paged_attention",
         "rms_norm",

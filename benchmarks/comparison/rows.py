@@ -71,8 +71,7 @@ class Row(Line):
     """One line of the table, and how it is measured.
 
     Attributes:
-        setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "chunks", "prefix",
-            "tiny".
+        setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "shared", "tiny".
         measure: takes a reading.
         warm_up: makes a server do everything once.
         limit: what the machine allows; None: it is not computed from the machine's limits.
@@ -219,7 +218,7 @@ ROWS = (
         name="mixed",
         title="gap between tokens of 4 streams while long prompts arrive, p99",
         unit="s",
-        setup="chunks",
+        setup="shared",
         higher_is_better=False,
         target_ratio=0.5,
         measure=_mixed,
@@ -231,7 +230,7 @@ ROWS = (
         name="prefix",
         title="output tokens, shared prefix, concurrency 8",
         unit="tok/s",
-        setup="prefix",
+        setup="shared",
         higher_is_better=True,
         target_ratio=1.5,
         measure=lambda subject: _throughput(subject, 8, **_prefix_lengths(subject.sizes)),
@@ -254,4 +253,4 @@ ROWS = (
         limit_text="",
     ),
 )
-SETUPS = ("fresh", "main", "chunks", "prefix", "tiny")
+SETUPS = ("fresh", "main", "shared", "tiny")

@@ -63,6 +63,33 @@ def test_packed_linear_agrees_with_torch(isa: str, dtype: torch.dtype) -> None:
     assert (layer(x, bias).double() - expected).abs().max() <= rounding
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("activation", gemm.GATED_ACTIVATIONS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_gated_product_is_the_product_and_then_the_gate(
+    isa: str, dtype: torch.dtype, activation: str, with_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    layer = PackedLinear.of((torch.randn(2 * 208, 777, generator=generator) / 777**0.5).to(dtype))
+    bias = torch.randn(2 * 208, generator=generator).to(dtype) if with_bias else None
+    x = 3 * torch.randn(130, 777, generator=generator).to(dtype)
+    for rows in (1, 2, 3, 5, 8, 11, 48, 49, 130):
+        expected = gemm.GATED_ACTIVATIONS[activation](layer(x[:rows], bias))
+        assert torch.equal(layer.gated(x[:rows], bias, activation), expected), rows
+        fused = gemm.packed_gated_linear(x[:rows], layer._weight, bias, 2 * 208, activation)
+        assert torch.equal(fused, expected), rows
+
+
+def test_a_width_of_no_whole_panels_takes_two_steps() -> None:
+    layer = PackedLinear.of(torch.randn(2 * 20, 8))
+    x = torch.randn(3, 8)
+    assert torch.equal(layer.gated(x, None, "silu"), gemm.GATED_ACTIVATIONS["silu"](layer(x, None)))
+    with pytest.raises(RuntimeError, match="must be a multiple of 32, got 40"):
+        gemm.packed_gated_linear(x, pack_weight(torch.zeros(40, 8)), None, 40, "silu")
+    with pytest.raises(ValueError, match="activation must be 'silu', 'gelu' or 'gelu_tanh', got 'relu'"):
+        gemm.packed_gated_linear(x, pack_weight(torch.zeros(32, 8)), None, 32, "relu")
+
+
 def test_a_packed_weight_of_another_shape_is_refused() -> None:
     packed = pack_weight(torch.zeros(32, 8))
     with pytest.raises(RuntimeError, match="no Float weight of 9 inputs and 32 outputs"):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
+
 if TYPE_CHECKING:
     from ascend_vllm.layers.base import WeightSlot
     from ascend_vllm.layers.linear import Linear
@@ -26,6 +28,10 @@ class QuantMethod(abc.ABC):
     @abc.abstractmethod
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out] with the layer's bias added."""
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """x [T, in] → [T, out/2]: one of GATED_ACTIVATIONS of what `apply` returns."""
+        return GATED_ACTIVATIONS[activation](self.apply(layer, x))
 
 
 class QuantScheme(Protocol):

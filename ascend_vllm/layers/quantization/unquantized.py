@@ -43,9 +43,16 @@ class Unquantized(QuantMethod):
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out]."""
+        return self._weight(layer)(x, layer.bias)
+
+    def apply_gated(self, layer: Linear, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """x [T, in] → [T, out/2], without the product in memory where the device has a kernel for that."""
+        return self._weight(layer).gated(x, layer.bias, activation)
+
+    def _weight(self, layer: Linear) -> PackedLinear:
         if self._packed is None:
             raise RuntimeError(f"{layer.prefix} is used before its weights are loaded")
-        return self._packed(x, layer.bias)
+        return self._packed
 
 
 class UnquantizedScheme:

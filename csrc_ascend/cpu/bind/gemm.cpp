@@ -8,8 +8,8 @@
 namespace ascend_vllm {
 namespace {
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                         int64_t out_features) {
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                    int64_t out_features, std::optional<Gate> gate) {
   TORCH_CHECK(x.dim() == 2, "x must be a matrix, got ", x.sizes());
   check_rows(x, "x");
   check_same_dtype(packed, "packed", x);
@@ -22,7 +22,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
     check_vector(*bias, "bias", x.scalar_type(), out_features);
     args.bias = bias->const_data_ptr();
   }
-  at::Tensor out = new_tensor({x.size(0), out_features}, x.options());
+  at::Tensor out = new_tensor({x.size(0), gate.has_value() ? out_features / 2 : out_features}, x.options());
   at::Tensor workspace;
   if (x.scalar_type() != at::kFloat) {
     workspace = new_tensor({linear_workspace(x.size(0), in_features)}, x.options().dtype(at::kFloat));
@@ -36,8 +36,25 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   args.x_stride = x.stride(0);
   args.in_features = in_features;
   args.out_features = out_features;
+  args.is_gated = gate.has_value();
+  args.gate = gate.value_or(Gate::kSilu);
   launch([args] { packed_linear_kernel(args); });
   return out;
+}
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                         int64_t out_features) {
+  return multiply(x, packed, bias, out_features, std::nullopt);
+}
+
+at::Tensor packed_gated_linear(const at::Tensor& x, const at::Tensor& packed,
+                               const std::optional<at::Tensor>& bias, int64_t out_features,
+                               c10::string_view activation) {
+  TORCH_CHECK_VALUE(activation == "silu" || activation == "gelu" || activation == "gelu_tanh",
+                    "activation must be 'silu', 'gelu' or 'gelu_tanh', got '", activation, "'");
+  TORCH_CHECK(out_features % 32 == 0, "out_features must be a multiple of 32, got ", out_features);
+  const Gate gate = activation == "silu" ? Gate::kSilu : activation == "gelu" ? Gate::kGelu : Gate::kGeluTanh;
+  return multiply(x, packed, bias, out_features, gate);
 }
 
 void pack_panels(const at::Tensor& weight, const at::Tensor& packed, int64_t first_row) {
@@ -66,5 +83,6 @@ void pack_panels(const at::Tensor& weight, const at::Tensor& packed, int64_t fir
 
 TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("packed_linear", &ascend_vllm::packed_linear);
+  m.impl("packed_gated_linear", &ascend_vllm::packed_gated_linear);
   m.impl("pack_panels", &ascend_vllm::pack_panels);
 }

@@ -10,8 +10,10 @@ namespace {
 
 constexpr int kLanes = 8;
 // Registers: 16. A panel of 16 columns takes two.
-constexpr int kMaxRows = 6;
-constexpr int panels_of(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int kMaxRows = 6, kMaxPairRows = 5;
+constexpr int panels_of(int rows, bool are_pairs) {
+  return rows == 1 ? 4 : rows <= (are_pairs ? 2 : 3) ? 2 : 1;
+}
 using VecF = __m256;
 struct Mask {
   __m256 lanes;

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kLanes = 16;
 // Registers: 32. A panel of 16 columns takes one.
-constexpr int kMaxRows = 6;
-constexpr int panels_of(int) { return 4; }
+constexpr int kMaxRows = 6, kMaxPairRows = 6;
+constexpr int panels_of(int, bool) { return 4; }
 using VecF = __m512;
 struct Mask {
   __mmask16 lanes;

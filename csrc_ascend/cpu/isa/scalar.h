@@ -4,8 +4,8 @@
 //   kLanes, VecF (float32 lanes with + - * /), Mask, PairBF16 (2 * kLanes bfloat16, taken as pairs)
 //   set1, load, load_n, store, store_n, fma, max, min, sqrt, abs, round_nearest, pow2i, gt, ge, select, bits,
 //   count, reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, even_of_pairs, odd_of_pairs, dot_pairs,
-//   kHasPairDots; kMaxRows, panels_of(rows): the tile of a matrix product that fits the registers
-//   (kernels/gemm.h)
+//   kHasPairDots; kMaxRows, kMaxPairRows, panels_of(rows, are_pairs): the tile of a matrix product that fits
+//   the registers, the second where the weights are pairs that have to be taken apart (kernels/gemm.h)
 #pragma once
 
 #include "cpu/isa/convert.h"
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kLanes = 4;
 // Registers: 16 (SSE2).
-constexpr int kMaxRows = 2;
-constexpr int panels_of(int) { return 1; }
+constexpr int kMaxRows = 2, kMaxPairRows = 2;
+constexpr int panels_of(int, bool) { return 1; }
 typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t Mask __attribute__((vector_size(16)));
 constexpr bool kHasPairDots = false;  // dot_pairs is no single instruction

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/gate.h"
 
 namespace ascend_vllm {
-
-enum class Gate : int32_t { kSilu, kGelu, kGeluTanh };
 
 struct GateArgs {
   DType dtype;
@@ -25,20 +24,6 @@ ASCEND_VLLM_KERNEL(gate_and_mul, GateArgs)
 
 namespace ascend_vllm {
 namespace {
-
-inline VecF silu(VecF x) { return x / (set1(1.0f) + exp(set1(0.0f) - x)); }
-
-inline VecF gelu(VecF x) {
-  const VecF half_tail = set1(0.5f) * erfc_positive(abs(x) * set1(0.70710678118654752f));
-  return x * select(gt(x, set1(0.0f)), set1(1.0f) - half_tail, half_tail);
-}
-
-// 1 + tanh(u) = 2 / (1 + exp(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
-inline VecF gelu_tanh(VecF x) {
-  const VecF minus_2u =
-      x * fma(x * x, set1(-2.0f * 0.79788456080286536f * 0.044715f), set1(-2.0f * 0.79788456080286536f));
-  return x / (set1(1.0f) + exp(minus_2u));
-}
 
 template <class T, class Activation>
 inline void gate_rows(const GateArgs& a, const Activation& activation) {
@@ -62,14 +47,7 @@ inline void gate_rows(const GateArgs& a, const Activation& activation) {
 
 template <class T>
 void gate_and_mul(const GateArgs& a) {
-  switch (a.gate) {
-    case Gate::kSilu:
-      return gate_rows<T>(a, [](VecF x) { return silu(x); });
-    case Gate::kGelu:
-      return gate_rows<T>(a, [](VecF x) { return gelu(x); });
-    case Gate::kGeluTanh:
-      return gate_rows<T>(a, [](VecF x) { return gelu_tanh(x); });
-  }
+  with_gate(a.gate, [&](auto activation) { gate_rows<T>(a, activation); });
 }
 
 }  // namespace

@@ -1,10 +1,12 @@
-// x @ weight.T + bias with a weight packed in panels of 16 output columns.
+// x @ weight.T + bias with a weight packed in panels of 16 output columns; gated, the first half of the columns
+// goes through an activation and is multiplied by the second.
 //
 // Every output is the sum, over slices of kSlice inputs, of a chain of fused multiply-adds in the order of the
 // inputs. Tiling and threads do not change that, so a row's result does not depend on the rows beside it.
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/gate.h"
 
 namespace ascend_vllm {
 
@@ -15,9 +17,11 @@ struct LinearArgs {
   const void* x;  // row t starts at t * x_stride elements
   const void* packed;
   const void* bias;  // [out_features] or null
-  void* out;         // [rows, out_features], contiguous
+  void* out;         // [rows, out_features], or half as wide if it is gated; contiguous
   void* workspace;   // linear_workspace(rows, in_features) floats
   int64_t rows, x_stride, in_features, out_features;
+  bool is_gated;  // out_features is a multiple of 32 then
+  Gate gate;
 };
 
 inline int64_t linear_workspace(int64_t rows, int64_t in_features) {
@@ -37,7 +41,7 @@ namespace {
 
 constexpr int64_t kPanel = 16;     // columns of a panel
 constexpr int64_t kGroup = 4;      // most panels of a task
-constexpr int64_t kTaskRows = 96;  // most rows of a task
+constexpr int64_t kTaskRows = 96;  // most rows of a task; half as many if it is gated
 constexpr int64_t kSlice = 512;    // inputs between two visits to the sums in memory; even
 constexpr int kPanelVectors = kPanel / kLanes;
 // So few rows that memory, and no longer reading only, sets the pace: their panels are fetched ahead.
@@ -59,6 +63,13 @@ template <class T>
 struct InputOf<T, true> {
   using type = bfloat16;
 };
+
+// Whether weights are pairs that have to be taken apart, which takes registers.
+template <class T>
+constexpr bool kAreSplit = is_same<T, bfloat16> && !kHasPairDots;
+// Rows of a tile that fit the registers beside the weights.
+template <class T>
+constexpr int kTileRows = kAreSplit<T> ? kMaxPairRows : kMaxRows;
 
 // The weights of one input: bfloat16 weights come in pairs, of which `step` says which.
 template <class T>
@@ -85,7 +96,8 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
   const auto columns = [&](int64_t k, int v) {
     return w + v / kPanelVectors * panel_size + k * kPanel + v % kPanelVectors * kLanes * kStep;
   };
-  // Columns in registers, one input at a time broadcast beside them: that fits kMaxRows rows without spills.
+  // Columns in registers, one input at a time broadcast beside them: that fits kTileRows<T> rows without
+  // spills.
   for (int64_t k = begin; k < end; k += kStep) {
     if constexpr (kFetches) {
 #pragma GCC unroll 4
@@ -104,8 +116,8 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
         for (int v = 0; v < kVectors; ++v) acc[r][v] = dot_pairs(acc[r][v], input, pairs[v]);
       }
     } else {
-#pragma GCC unroll 2
-      for (int step = 0; step < kStep; ++step) {
+      // No loop: GCC would leave it one, which chooses the half of each pair anew, for a fifth of the time.
+      const auto multiply = [&](int step) __attribute__((always_inline)) {
         VecF column[kVectors];
 #pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) column[v] = load_step(columns(k, v), step);
@@ -115,7 +127,9 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
 #pragma GCC unroll 16
           for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(input, column[v], acc[r][v]);
         }
-      }
+      };
+      multiply(0);
+      if constexpr (kStep == 2) multiply(1);
     }
   }
 #pragma GCC unroll 8
@@ -132,7 +146,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
 template <int kRows, bool kFetches, class X, class T>
 inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t panels,
                             int64_t begin, int64_t end, float* sums) {
-  constexpr int kPanels = panels_of(kRows);
+  constexpr int kPanels = panels_of(kRows, kAreSplit<T>);
   constexpr int64_t kSumsStride = kGroup * kPanel;
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
@@ -145,7 +159,7 @@ inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t pa
   }
 }
 
-// Chooses the tile of `rows` <= kMaxRows rows.
+// Chooses the tile of `rows` <= kTileRows<T> rows.
 template <int kRows, bool kFetches, class X, class T>
 inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w, int64_t panel_size,
                           int64_t panels, int64_t begin, int64_t end, float* sums) {
@@ -173,33 +187,87 @@ inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64
 template <class T, class X>
 __attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_t rows, const T* w,
                                             int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows, first = (rows + tiles - 1) / tiles;
-  const int64_t together = panels_of(static_cast<int>(first));
+  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>, first = (rows + tiles - 1) / tiles;
+  const int64_t together = panels_of(static_cast<int>(first), kAreSplit<T>);
   for (int64_t p = 0; p < panels; p += together) {
     const int64_t count = together < panels - p ? together : panels - p;
     for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
       const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
-      multiply_rows<kMaxRows, true>(first, x, x_stride, w + p * panel_size, panel_size, count, begin, end,
-                                    sums + p * kPanel);
+      multiply_rows<kTileRows<T>, true>(first, x, x_stride, w + p * panel_size, panel_size, count, begin, end,
+                                        sums + p * kPanel);
       for (int64_t row = first; row < rows; row += first) {
-        multiply_rows<kMaxRows, false>(rows - row < first ? rows - row : first, x + row * x_stride, x_stride,
-                                       w + p * panel_size, panel_size, count, begin, end,
-                                       sums + row * kGroup * kPanel + p * kPanel);
+        multiply_rows<kTileRows<T>, false>(rows - row < first ? rows - row : first, x + row * x_stride,
+                                           x_stride, w + p * panel_size, panel_size, count, begin, end,
+                                           sums + row * kGroup * kPanel + p * kPanel);
       }
     }
   }
 }
 
-// A slice of the first tile of many rows, which is the first to need its panels: they are fetched ahead. Compiled
-// apart, as above.
+// A slice of the first tile of many rows, which is the first to need its panels: they are fetched ahead.
+// Compiled apart, as above.
 template <class T, class X>
 __attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int64_t rows, const T* w,
                                               int64_t panel_size, int64_t panels, int64_t begin, int64_t end,
                                               float* sums) {
-  multiply_rows<kMaxRows, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+  multiply_rows<kTileRows<T>, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
 }
 
-// Rows [row, row + rows) by panels [panel, panel + panels).
+// Rows from `x` on by some panels.
+template <class T, class X>
+__attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64_t rows, const T* w,
+                                             int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
+  const bool are_few = rows >= kLeastFewRows && rows <= kMostFewRows;
+  if (are_few) return multiply_few(x, x_stride, rows, w, panel_size, panels, inputs, sums);
+  // Tiles as even as possible: 14 rows are 5 + 5 + 4, not 6 + 6 + 2.
+  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
+  for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
+    const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+      if (tile == 0 && tiles > 1) {
+        multiply_first(x, x_stride, last, w, panel_size, panels, begin, end, sums);
+      } else {
+        multiply_rows<kTileRows<T>, false>(last - first, x + first * x_stride, x_stride, w, panel_size, panels,
+                                           begin, end, sums + first * kGroup * kPanel);
+      }
+    }
+  }
+}
+
+// What a product is when it has been in memory as T.
+template <class T>
+inline VecF rounded(VecF x) {
+  alignas(64) T memory[kLanes];
+  store(memory, x);
+  return load(memory);
+}
+template <>
+inline VecF rounded<float>(VecF x) {
+  return x;
+}
+
+// A row of the gated result. The products are rounded as if they had been written, so that this is what the two
+// kernels after each other compute.
+template <class T, class Activation>
+inline void write_gated_row(const LinearArgs& a, const Activation& activation, const float* gates,
+                            const float* ups, int64_t row, int64_t column, int64_t columns) {
+  const int64_t width = a.out_features / 2;
+  T* out = static_cast<T*>(a.out) + row * width + column;
+  const T* gate_bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
+  // Whole panels: `columns` is a multiple of the lanes.
+  for (int64_t i = 0; i < columns; i += kLanes) {
+    VecF gate = load(gates + i), up = load(ups + i);
+    if (gate_bias != nullptr) {
+      gate = gate + load(gate_bias + i);
+      up = up + load(gate_bias + width + i);
+    }
+    store(out + i, activation(rounded<T>(gate)) * rounded<T>(up));
+  }
+}
+
+// Rows [row, row + rows) by panels [panel, panel + panels), and if it is gated by those half of all panels
+// further.
 template <class T, class X>
 void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t panel,
               int64_t panels) {
@@ -208,23 +276,20 @@ void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, in
   const int64_t padded = kPairs ? (a.in_features + 1) / 2 * 2 : a.in_features;
   const int64_t panel_size = padded * kPanel;
   const T* w = static_cast<const T*>(a.packed) + panel * panel_size;
-  const bool are_few = rows >= kLeastFewRows && rows <= kMostFewRows;
-  if (are_few) multiply_few(x + row * x_stride, x_stride, rows, w, panel_size, panels, padded, sums);
-  // Tiles as even as possible: 14 rows are 5 + 5 + 4, not 6 + 6 + 2.
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-  for (int64_t begin = 0; !are_few && (begin == 0 || begin < padded); begin += kSlice) {
-    const int64_t end = begin + kSlice < padded ? begin + kSlice : padded;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
-      if (tile == 0 && tiles > 1) {
-        multiply_first(x + row * x_stride, x_stride, last, w, panel_size, panels, begin, end, sums);
-      } else {
-        multiply_rows<kMaxRows, false>(last - first, x + (row + first) * x_stride, x_stride, w, panel_size,
-                                       panels, begin, end, sums + first * kGroup * kPanel);
-      }
-    }
-  }
+  multiply_task(x + row * x_stride, x_stride, rows, w, panel_size, panels, padded, sums);
   const int64_t column = panel * kPanel;
+  if (a.is_gated) {
+    float* ups = sums + rows * kGroup * kPanel;
+    multiply_task(x + row * x_stride, x_stride, rows, w + a.out_features / 2 * padded, panel_size, panels,
+                  padded, ups);
+    with_gate(a.gate, [&](auto activation) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = r * kGroup * kPanel;
+        write_gated_row<T>(a, activation, sums + at, ups + at, row + r, column, panels * kPanel);
+      }
+    });
+    return;
+  }
   const int64_t columns = panels * kPanel < a.out_features - column ? panels * kPanel : a.out_features - column;
   for (int64_t r = 0; r < rows; ++r) write_row<T>(a, sums + r * kGroup * kPanel, row + r, column, columns);
 }
@@ -251,8 +316,10 @@ void packed_linear(const LinearArgs& a) {
     x = workspace = static_cast<X*>(a.workspace);
     x_stride = padded;
   }
-  const int64_t panels = (a.out_features + kPanel - 1) / kPanel;
-  const int64_t row_blocks = (a.rows + kTaskRows - 1) / kTaskRows;
+  // of the first half of a gated product, each of which stands for one of the second
+  const int64_t panels = a.is_gated ? a.out_features / 2 / kPanel : (a.out_features + kPanel - 1) / kPanel;
+  const int64_t most_rows = a.is_gated ? kTaskRows / 2 : kTaskRows;
+  const int64_t row_blocks = (a.rows + most_rows - 1) / most_rows;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
   // Fewer panels in a task when there are too few tasks to keep every thread busy to the end.
   int64_t group = kGroup;
