@@ -98,8 +98,8 @@ def check_flags(args: EngineArgs) -> None:
         raise ConfigError(f"--rope-theta must be above 0, got {args.rope_theta}.")
     if args.queue_timeout_s is not None and not args.queue_timeout_s > 0:
         raise ConfigError(f"--queue-timeout-s must be above 0, got {args.queue_timeout_s}.")
-    if args.max_decode_pause_ms is not None and not args.max_decode_pause_ms >= 0:
-        raise ConfigError(f"--max-decode-pause-ms must be at least 0, got {args.max_decode_pause_ms}.")
+    if args.max_decode_pause_ms is not None and not 0 <= args.max_decode_pause_ms < float("inf"):
+        raise ConfigError(f"--max-decode-pause-ms must be a number of at least 0, got {args.max_decode_pause_ms}.")
     _at_least(
         args, 0, "swap_space", "cpu_offload_gb", "scheduler_delay_factor", "max_logprobs", "tokenizer_pool_size"
     )

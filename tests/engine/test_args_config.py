@@ -691,7 +691,9 @@ MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
         ({"scheduler_delay_factor": -0.5}, "--scheduler-delay-factor must be at least 0, got -0.5."),
         ({"preemption_mode": "drop"}, "--preemption-mode must be one of ['recompute', 'swap'], got 'drop'."),
         ({"preemption_mode": "swap", "swap_space": 0}, "--preemption-mode swap needs --swap-space above 0."),
-        ({"max_decode_pause_ms": -1}, "--max-decode-pause-ms must be at least 0, got -1."),
+        ({"max_decode_pause_ms": -1}, "--max-decode-pause-ms must be a number of at least 0, got -1."),
+        ({"max_decode_pause_ms": float("inf")}, "--max-decode-pause-ms must be a number of at least 0, got inf."),
+        ({"max_decode_pause_ms": float("nan")}, "--max-decode-pause-ms must be a number of at least 0, got nan."),
         (
             {"max_decode_pause_ms": 100},
             "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no pieces.",
