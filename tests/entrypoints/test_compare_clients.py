@@ -30,7 +30,8 @@ def test_two_clients_of_one_server(
         "--input-len",
         "8",
         "--output-len",
-        "40",
+        # a server that is ahead of its reader sends several tokens at once; so many never come as one piece
+        "400",
         "--base-url",
         openai_server.url,
     ]
@@ -40,11 +41,7 @@ def test_two_clients_of_one_server(
     assert tuple(content["figures"]) == program.FIGURES and content["machine"]["cpu"]
     for row in content["figures"].values():
         assert row["readings"] == {"ours": [row["ours"]], "peer": [row["peer"]]}
-        assert row["ratio"] == (row["ours"] / row["peer"] if row["peer"] else None)
-    # a server that is ahead of its reader sends an answer as a whole, which then has no time per token: a 0 there
-    times = [content["figures"][name] for name in program.FIGURES if name != "median_tpot_ms"]
-    assert all(row["ours"] > 0 and row["peer"] > 0 for row in times)
-    assert all(content["figures"]["median_tpot_ms"][side] >= 0 for side in ("ours", "peer"))
+        assert row["ours"] > 0 and row["peer"] > 0 and row["ratio"] == row["ours"] / row["peer"]
 
 
 def test_a_client_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
