@@ -29,6 +29,8 @@ from comparison.client import Client, LoadError
 from ascend_vllm.engine.tokenization import Tokenizer
 
 FIGURES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
+# what both clients send
+SIZES = ("num_prompts", "concurrency", "input_len", "output_len")
 
 
 def _peer_figures(args: argparse.Namespace, url: str, seed: int) -> dict[str, float]:
@@ -68,7 +70,7 @@ def compare(args: argparse.Namespace, url: str) -> dict[str, Any]:
     """
     readings: dict[str, dict[str, list[float]]] = {name: {"ours": [], "peer": []} for name in FIGURES}
     client = Client(url, Tokenizer.from_directory(args.model), args.served_model_name)
-    load = {name: getattr(args, name) for name in ("num_prompts", "concurrency", "input_len", "output_len")}
+    load = {name: getattr(args, name) for name in SIZES}
     client.load(seed=1000, **load)
     for number in range(args.rounds):
         ours = client.load(seed=number, **load)
@@ -111,6 +113,7 @@ def _parse_args() -> argparse.Namespace:
     add("--output-len", type=int, default=64, help="tokens to generate (default: %(default)s)")
     add("--kv-cache-bytes", type=int, default=2**30, help="of the server (default: %(default)s)")
     add("--start-timeout", type=float, default=300, help="seconds that the server may take (default: %(default)s)")
+    add("--note", default="", help="kept with the result, such as what else the machine did")
     add("--json", type=pathlib.Path, help="also write the result here")
     args = parser.parse_args()
     found = shutil.which(args.peer_program)
@@ -118,6 +121,21 @@ def _parse_args() -> argparse.Namespace:
         parser.error(f"--peer-program: there is no program {args.peer_program!r}")
     args.peer_program = found
     return args
+
+
+def _content(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """The result as it is kept."""
+    done = subprocess.run([args.peer_program, "--version"], capture_output=True, text=True, check=True)
+    return {
+        "kind": "clients",
+        "note": args.note,
+        "machine": machine.describe(),
+        "command": report.command_line("compare_clients.py", sys.argv[1:]),
+        "rounds": args.rounds,
+        "sizes": {name: getattr(args, name) for name in SIZES},
+        "peer_version": done.stdout.split()[-1],
+        "figures": found,
+    }
 
 
 def main() -> None:
@@ -132,7 +150,7 @@ def main() -> None:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
         print(f"{name:20} ours {row['ours']:10.4g}  peer {row['peer']:10.4g}  ratio {ratio}")
     if args.json is not None:
-        report.save(args.json, {"machine": machine.describe(), "rounds": args.rounds, "figures": found})
+        report.save(args.json, _content(args, found))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ a row is measured on ours, then on the peer's, with the same prompts, which no o
 core, with tcmalloc where there is one. Prefix caching and chunked prompts are as each has them by default, but on for
 both in the rows "prefix" and "mixed". The rows "start" and "memory" start the servers each time, after a start that
 does not count, so that files and compiled graphs are in their caches (--warm-starts). The machine's limits are
-measured before and after each pair of readings.
+measured before and after each reading, once all servers have left the cores.
 """
 
 from __future__ import annotations
@@ -123,16 +123,25 @@ class Comparison:
             clients = {side: Client(server.url, tokenizer) for side, server in running.items()}
             for number in range(self._args.rounds):
                 for row, result in measured:
-                    limits = [self._peaks.read()]
+                    limits = [self._limits(running)]
                     for side, server in running.items():
                         seed = self._seed(number, row)
                         subject = Subject(server, clients[side], facts, self._sizes, seed)
                         if number == 0:
                             row.warm_up(subject)
                         self._take(side, row, result, subject)
-                        limits.append(self._peaks.read())
+                        limits.append(self._limits(running))
                     self._note_limits(row, result, facts, limits)
                     self._save()
+
+    def _limits(self, running: dict[str, servers.Server]) -> Reading:
+        """The machine's limits when no server computes, and with that the beginning of the next reading."""
+        for side, server in running.items():
+            if not server.wait_idle():
+                self._tell(
+                    f"{self._programs[side].name} computes though it was asked nothing: readings suffer from it"
+                )
+        return self._peaks.read()
 
     def _seed(self, number: int, row: Row) -> int:
         return number * _SEEDS_PER_ROUND + ROWS.index(row)

@@ -43,6 +43,8 @@ python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --tiny-model /tmp/t
     --peer-program VLLM/bin/vllm --json benchmarks/results/servers.json
 python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model OPENVINO_DIR \\
     --json benchmarks/results/offline.json
+python benchmarks/compare_clients.py --model /tmp/qwen2-0.5b --peer-program VLLM/bin/vllm \\
+    --json benchmarks/results/clients.json
 python benchmarks/roofline.py --json benchmarks/results/roofline.json
 python scripts/make_performance_doc.py
 ```
@@ -50,8 +52,8 @@ python scripts/make_performance_doc.py
 The models have random weights: only their shapes matter. Nothing else should run meanwhile; `--note` keeps what did.
 Both servers are given the same flags, the same prompts and the same client, which is `ascend-vllm bench serve`'s.
 vLLM is bound to every core and gets tcmalloc where the system has it. A single row is measured with `--rows c8`, ours
-alone with `--peer none`. `python benchmarks/compare_clients.py --model DIR --peer-program VLLM/bin/vllm` loads one
-server with both projects' clients and tells whether their figures agree.
+alone with `--peer none`. A comparison of servers holds for the other project's client too as far as
+`compare_clients.py` finds their figures equal.
 """
 
 _ROOFLINE_TEXT = """\
@@ -104,6 +106,11 @@ def _machine(result: Result) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _sizes(result: Result) -> str:
+    """The lengths and numbers that were given."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["sizes"].items())
+
+
 def _limits(rows: Sequence[Result]) -> str:
     """The range in which the machine's limits were meanwhile."""
     readings = [reading for row in rows for reading in row["machine_limits"]]
@@ -125,8 +132,7 @@ def _versus(result: Result) -> Iterator[str]:
     peer = names[1] if len(names) > 1 else "peer"
     yield f"\n### {' and '.join(names)}\n\n"
     yield _machine(result)
-    sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["sizes"].items())
-    yield f"\nMedians of {result['rounds']}; {sizes}.\n\n"
+    yield f"\nMedians of {result['rounds']}; {_sizes(result)}.\n\n"
     yield _table(
         ["what", names[0], peer, "ratio", "target", "limit", "of the limit"],
         [
@@ -180,8 +186,42 @@ def _roofline(result: Result) -> Iterator[str]:
     yield f"\n```text\n{result['command']}\n```\n"
 
 
+_CLIENTS_TEXT = """\
+One server, loaded in turns by `ascend-vllm bench serve`, which loaded both servers above, and `vllm bench serve`.
+"""
+
+_CLIENT_FIGURES = {
+    "output_throughput": ("output throughput", "tok/s"),
+    "median_ttft_ms": ("time to the first token", "ms"),
+    "median_tpot_ms": ("time per output token", "ms"),
+    "median_e2el_ms": ("latency", "ms"),
+}
+
+
+def _clients(result: Result) -> Iterator[str]:
+    """What two clients say of one server."""
+    peer = f"vllm {result['peer_version']}"
+    yield f"\n### ascend-vllm {result['machine']['ascend_vllm']} and {peer}\n\n"
+    yield _machine(result)
+    yield f"\nMedians of {result['rounds']}; {_sizes(result)}.\n\n"
+    yield _table(
+        ["what", "ascend-vllm", peer, "ratio"],
+        [
+            [
+                title,
+                _number(result["figures"][name]["ours"], unit),
+                _number(result["figures"][name]["peer"], unit),
+                "" if result["figures"][name]["ratio"] is None else f"{result['figures'][name]['ratio']:.3f}",
+            ]
+            for name, (title, unit) in _CLIENT_FIGURES.items()
+        ],
+    )
+    yield f"\n```text\n{result['command']}\n```\n"
+
+
 _SECTIONS = (
     ("servers", "Servers", "", _versus),
+    ("clients", "What two clients say of one server", _CLIENTS_TEXT, _clients),
     ("offline", "Offline, static batches", "", _versus),
     ("roofline", "Kernels and the machine's limits", _ROOFLINE_TEXT, _roofline),
 )

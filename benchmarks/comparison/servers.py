@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
 MODEL_NAME = "benchmark"
 _POLL_S = 0.01
+# a server that takes less of a core than this, over this time, leaves the machine to others
+_IDLE_CORES, _IDLE_S = 0.1, 0.5
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
     "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -187,14 +189,36 @@ class Server:
         except (KeyError, ValueError) as error:
             raise ServerError(f"{self._name} does not tell the size of its KV cache: {error}") from error
 
+    def _sum(self, of: Callable[[psutil.Process], float]) -> float:
+        """Of something over the server's processes, as far as they still live."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += of(one)
+        return total
+
     def resident_bytes(self) -> int:
         """Memory that the server's processes hold, shared pages divided among those that share them."""
-        process = psutil.Process(self._process.pid)
-        total = 0
-        for one in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += one.memory_full_info().pss
-        return total
+        return int(self._sum(lambda process: process.memory_full_info().pss))
+
+    def wait_idle(self, timeout_s: float = 60.0) -> bool:
+        """Returns when the server's processes have left the cores: some wait for the next step in a busy loop.
+
+        Returns:
+            False: they still compute after so long.
+        """
+        end = time.perf_counter() + timeout_s
+        while time.perf_counter() < end:
+            start, before = time.perf_counter(), self._cpu_s()
+            time.sleep(_IDLE_S)
+            if self._cpu_s() - before < _IDLE_CORES * (time.perf_counter() - start):
+                return True
+        return False
+
+    def _cpu_s(self) -> float:
+        return self._sum(lambda process: sum(process.cpu_times()[:2]))
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Ends the server in order, and by force what is left of its processes."""

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import ascend_vllm
 from tests.benchmark_modules import load_benchmark
 from tests.server import ROOT, Server
 
@@ -39,6 +40,9 @@ def test_two_clients_of_one_server(
     program.main()
     content = json.loads((tmp_path / "r.json").read_text())
     assert tuple(content["figures"]) == program.FIGURES and content["machine"]["cpu"]
+    assert content["kind"] == "clients" and content["peer_version"] == ascend_vllm.__version__
+    assert content["sizes"] == {"num_prompts": 3, "concurrency": 2, "input_len": 8, "output_len": 400}
+    assert "--concurrency 2" in content["command"] and str(tmp_path) not in content["command"]
     for row in content["figures"].values():
         assert row["readings"] == {"ours": [row["ours"]], "peer": [row["peer"]]}
         assert row["ours"] > 0 and row["peer"] > 0 and row["ratio"] == row["ours"] / row["peer"]

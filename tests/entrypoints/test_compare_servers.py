@@ -6,6 +6,7 @@ import json
 import pathlib
 import statistics
 import sys
+import time
 import types
 from typing import Any
 
@@ -101,6 +102,33 @@ def test_start_and_memory_of_one_server(
     assert 0.08 < figures["kv_cache_mb"] <= 0.1
     # Python and torch are far larger than this model
     assert memory["ours"] > 20
+
+
+_BUSY_UNTIL_TOLD = """
+import pathlib, subprocess, sys, time
+if len(sys.argv) > 1:
+    sys.exit(subprocess.run([sys.executable, __file__]).returncode)
+while not pathlib.Path(__file__).with_name("rest").exists():
+    pass
+time.sleep(600)
+"""
+
+
+def test_a_server_that_keeps_a_core_is_waited_for(program: types.ModuleType, tmp_path: pathlib.Path) -> None:
+    """It is its child that computes."""
+    script = tmp_path / "server.py"
+    script.write_text(_BUSY_UNTIL_TOLD)
+    with program.servers.Server(
+        program.servers.Program("busy", (sys.executable, str(script))), "model", []
+    ) as server:
+        deadline = time.monotonic() + 60
+        while server._cpu_s() < 0.3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not server.wait_idle(timeout_s=0.1)
+        (tmp_path / "rest").touch()
+        assert server.wait_idle()
+    assert server.wait_idle(timeout_s=10), "its processes are gone"
 
 
 def test_medians_and_targets(program: types.ModuleType) -> None:

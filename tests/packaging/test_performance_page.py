@@ -149,3 +149,22 @@ def test_kernels_beside_their_limits(script: types.ModuleType) -> None:
     assert "| linear | qkv | 1,234 µs | 12.3 | 56.8 | bandwidth | 88% | 90% |" in page
     assert "20 GB/s read and 100 GFLOP/s with 1 thread, 30 GB/s read and 100 GFLOP/s with 2 threads" in page
     assert "the highest of the run: 20 GB/s and 200 GFLOP/s" in page
+
+
+def test_clients_beside_each_other(script: types.ModuleType) -> None:
+    figures = {name: {"ours": 190.0, "peer": 200.0, "ratio": 0.95} for name in script._CLIENT_FIGURES}
+    result = {
+        "kind": "clients",
+        "note": "",
+        "machine": {**MACHINE, "ascend_vllm": "1"},
+        "command": "python clients",
+        "rounds": 3,
+        "sizes": {"num_prompts": 16},
+        "peer_version": "2",
+        "figures": figures,
+    }
+    page = script.render([result])
+    assert "### ascend-vllm 1 and vllm 2" in page and "Medians of 3; num prompts 16." in page
+    assert "| output throughput | 190 tok/s | 200 tok/s | 0.950 |" in page
+    figures["median_tpot_ms"]["ratio"] = None
+    assert "| time per output token | 190 ms | 200 ms | |" in script.render([result])
