@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.ops.elementwise import rotary_embedding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +68,18 @@ class AttentionSpec:
     head_size: int
     scale: float
     sliding_window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RotaryStep:
+    """What the queries and keys of one forward step are rotated with."""
+
+    # [T] int64: row of the table for each token
+    positions: torch.Tensor
+    # [rows, F] float32: cosines of the F/2 pairs, then sines
+    cos_sin: torch.Tensor
+    # pairs are elements i and i+F/2 of a head; otherwise 2i and 2i+1 (GPT-J)
+    is_neox: bool
 
 
 class AttentionBackend(abc.ABC):
@@ -175,3 +188,21 @@ class AttentionBackend(abc.ABC):
         Returns:
             [T, N*D], in query's dtype.
         """
+
+    def forward_rotary(
+        self,
+        rotary: RotaryStep,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: ForwardBatch,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """Rotates query and key, then does what `forward` does with its arguments; for backends to join the two.
+
+        Query and key may be overwritten.
+        """
+        rotary_embedding(rotary.positions, query, key, spec.head_size, rotary.cos_sin, rotary.is_neox)
+        return self.forward(spec, query, key, value, kv_cache, batch, metadata)

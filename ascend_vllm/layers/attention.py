@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, RotaryStep
 from ascend_vllm.layers.base import Layer
-from ascend_vllm.layers.rotary import RotaryStep
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +45,10 @@ class Attention(Layer):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """query [T, N*D], key and value [T, K*D] → [T, N*D]; stores key and value."""
-        return context.backend.forward(
-            self.spec, query, key, value, context.kv_caches[self.index], context.batch, context.metadata
+        """query [T, N*D], key and value [T, K*D] → [T, N*D]; rotates query and key, stores key and value."""
+        backend, cache = context.backend, context.kv_caches[self.index]
+        if context.rotary is None:
+            return backend.forward(self.spec, query, key, value, cache, context.batch, context.metadata)
+        return backend.forward_rotary(
+            context.rotary, self.spec, query, key, value, cache, context.batch, context.metadata
         )

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.attention.backend import ForwardBatch, RotaryStep
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer
-from ascend_vllm.ops.elementwise import rotary_embedding
 
 _DEFAULT_THETA = 10000.0
 
@@ -162,31 +161,21 @@ _INVERSE_FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[torch.Tensor, flo
 # ---- layers ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RotaryStep:
-    """What one forward step rotates with."""
-
-    # [T] int64: row of the table for each token
-    positions: torch.Tensor
-    # [P, F] float32: cosines of the F/2 pairs, then sines
-    cos_sin: torch.Tensor
-
-
 class RotaryEmbedding(Layer):
-    """Rotates pairs of query and key elements by angles that grow with the position. Shared by all layers.
+    """The angles by which pairs of query and key elements are rotated; they grow with the position.
+
+    All layers share them. The attention backend rotates: some kernels store keys as they rotate them.
 
     Args:
         config: angles.
-        head_size: D.
         max_model_len: rows of the table, P.
         device: of the table.
         is_neox: pairs are elements i and i+F/2 of a head; otherwise 2i and 2i+1 (GPT-J).
     """
 
     def __init__(
-        self, config: RotaryConfig, head_size: int, max_model_len: int, device: torch.device, *, is_neox: bool = True
+        self, config: RotaryConfig, max_model_len: int, device: torch.device, *, is_neox: bool = True
     ) -> None:
-        self._head_size = head_size
         self._is_neox = is_neox
         frequencies, magnitude = _INVERSE_FREQUENCIES[config.rope_type](config)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
@@ -194,13 +183,9 @@ class RotaryEmbedding(Layer):
         self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude).to(device)
 
     def prepare(self, batch: ForwardBatch) -> RotaryStep:
-        """What `forward` needs in a step; made once for all layers."""
+        """What attention needs in a step; made once for all layers."""
         # a tensor of its own: the op may keep the angles of the positions that it saw last
-        return RotaryStep(batch.positions.view(-1), self.cos_sin)
-
-    def forward(self, step: RotaryStep, query: torch.Tensor, key: torch.Tensor) -> None:
-        """query [T, N*D] and key [T, K*D], in place; rows may be views of a wider tensor."""
-        rotary_embedding(step.positions, query, key, self._head_size, step.cos_sin, self._is_neox)
+        return RotaryStep(batch.positions.view(-1), self.cos_sin, self._is_neox)
 
 
 class DynamicNTKRotaryEmbedding(RotaryEmbedding):
@@ -214,9 +199,9 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     would not depend on it, but changes the results of every short sequence too.
     """
 
-    def __init__(self, config: RotaryConfig, head_size: int, device: torch.device, *, is_neox: bool = True) -> None:
+    def __init__(self, config: RotaryConfig, device: torch.device, *, is_neox: bool = True) -> None:
         # the table of the trained length is not needed: rows are made in every step
-        super().__init__(config, head_size, 0, device, is_neox=is_neox)
+        super().__init__(config, 0, device, is_neox=is_neox)
         self._theta = config.theta
         self._factor = config.number("factor")
         self._trained_len = config.max_position
@@ -234,7 +219,7 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         tokens = torch.arange(batch.positions.shape[0], device=batch.positions.device)
         rows = torch.searchsorted(batch.query_start[1:-1].long(), tokens, right=True)
         angles = batch.positions[:, None].float() * frequencies[rows]
-        return RotaryStep(tokens, torch.cat((angles.cos(), angles.sin()), dim=-1))
+        return RotaryStep(tokens, torch.cat((angles.cos(), angles.sin()), dim=-1), self._is_neox)
 
 
 def make_rotary_embedding(
@@ -247,5 +232,5 @@ def make_rotary_embedding(
     """
     config = RotaryConfig.from_hf_config(hf_config, head_size)
     if config.rope_type == "dynamic" and max_model_len > config.max_position:
-        return DynamicNTKRotaryEmbedding(config, head_size, device)
-    return RotaryEmbedding(config, head_size, max_model_len, device)
+        return DynamicNTKRotaryEmbedding(config, device)
+    return RotaryEmbedding(config, max_model_len, device)

@@ -22,7 +22,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import LMHead, NoLMHead, TiedLMHead, VocabParallelEmbedding
 from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from ascend_vllm.layers.norm import RMSNorm
-from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
+from ascend_vllm.layers.rotary import make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
 
 # names of config.json → names of the op's
@@ -97,7 +97,6 @@ class RotaryAttention(Layer):
         prefix: str,
         cache_index: int,
         options: LayerOptions,
-        rotary: RotaryEmbedding,
     ) -> None:
         head_size = config.head_size
         if config.num_heads % config.num_kv_heads:
@@ -123,7 +122,6 @@ class RotaryAttention(Layer):
             epsilon = float(config.hf_config["rms_norm_eps"])
             self.q_norm = RMSNorm(context, f"{prefix}.q_norm", head_size, epsilon)
             self.k_norm = RMSNorm(context, f"{prefix}.k_norm", head_size, epsilon)
-        self.rotary = rotary
         self._head_size = head_size
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
@@ -140,8 +138,6 @@ class RotaryAttention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             query = self._norm_heads(self.q_norm, query)
             key = self._norm_heads(self.k_norm, key)
-        if context.rotary is not None:
-            self.rotary.forward(context.rotary, query, key)
         return self.o_proj.forward(self.attention.forward(query, key, value, context))
 
     def _norm_heads(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -151,14 +147,12 @@ class RotaryAttention(Layer):
 class DecoderLayer(Layer):
     """Norm, attention, norm, MLP; the residual is added inside the norms."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, index: int, options: LayerOptions, rotary: RotaryEmbedding
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, index: int, options: LayerOptions) -> None:
         prefix = f"model.layers.{index}"
         cache_index = context.parallel.layers(config.num_layers).index(index)
         epsilon = float(config.hf_config["rms_norm_eps"])
         self.input_layernorm = RMSNorm(context, f"{prefix}.input_layernorm", config.hidden_size, epsilon)
-        self.self_attn = RotaryAttention(config, context, f"{prefix}.self_attn", cache_index, options, rotary)
+        self.self_attn = RotaryAttention(config, context, f"{prefix}.self_attn", cache_index, options)
         self.post_attention_layernorm = RMSNorm(
             context, f"{prefix}.post_attention_layernorm", config.hidden_size, epsilon
         )
@@ -314,7 +308,7 @@ class DecoderForCausalLM(CausalLM):
             self.embed_tokens = VocabParallelEmbedding(context, _EMBEDDING, vocab, hidden)
         self.rotary = make_rotary_embedding(hf_config, config.head_size, config.max_model_len, context.device)
         self.decoder_layers = [
-            DecoderLayer(config, context, index, self.layer_options(hf_config, index), self.rotary)
+            DecoderLayer(config, context, index, self.layer_options(hf_config, index))
             for index in parallel.layers(config.num_layers)
         ]
         self.norm: RMSNorm | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ascend_vllm.ops.elementwise import make_cos_sin_cache, rotate_heads
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import define_op
 
@@ -72,12 +73,82 @@ def store_kv(
         >>> cache[0, 1, 0, 1].sum().item()
         16.0
     """
+    _store(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """What it means to store [T, K, D] keys and values."""
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // block_size, slots % block_size
     key_cache[blocks, :, offsets] = key[kept]
     value_cache[blocks, :, offsets] = value[kept]
+
+
+def _rotary_store_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # tokens, query heads per KV head, KV heads, head size, rotated part of it, block size, share of skipped tokens
+    cases = [
+        (0, 2, 1, 16, 16, 16, 0.0),
+        (1, 7, 2, 64, 64, 32, 0.0),
+        (1, 1, 1, 16, 2, 16, 1.0),
+        (5, 3, 2, 24, 8, 16, 0.3),
+        (33, 2, 3, 72, 18, 64, 0.5),
+        (130, 2, 4, 128, 128, 128, 0.1),
+        (40, 1, 2, 256, 64, 16, 0.1),
+    ]
+    for seed, (tokens, group, kv_heads, size, rot_dim, block_size, skipped) in enumerate(cases):
+        generator = torch.Generator().manual_seed(seed)
+        widths = [group * kv_heads * size, kv_heads * size, kv_heads * size]
+        for is_neox in (True, False):
+            # query, key and value side by side, as a fused projection leaves them
+            qkv = torch.randn(tokens, sum(widths), generator=generator).to(dtype)
+            query, key, value = qkv.tensor_split((widths[0], widths[0] + widths[1]), dim=-1)
+            blocks = tokens // block_size + 2
+            cache = torch.randn(2, blocks, kv_heads, block_size, size, generator=generator).to(dtype)
+            slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+            slots[torch.rand(tokens, generator=generator) < skipped] = -1
+            positions = torch.randint(0, 50, (tokens,), generator=generator)
+            yield positions, query, key, value, make_cos_sin_cache(50, rot_dim), is_neox, cache[0], cache[1], slots
+
+
+@define_op(inputs=_rotary_store_inputs, mutates=("query", "key_cache", "value_cache"), devices=("cpu",))
+def rotary_store_kv(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`rotary_embedding` and `store_kv` at once: rotated keys go into the cache and nowhere else.
+
+    Args:
+        positions: [T] int64, each in [0, rows of the table).
+        query: [T, N*D]; rows may be strided; rotated in place.
+        key: [T, K*D], likewise, but left as it is.
+        value: [T, K*D], likewise.
+        cos_sin_cache: [.., rot_dim] float32, as `rotary_embedding`'s.
+        is_neox: as `rotary_embedding`'s.
+        key_cache: [P, K, S, D], contiguous, query's dtype; written.
+        value_cache: [P, K, S, D], likewise.
+        slot_mapping: [T] int64, as `store_kv`'s.
+    """
+    kv_heads, head_size = key_cache.shape[1], key_cache.shape[3]
+    rotate_heads(positions, query, head_size, cos_sin_cache, is_neox)
+    turned = key.clone()
+    rotate_heads(positions, turned, head_size, cos_sin_cache, is_neox)
+    shape = (key.shape[0], kv_heads, head_size)
+    _store(turned.view(shape), value.view(shape), key_cache, value_cache, slot_mapping)
 
 
 def make_paged_problem(

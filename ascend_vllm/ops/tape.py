@@ -30,6 +30,7 @@ RECORDABLE = frozenset(
         "paged_attention",
         "rms_norm",
         "rotary_embedding",
+        "rotary_store_kv",
         "silu_and_mul",
         "store_kv",
         "unpack_rows",

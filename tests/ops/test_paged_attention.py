@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,16 @@ import torch
 
 from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch
 from ascend_vllm.attention.cpu import CpuAttention
+from ascend_vllm.ops.elementwise import rotary_embedding
 from ascend_vllm.ops.native import available_cpu_isas, cpu_isa, set_cpu_isa
-from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, make_paged_problem, paged_attention, store_kv
+from ascend_vllm.ops.paged import (
+    BLOCK_SIZES,
+    HEAD_SIZES,
+    make_paged_problem,
+    paged_attention,
+    rotary_store_kv,
+    store_kv,
+)
 from ascend_vllm.ops.registry import FLOAT_DTYPES, OPS
 
 needs_kernels = pytest.mark.skipif(not available_cpu_isas(), reason="the CPU kernels are not built")
@@ -372,6 +381,62 @@ def test_store_kv_refuses_a_slot_beyond_the_cache() -> None:
     key = torch.randn(1, 2, 16)
     with pytest.raises(IndexError, match="slot 48, the cache has 48"):
         store_kv(key, key, cache[0], cache[1], torch.tensor([48]))
+
+
+_STORE_NAMES = (
+    "positions",
+    "query",
+    "key",
+    "value",
+    "cos_sin_cache",
+    "is_neox",
+    "key_cache",
+    "value_cache",
+    "slot_mapping",
+)
+
+
+def _store_problems(dtype: torch.dtype) -> list[dict[str, Any]]:
+    return [dict(zip(_STORE_NAMES, arguments, strict=True)) for arguments in OPS["rotary_store_kv"].inputs(dtype)]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_rotary_store_kv_is_both_ops_one_after_the_other(isa: str, dtype: torch.dtype) -> None:
+    joined, apart = _store_problems(dtype), _store_problems(dtype)
+    for one, two in zip(joined, apart, strict=True):
+        before = one["key"].clone()
+        rotary_store_kv(*one.values())
+        assert torch.equal(one["key"], before), "keys stay where they are as they are"
+        kv_heads, size = two["key_cache"].shape[1], two["key_cache"].shape[3]
+        rotary_embedding(two["positions"], two["query"], two["key"], size, two["cos_sin_cache"], two["is_neox"])
+        key, value = (two[name].view(-1, kv_heads, size) for name in ("key", "value"))
+        store_kv(key, value, two["key_cache"], two["value_cache"], two["slot_mapping"])
+        for name in ("query", "key_cache", "value_cache"):
+            assert torch.equal(one[name], two[name]), name
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": lambda x: x + 50}, "is outside the rotary table of 50 positions"),
+        ({"slot_mapping": lambda x: x + 1000}, "slot_mapping holds slot 1"),
+        ({"slot_mapping": lambda x: x[1:]}, "slot_mapping must be a contiguous Long tensor of 33"),
+        ({"value": lambda x: x[:, :-1]}, "value must be of key's shape"),
+        ({"value": lambda x: x.bfloat16()}, "value must be Float"),
+        ({"key": lambda x: x[:, :72], "value": lambda x: x[:, :72]}, "one shape with 1 KV heads"),
+        ({"value_cache": lambda x: x[:, :, :8]}, "value_cache must be"),
+        ({"key_cache": lambda x: x[0]}, "key_cache must have four dimensions"),
+        ({"cos_sin_cache": lambda x: x[:, :17]}, "cos_sin_cache must be"),
+        ({"query": lambda x: x[:, :-1]}, "query must be"),
+    ],
+)
+def test_rotary_store_kv_refuses_wrong_arguments(change: dict[str, Any], message: str) -> None:
+    problem = next(itertools.dropwhile(lambda one: len(one["positions"]) != 33, _store_problems(torch.float32)))
+    for name, function in change.items():
+        problem[name] = function(problem[name])
+    with pytest.raises((RuntimeError, IndexError), match=message):
+        rotary_store_kv(*problem.values())
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,15 @@
+#include "cpu/bind/paged.h"
+
 #include <cstring>
 #include <memory>
 #include <new>
 
 #include "cpu/bind/tape.h"
-#include "cpu/bind/tensor.h"
 #include "cpu/kernels/paged_plan.h"
 #include "cpu/kernels/paged_store.h"
 
 namespace ascend_vllm {
 namespace {
-
-// The cache of keys or values: [P, K, S, D].
-void check_cache(const at::Tensor& cache, const char* name, const at::Tensor& like, int64_t head_size) {
-  check_same_dtype(cache, name, like);
-  TORCH_CHECK(cache.dim() == 4 && cache.size(3) == head_size && cache.is_contiguous(), name,
-              " must be a contiguous tensor [blocks, KV heads, block size, ", head_size, "], got shape ",
-              cache.sizes(), " and strides ", cache.strides());
-}
 
 void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
               const at::Tensor& value_cache, const at::Tensor& slot_mapping) {
@@ -27,11 +20,7 @@ void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   check_rows(value, "value");
   check_same_dtype(value, "value", key);
   dtype_of(key, "key");
-  check_cache(key_cache, "key_cache", key, key.size(2));
-  check_cache(value_cache, "value_cache", key, key.size(2));
-  TORCH_CHECK(key_cache.size(1) == key.size(1) && value_cache.sizes() == key_cache.sizes(),
-              "key_cache and value_cache must have one shape with ", key.size(1), " KV heads, got ",
-              key_cache.sizes(), " and ", value_cache.sizes());
+  check_caches(key_cache, value_cache, key, key.size(1), key.size(2));
   const int64_t tokens = key.size(0), bytes = key.element_size();
   check_vector(slot_mapping, "slot_mapping", at::kLong, tokens);
   const StoreKvArgs args{
@@ -50,10 +39,7 @@ void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
       .value_head_bytes = value.stride(1) * bytes,
   };
   launch([args, num_slots = key_cache.size(0) * key_cache.size(2)] {
-    int64_t greatest = -1;
-    for (int64_t t = 0; t < args.tokens; ++t) greatest = std::max(greatest, args.slots[t]);
-    TORCH_CHECK_INDEX(greatest < num_slots, "slot_mapping holds slot ", greatest, ", the cache has ",
-                      num_slots);
+    check_slots(args.slots, args.tokens, num_slots);
     store_kv_kernel(args);
   });
 }

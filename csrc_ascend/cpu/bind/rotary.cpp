@@ -1,7 +1,7 @@
 #include "cpu/kernels/rotary.h"
 
+#include "cpu/bind/paged.h"
 #include "cpu/bind/tape.h"
-#include "cpu/bind/tensor.h"
 
 namespace ascend_vllm {
 namespace {
@@ -12,8 +12,8 @@ void check_heads(const at::Tensor& rows, const char* name, const at::Tensor& pos
   check_rows(rows, name);
 }
 
-void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, const at::Tensor& key,
-                      int64_t head_size, const at::Tensor& cos_sin_cache, bool is_neox) {
+RotaryArgs rotary_args(const at::Tensor& positions, const at::Tensor& query, const at::Tensor& key,
+                       int64_t head_size, const at::Tensor& cos_sin_cache, bool is_neox) {
   TORCH_CHECK(head_size > 0, "head_size must be positive, got ", head_size);
   check_vector(positions, "positions", at::kLong, positions.numel());
   check_heads(query, "query", positions, head_size);
@@ -24,7 +24,7 @@ void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, cons
                   cos_sin_cache.size(1) <= head_size,
               "cos_sin_cache must be a contiguous float32 matrix with an even number of columns, at most ",
               head_size, ", got ", cos_sin_cache.scalar_type(), " of shape ", cos_sin_cache.sizes());
-  const RotaryArgs args{
+  return {
       .dtype = dtype_of(query, "query"),
       .positions = positions.const_data_ptr<int64_t>(),
       .rows = {query.mutable_data_ptr(), key.mutable_data_ptr()},
@@ -36,17 +36,59 @@ void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, cons
       .rot_dim = cos_sin_cache.size(1),
       .is_neox = is_neox,
   };
+}
+
+// The kernels trust positions; they come from data, so they are checked as data.
+void check_positions(const RotaryArgs& args, int64_t num_positions) {
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    const int64_t position = args.positions[t];
+    TORCH_CHECK_INDEX(position >= 0 && position < num_positions, "position ", position,
+                      " is outside the rotary table of ", num_positions, " positions");
+  }
+}
+
+void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, const at::Tensor& key,
+                      int64_t head_size, const at::Tensor& cos_sin_cache, bool is_neox) {
+  const RotaryArgs args = rotary_args(positions, query, key, head_size, cos_sin_cache, is_neox);
   launch([args, num_positions = cos_sin_cache.size(0)] {
-    for (int64_t t = 0; t < args.tokens; ++t) {
-      const int64_t position = args.positions[t];
-      TORCH_CHECK_INDEX(position >= 0 && position < num_positions, "position ", position,
-                        " is outside the rotary table of ", num_positions, " positions");
-    }
+    check_positions(args, num_positions);
     rotary_embedding_kernel(args);
+  });
+}
+
+void rotary_store_kv(const at::Tensor& positions, const at::Tensor& query, const at::Tensor& key,
+                     const at::Tensor& value, const at::Tensor& cos_sin_cache, bool is_neox,
+                     const at::Tensor& key_cache, const at::Tensor& value_cache,
+                     const at::Tensor& slot_mapping) {
+  TORCH_CHECK(key_cache.dim() == 4, "key_cache must have four dimensions, got shape ", key_cache.sizes());
+  const int64_t head_size = key_cache.size(3);
+  const RotaryArgs rotary = rotary_args(positions, query, key, head_size, cos_sin_cache, is_neox);
+  TORCH_CHECK(value.sizes() == key.sizes(), "value must be of key's shape ", key.sizes(), ", got ",
+              value.sizes());
+  check_rows(value, "value");
+  check_same_dtype(value, "value", key);
+  check_caches(key_cache, value_cache, key, rotary.heads[1], head_size);
+  check_vector(slot_mapping, "slot_mapping", at::kLong, rotary.tokens);
+  const RotaryStoreArgs args{
+      .rotary = rotary,
+      .value = value.const_data_ptr(),
+      .value_stride = value.stride(0),
+      .key_cache = key_cache.mutable_data_ptr(),
+      .value_cache = value_cache.mutable_data_ptr(),
+      .slots = slot_mapping.const_data_ptr<int64_t>(),
+      .block_size = key_cache.size(2),
+  };
+  launch([args, num_positions = cos_sin_cache.size(0), num_slots = key_cache.size(0) * key_cache.size(2)] {
+    check_positions(args.rotary, num_positions);
+    check_slots(args.slots, args.rotary.tokens, num_slots);
+    rotary_store_kv_kernel(args);
   });
 }
 
 }  // namespace
 }  // namespace ascend_vllm
 
-TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) { m.impl("rotary_embedding", &ascend_vllm::rotary_embedding); }
+TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
+  m.impl("rotary_embedding", &ascend_vllm::rotary_embedding);
+  m.impl("rotary_store_kv", &ascend_vllm::rotary_store_kv);
+}

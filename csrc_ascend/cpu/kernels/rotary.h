@@ -1,4 +1,5 @@
-// Rotary position embedding, in place on strided query and key rows.
+// Rotary position embedding on strided query and key rows: in place, or with keys and values on their way into
+// a paged cache.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -16,7 +17,19 @@ struct RotaryArgs {
   bool is_neox;
 };
 
+// Queries are rotated in place; keys are rotated, and values copied, into the cache.
+struct RotaryStoreArgs {
+  RotaryArgs rotary;  // its key rows are only read
+  const void* value;  // row t starts at t * value_stride elements
+  int64_t value_stride;
+  void* key_cache;  // [P, K, S, D]
+  void* value_cache;
+  const int64_t* slots;  // [tokens], block * S + offset; negative: skip
+  int64_t block_size;
+};
+
 ASCEND_VLLM_KERNEL(rotary_embedding, RotaryArgs)
+ASCEND_VLLM_KERNEL(rotary_store_kv, RotaryStoreArgs)
 
 }  // namespace ascend_vllm
 
@@ -27,32 +40,33 @@ ASCEND_VLLM_KERNEL(rotary_embedding, RotaryArgs)
 namespace ascend_vllm {
 namespace {
 
-// Pairs (j, j + half) of one head.
+// Pairs (j, j + half) of one head. `to` may be `x`.
 template <class T>
-inline void rotate_halves(T* x, const float* cos, const float* sin, int64_t half) {
+inline void rotate_halves(T* to, const T* x, const float* cos, const float* sin, int64_t half) {
   for_lanes(
       half,
       [&](int64_t j) {
         const VecF a = load(x + j), b = load(x + half + j), c = load(cos + j), s = load(sin + j);
-        store(x + j, a * c - b * s);
-        store(x + half + j, b * c + a * s);
+        store(to + j, a * c - b * s);
+        store(to + half + j, b * c + a * s);
       },
       [&](int64_t j, int rest) {
         const VecF a = load_n(x + j, rest), b = load_n(x + half + j, rest);
         const VecF c = load_n(cos + j, rest), s = load_n(sin + j, rest);
-        store_n(x + j, a * c - b * s, rest);
-        store_n(x + half + j, b * c + a * s, rest);
+        store_n(to + j, a * c - b * s, rest);
+        store_n(to + half + j, b * c + a * s, rest);
       });
 }
 
-// Pairs (2j, 2j + 1) of one head, by way of a float32 copy so that the compiler can shuffle.
+// Pairs (2j, 2j + 1) of one head, by way of a float32 copy so that the compiler can shuffle. `to` may be `x`.
 template <class T>
-inline void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t half) {
+inline void rotate_neighbours(T* to, const T* x, const float* cos, const float* sin, int64_t half) {
   constexpr int64_t kChunk = 64;
   alignas(64) float values[2 * kChunk];
   for (int64_t start = 0; start < half; start += kChunk) {
     const int64_t pairs = half - start < kChunk ? half - start : kChunk;
-    T* part = x + 2 * start;
+    const T* part = x + 2 * start;
+    T* turned = to + 2 * start;
     for_lanes(
         2 * pairs, [&](int64_t i) { store(values + i, load(part + i)); },
         [&](int64_t i, int rest) { store_n(values + i, load_n(part + i, rest), rest); });
@@ -62,27 +76,60 @@ inline void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t 
       values[2 * j + 1] = b * cos[start + j] + a * sin[start + j];
     }
     for_lanes(
-        2 * pairs, [&](int64_t i) { store(part + i, load(values + i)); },
-        [&](int64_t i, int rest) { store_n(part + i, load_n(values + i, rest), rest); });
+        2 * pairs, [&](int64_t i) { store(turned + i, load(values + i)); },
+        [&](int64_t i, int rest) { store_n(turned + i, load_n(values + i, rest), rest); });
   }
 }
 
+// The rotated part of one head of token t. `to` may be `x`.
+template <class T>
+inline void rotate_head(const RotaryArgs& a, int64_t t, T* to, const T* x) {
+  const int64_t half = a.rot_dim / 2;
+  const float* cos = a.cos_sin + a.positions[t] * a.rot_dim;
+  if (a.is_neox) {
+    rotate_halves(to, x, cos, cos + half, half);
+  } else {
+    rotate_neighbours(to, x, cos, cos + half, half);
+  }
+}
+
+// All query heads (which = 0) or key heads (1) of token t, in place.
+template <class T>
+inline void rotate_row(const RotaryArgs& a, int which, int64_t t) {
+  T* row = static_cast<T*>(a.rows[which]) + t * a.strides[which];
+  for (int64_t h = 0; h < a.heads[which]; ++h) rotate_head(a, t, row + h * a.head_size, row + h * a.head_size);
+}
+
+inline int64_t elementary_operations(const RotaryArgs& a) { return 2 * (a.heads[0] + a.heads[1]) * a.rot_dim; }
+
 template <class T>
 void rotary_embedding(const RotaryArgs& a) {
-  const int64_t half = a.rot_dim / 2;
-  parallel_for(a.tokens, 2 * (a.heads[0] + a.heads[1]) * a.rot_dim, [&](int64_t begin, int64_t end) {
+  parallel_for(a.tokens, elementary_operations(a), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const float* cos = a.cos_sin + a.positions[t] * a.rot_dim;
-      const float* sin = cos + half;
-      for (int which = 0; which < 2; ++which) {
-        T* row = static_cast<T*>(a.rows[which]) + t * a.strides[which];
-        for (int64_t h = 0; h < a.heads[which]; ++h) {
-          if (a.is_neox) {
-            rotate_halves(row + h * a.head_size, cos, sin, half);
-          } else {
-            rotate_neighbours(row + h * a.head_size, cos, sin, half);
-          }
-        }
+      rotate_row<T>(a, 0, t);
+      rotate_row<T>(a, 1, t);
+    }
+  });
+}
+
+template <class T>
+void rotary_store_kv(const RotaryStoreArgs& args) {
+  const RotaryArgs& a = args.rotary;
+  const int64_t kv_heads = a.heads[1], size = a.head_size;
+  parallel_for(a.tokens, elementary_operations(a), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      rotate_row<T>(a, 0, t);
+      const int64_t slot = args.slots[t];
+      if (slot < 0) continue;
+      const T* key = static_cast<const T*>(a.rows[1]) + t * a.strides[1];
+      const T* value = static_cast<const T*>(args.value) + t * args.value_stride;
+      const int64_t first = slot / args.block_size * kv_heads * args.block_size + slot % args.block_size;
+      for (int64_t k = 0; k < kv_heads; ++k, key += size, value += size) {
+        const int64_t place = (first + k * args.block_size) * size;
+        T* to = static_cast<T*>(args.key_cache) + place;
+        rotate_head(a, t, to, key);
+        __builtin_memcpy(to + a.rot_dim, key + a.rot_dim, (size - a.rot_dim) * sizeof(T));
+        __builtin_memcpy(static_cast<T*>(args.value_cache) + place, value, size * sizeof(T));
       }
     }
   });
@@ -92,6 +139,10 @@ void rotary_embedding(const RotaryArgs& a) {
 
 ASCEND_VLLM_DEFINE_KERNEL(rotary_embedding, RotaryArgs) {
   with_dtype(args.dtype, [&](auto tag) { rotary_embedding<decltype(tag)>(args); });
+}
+
+ASCEND_VLLM_DEFINE_KERNEL(rotary_store_kv, RotaryStoreArgs) {
+  with_dtype(args.rotary.dtype, [&](auto tag) { rotary_store_kv<decltype(tag)>(args); });
 }
 
 }  // namespace ascend_vllm
