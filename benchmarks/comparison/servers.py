@@ -23,7 +23,7 @@ import psutil
 MODEL_NAME = "benchmark"
 _POLL_S = 0.01
 # a server that takes less of a core than this, over this time, leaves the machine to others
-_IDLE_CORES, _IDLE_S = 0.1, 0.5
+_IDLE_CORES, _IDLE_S = 0.1, 0.2
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
     "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
