@@ -25,7 +25,7 @@ from ascend_vllm.attention.ascend_calls import (
 )
 from ascend_vllm.attention.ascend_custom import CustomAttention, store_kv_custom
 from ascend_vllm.attention.ascend_plan import Part, Precision, RowKind, split_rows
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, RotaryStep
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.ops import ascend_custom
 
@@ -178,9 +178,12 @@ class AscendAttention(AttentionBackend):
         kv_cache: torch.Tensor,
         batch: ForwardBatch,  # noqa: ARG002 - all that is needed of it is prepared
         metadata: AscendStep,
+        rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
         if self._mask is None:
             raise RuntimeError("the attention backend has no KV cache: call bind first")
+        if rotary is not None:
+            rotary.rotate(query, key, spec.head_size)
         num_tokens, head_size = query.shape[0], spec.head_size
         # the operators read no strided rows, which the parts of a fused projection are
         key = key.contiguous().view(num_tokens, spec.num_kv_heads, head_size)

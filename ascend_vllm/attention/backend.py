@@ -81,6 +81,10 @@ class RotaryStep:
     # pairs are elements i and i+F/2 of a head; otherwise 2i and 2i+1 (GPT-J)
     is_neox: bool
 
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, head_size: int) -> None:
+        """query [T, N*D] and key [T, K*D], in place; rows may be views of a wider tensor."""
+        rotary_embedding(self.positions, query, key, head_size, self.cos_sin, self.is_neox)
+
 
 class AttentionBackend(abc.ABC):
     """Attention over a paged KV cache on one kind of device. One object serves all layers of a model.
@@ -176,33 +180,20 @@ class AttentionBackend(abc.ABC):
         kv_cache: torch.Tensor,
         batch: ForwardBatch,
         metadata: Any,
+        rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
         """Stores key and value, then attends.
 
         Args:
+            spec: of the layer.
             query: [T, N*D].
             key: [T, K*D].
             value: [T, K*D].
             kv_cache: of `kv_cache_shape`.
+            batch: the step's tokens and rows.
+            metadata: what `prepare` made of the batch.
+            rotary: query and key are rotated by it first, and may be overwritten; None: they are what they should be.
 
         Returns:
             [T, N*D], in query's dtype.
         """
-
-    def forward_rotary(
-        self,
-        rotary: RotaryStep,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: ForwardBatch,
-        metadata: Any,
-    ) -> torch.Tensor:
-        """Rotates query and key, then does what `forward` does with its arguments; for backends to join the two.
-
-        Query and key may be overwritten.
-        """
-        rotary_embedding(rotary.positions, query, key, spec.head_size, rotary.cos_sin, rotary.is_neox)
-        return self.forward(spec, query, key, value, kv_cache, batch, metadata)

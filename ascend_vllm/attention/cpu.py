@@ -52,38 +52,17 @@ class CpuAttention(AttentionBackend):
         kv_cache: torch.Tensor,
         batch: ForwardBatch,
         metadata: None,  # noqa: ARG002 - nothing is prepared
-    ) -> torch.Tensor:
-        key_cache, value_cache = kv_cache.unbind(0)
-        # views: the parts of a fused projection stay where they are
-        shape = (query.shape[0], spec.num_kv_heads, spec.head_size)
-        store_kv(key.view(shape), value.view(shape), key_cache, value_cache, batch.slot_mapping)
-        return self._attend(spec, query, key_cache, value_cache, batch)
-
-    def forward_rotary(
-        self,
-        rotary: RotaryStep,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: ForwardBatch,
-        metadata: None,  # noqa: ARG002 - nothing is prepared
-    ) -> torch.Tensor:
-        key_cache, value_cache = kv_cache.unbind(0)
-        angles = (rotary.cos_sin, rotary.is_neox)
-        rotary_store_kv(rotary.positions, query, key, value, *angles, key_cache, value_cache, batch.slot_mapping)
-        return self._attend(spec, query, key_cache, value_cache, batch)
-
-    @staticmethod
-    def _attend(
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        batch: ForwardBatch,
+        rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
         num_tokens = query.shape[0]
+        key_cache, value_cache = kv_cache.unbind(0)
+        if rotary is None:
+            # views: the parts of a fused projection stay where they are
+            shape = (num_tokens, spec.num_kv_heads, spec.head_size)
+            store_kv(key.view(shape), value.view(shape), key_cache, value_cache, batch.slot_mapping)
+        else:
+            angles = (rotary.cos_sin, rotary.is_neox)
+            rotary_store_kv(rotary.positions, query, key, value, *angles, key_cache, value_cache, batch.slot_mapping)
         output: torch.Tensor = paged_attention(
             query.view(num_tokens, spec.num_heads, spec.head_size),
             key_cache,

@@ -46,9 +46,7 @@ class Attention(Layer):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """query [T, N*D], key and value [T, K*D] → [T, N*D]; rotates query and key, stores key and value."""
-        backend, cache = context.backend, context.kv_caches[self.index]
-        if context.rotary is None:
-            return backend.forward(self.spec, query, key, value, cache, context.batch, context.metadata)
-        return backend.forward_rotary(
-            context.rotary, self.spec, query, key, value, cache, context.batch, context.metadata
+        cache = context.kv_caches[self.index]
+        return context.backend.forward(
+            self.spec, query, key, value, cache, context.batch, context.metadata, context.rotary
         )

@@ -13,7 +13,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.rotary import DynamicNTKRotaryEmbedding, RotaryConfig, RotaryEmbedding, make_rotary_embedding
-from ascend_vllm.ops.elementwise import rotary_embedding
 
 HEAD_SIZE = 64
 CPU = torch.device("cpu")
@@ -78,8 +77,7 @@ def test_partial_rotation_narrows_the_table() -> None:
     assert rotary.cos_sin.shape == (64, HEAD_SIZE // 2)
     query, key = torch.randn(3, 2 * HEAD_SIZE), torch.randn(3, HEAD_SIZE)
     before = query.clone()
-    step = rotary.prepare(_batch([3]))
-    rotary_embedding(step.positions, query, key, HEAD_SIZE, step.cos_sin, step.is_neox)
+    rotary.prepare(_batch([3])).rotate(query, key, HEAD_SIZE)
     heads, heads_before = query.view(3, 2, HEAD_SIZE), before.view(3, 2, HEAD_SIZE)
     assert torch.equal(heads[..., HEAD_SIZE // 2 :], heads_before[..., HEAD_SIZE // 2 :])
     assert not torch.equal(heads[1:, :, : HEAD_SIZE // 2], heads_before[1:, :, : HEAD_SIZE // 2])
