@@ -123,9 +123,20 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-def _content(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+def _peer_version(args: argparse.Namespace) -> str:
+    """What the peer's program says of itself.
+
+    Raises:
+        LoadError: nothing.
+    """
+    done = subprocess.run([args.peer_program, "--version"], capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout.split():
+        raise LoadError(f"{args.peer_program} --version ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout.split()[-1]
+
+
+def _content(args: argparse.Namespace, peer_version: str, found: dict[str, Any]) -> dict[str, Any]:
     """The result as it is kept."""
-    done = subprocess.run([args.peer_program, "--version"], capture_output=True, text=True, check=True)
     return {
         "kind": "clients",
         "note": args.note,
@@ -133,7 +144,7 @@ def _content(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         "command": report.command_line("compare_clients.py", sys.argv[1:]),
         "rounds": args.rounds,
         "sizes": {name: getattr(args, name) for name in SIZES},
-        "peer_version": done.stdout.split()[-1],
+        "peer_version": peer_version,
         "figures": found,
     }
 
@@ -142,6 +153,8 @@ def main() -> None:
     """Measures, prints a line for each figure, writes the file."""
     args = _parse_args()
     try:
+        # asked first: what cannot be told must not cost a measurement
+        peer_version = _peer_version(args)
         with _server(args) as url:
             found = compare(args, url)
     except (LoadError, servers.ServerError) as error:
@@ -150,7 +163,7 @@ def main() -> None:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
         print(f"{name:20} ours {row['ours']:10.4g}  peer {row['peer']:10.4g}  ratio {ratio}")
     if args.json is not None:
-        report.save(args.json, _content(args, found))
+        report.save(args.json, _content(args, peer_version, found))
 
 
 if __name__ == "__main__":

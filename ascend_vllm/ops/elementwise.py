@@ -151,22 +151,6 @@ def _rotary_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield positions, query, key, size, make_cos_sin_cache(50, rot_dim), is_neox
 
 
-def rotate_heads(
-    positions: torch.Tensor, x: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor, is_neox: bool
-) -> None:
-    """What rotary ops do to queries or keys x [T, N*D], in place; see `rotary_embedding`."""
-    rot_dim = cos_sin_cache.shape[-1]
-    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
-    rotated = x.view(x.shape[0], x.shape[1] // head_size, head_size)[..., :rot_dim]
-    values = _wide(rotated)
-    if is_neox:
-        first, second = values.chunk(2, dim=-1)
-    else:
-        first, second = values[..., 0::2], values[..., 1::2]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    rotated.copy_(torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2))
-
-
 @define_op(inputs=_rotary_inputs, mutates=("query", "key"))
 def rotary_embedding(
     positions: torch.Tensor,
@@ -188,8 +172,17 @@ def rotary_embedding(
         cos_sin_cache: [P, rot_dim] float32, cosines of the rot_dim/2 angles and then their sines; rot_dim <= D, even.
         is_neox: True pairs element j with j + rot_dim/2 (GPT-NeoX, Llama); False pairs 2j with 2j + 1 (GPT-J).
     """
-    rotate_heads(positions, query, head_size, cos_sin_cache, is_neox)
-    rotate_heads(positions, key, head_size, cos_sin_cache, is_neox)
+    rot_dim = cos_sin_cache.shape[-1]
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    for x in (query, key):
+        rotated = x.view(x.shape[0], x.shape[1] // head_size, head_size)[..., :rot_dim]
+        values = _wide(rotated)
+        if is_neox:
+            first, second = values.chunk(2, dim=-1)
+        else:
+            first, second = values[..., 0::2], values[..., 1::2]
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        rotated.copy_(torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2))
 
 
 def _gate_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

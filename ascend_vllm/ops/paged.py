@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.ops.elementwise import make_cos_sin_cache, rotate_heads
+from ascend_vllm.ops.elementwise import make_cos_sin_cache
 from ascend_vllm.ops.native import load_native_library
-from ascend_vllm.ops.registry import define_op
+from ascend_vllm.ops.registry import OPS, define_op
 
 HEAD_SIZES = range(16, 257, 8)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -73,17 +73,6 @@ def store_kv(
         >>> cache[0, 1, 0, 1].sum().item()
         16.0
     """
-    _store(key, value, key_cache, value_cache, slot_mapping)
-
-
-def _store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """What it means to store [T, K, D] keys and values."""
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
@@ -144,11 +133,10 @@ def rotary_store_kv(
         slot_mapping: [T] int64, as `store_kv`'s.
     """
     kv_heads, head_size = key_cache.shape[1], key_cache.shape[3]
-    rotate_heads(positions, query, head_size, cos_sin_cache, is_neox)
     turned = key.clone()
-    rotate_heads(positions, turned, head_size, cos_sin_cache, is_neox)
+    OPS["rotary_embedding"].reference(positions, query, turned, head_size, cos_sin_cache, is_neox)
     shape = (key.shape[0], kv_heads, head_size)
-    _store(turned.view(shape), value.view(shape), key_cache, value_cache, slot_mapping)
+    OPS["store_kv"].reference(turned.view(shape), value.view(shape), key_cache, value_cache, slot_mapping)
 
 
 def make_paged_problem(

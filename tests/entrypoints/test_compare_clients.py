@@ -54,3 +54,5 @@ def test_a_client_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     args = program._parse_args()
     with pytest.raises(program.LoadError, match="false bench serve ended with code 1"):
         program._peer_figures(args, "http://127.0.0.1:1", 0)
+    with pytest.raises(program.LoadError, match="false --version ended with code 1"):
+        program._peer_version(args)
