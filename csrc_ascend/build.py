@@ -52,7 +52,11 @@ _AVX512_FLAGS = (
 # Instruction set -> flags; the sets a machine cannot have are not built for it.
 VARIANTS: dict[str, tuple[str, ...]] = {"scalar": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16")}
+    _AVX512_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
+    VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_bf16": _AVX512_BF16_FLAGS}
+    VARIANTS |= {"amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")}
+# What a kernel must ask for to be built for a set: the others would be the same as for the set below.
+_ASKED_FOR = {"amx_bf16": "__AMX_BF16__"}
 
 NO_COMPILER = """
 ********************************************************************************************
@@ -115,10 +119,13 @@ def units() -> list[Unit]:
         for source in sorted((cpu / "bind").glob("*.cpp"))
     )
     for kernel in sorted((cpu / "kernels").glob("*.h")):
-        if "ASCEND_VLLM_DEFINE_KERNEL" not in kernel.read_text():
+        text = kernel.read_text()
+        if "ASCEND_VLLM_DEFINE_KERNEL" not in text:
             continue  # a header shared by kernels
         define = f'-DASCEND_VLLM_KERNEL_HEADER="{kernel.relative_to(SOURCE_ROOT).as_posix()}"'
         for isa, isa_flags in VARIANTS.items():
+            if _ASKED_FOR.get(isa, "") not in text:
+                continue
             flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *isa_flags, define)
             found.append(Unit(f"{kernel.stem}-{isa}", cpu / "variants" / f"{isa}.cpp", flags, kernel))
     return found

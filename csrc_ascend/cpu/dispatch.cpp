@@ -1,6 +1,9 @@
 // Chooses the instruction set of the CPU kernels; Python reaches it through ctypes (ops/native.py).
 #include "cpu/dispatch.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -8,7 +11,16 @@
 namespace ascend_vllm {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+
+#if defined(__x86_64__)
+// Linux gives a process the state of the tiles when it asks for it: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
+// (Documentation/arch/x86/xstate.rst). All of its threads and its forked children have it then.
+bool may_use_tiles() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return granted;
+}
+#endif
 
 bool machine_has(int isa) {
 #if defined(__x86_64__)
@@ -17,13 +29,17 @@ bool machine_has(int isa) {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   switch (isa) {
     case kAvx2:
       return avx2;
     case kAvx512:
       return avx512;
     case kAvx512Bf16:
-      return avx512 && __builtin_cpu_supports("avx512bf16");
+      return avx512_bf16;
+    case kAmxBf16:
+      return avx512_bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+             may_use_tiles();
     default:
       return true;
   }

@@ -6,8 +6,8 @@
 // (through cpu/variants/<isa>.cpp), each time with that set's flags; a binding includes the same header without
 // ASCEND_VLLM_ISA and gets `<op>_kernel(args)`, which calls the variant of the active instruction set.
 //
-// The variants are reached by weak references to their extern "C" names, so a platform may lack some, nothing
-// runs at load time, and no list of kernels exists anywhere.
+// The variants are reached by weak references to their extern "C" names, so a platform or a kernel may lack some
+// (the next lower one serves then), nothing runs at load time, and no list of kernels exists anywhere.
 #pragma once
 
 #include "common/dtype.h"
@@ -15,7 +15,7 @@
 namespace ascend_vllm {
 
 // Ordered: a later set is preferred where the machine has it.
-enum Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kNumIsas = 4 };
+enum Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmxBf16 = 4, kNumIsas = 5 };
 
 #ifndef ASCEND_VLLM_ISA
 
@@ -36,9 +36,10 @@ void call_variant(const Args& args, void (*const (&variants)[kNumIsas])(const Ar
   ASCEND_VLLM_VARIANT_(op, Args, avx2)                                                                       \
   ASCEND_VLLM_VARIANT_(op, Args, avx512)                                                                     \
   ASCEND_VLLM_VARIANT_(op, Args, avx512_bf16)                                                                \
+  ASCEND_VLLM_VARIANT_(op, Args, amx_bf16)                                                                   \
   inline void op##_kernel(const Args& args) {                                                                \
     call_variant<Args>(args, {ascend_vllm_##op##_scalar, ascend_vllm_##op##_avx2, ascend_vllm_##op##_avx512, \
-                              ascend_vllm_##op##_avx512_bf16});                                              \
+                              ascend_vllm_##op##_avx512_bf16, ascend_vllm_##op##_amx_bf16});                 \
   }
 
 #else

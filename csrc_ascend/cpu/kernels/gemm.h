@@ -304,8 +304,19 @@ inline void widen_row(const LinearArgs& a, int64_t t, X* to, int64_t padded) {
   if (padded > a.in_features) to[a.in_features] = X{};
 }
 
+}  // namespace
+}  // namespace ascend_vllm
+
+#include "cpu/kernels/gemm_tiles.h"
+
+namespace ascend_vllm {
+namespace {
+
 template <class T>
 void packed_linear(const LinearArgs& a) {
+#ifdef __AMX_BF16__
+  if constexpr (is_same<T, bfloat16>) return multiply_in_tiles(a);
+#endif
   using X = typename InputOf<T>::type;
   if (a.rows == 0 || a.out_features == 0) return;
   const int64_t padded = (a.in_features + 1) / 2 * 2;
