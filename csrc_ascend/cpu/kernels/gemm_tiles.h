@@ -1,9 +1,9 @@
-// The bfloat16 products of gemm.h in tiles (AMX): 16 rows of 32 inputs times 16 pairs of inputs by 16 outputs, which
-// is how a panel lies in memory anyway.
+// The bfloat16 products of gemm.h in tiles (AMX): 16 rows of 32 inputs times 16 pairs of inputs by 16 outputs,
+// which is how a panel lies in memory anyway.
 //
-// Every output is one chain of tile products in the order of the inputs, whatever the number of rows and threads, so
-// that a row's result does not depend on the rows beside it. Subnormal numbers count as zero, as the hardware
-// defines it.
+// Every output is one chain of tile products in the order of the inputs, whatever the number of rows and
+// threads, so that a row's result does not depend on the rows beside it. Subnormal numbers count as zero, as
+// the hardware defines it.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -13,11 +13,13 @@ namespace {
 
 constexpr int64_t kTileInputs = 32;  // inputs of a tile
 constexpr int64_t kTileHeight = 16;  // rows of a tile
-constexpr int64_t kTilePanels = 4;   // most panels of a task
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kTileBlock = 2 * kTileHeight;
+constexpr int64_t kTilePanels = 4;  // most panels of a task
 constexpr int64_t kTileColumns = kTilePanels * kPanel;
-// Inputs of a task's rows should stay in the second cache while all panels pass by.
-constexpr int64_t kInputBytesOfTask = 1 << 20;
-// What is fetched ahead of each panel, in bytes.
+// Inputs of a task's rows should stay in the second cache while its panels pass by.
+constexpr int64_t kInputBytesOfTask = 5 << 18;
+// What is fetched ahead within a panel, in bytes: a few tiles.
 constexpr int64_t kTileAhead = 4096;
 
 // What LDTILECFG reads.
@@ -28,8 +30,12 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are sums. With two tiles of rows 4 and 5 are inputs, 6 and 7 weights; with one, 4 is inputs and 5 to
-// 7 are weights.
+// GCC's intrinsics do not tell that they read memory beyond the first bytes: without this, what was written for
+// them need not be there.
+inline void be_in_memory(const void* written) { asm volatile("" : : "r"(written) : "memory"); }
+
+// Tiles 0 to 3 are sums. With two tiles of rows 4 and 5 are inputs, 6 and 7 weights; with one, 4 is inputs and
+// 5 to 7 are weights.
 inline void shape_tiles(int64_t first_rows, int64_t second_rows) {
   TileShapes shapes;
   const bool has_second = second_rows > 0;
@@ -39,6 +45,7 @@ inline void shape_tiles(int64_t first_rows, int64_t second_rows) {
     shapes.row_bytes[tile] = 64;
     shapes.rows[tile] = static_cast<uint8_t>(is_weights ? kTileHeight : is_second ? second_rows : first_rows);
   }
+  be_in_memory(&shapes);
   _tile_loadconfig(&shapes);
 }
 
@@ -50,183 +57,226 @@ struct TileOperands {
   int64_t panel_size;
 };
 
+// The lines of a tile of weights that comes `ahead` bytes later; 0: they are in a cache.
 template <bool kFetches>
-inline void fetch_ahead(const bfloat16* w) {
+inline void fetch(const bfloat16* w, int64_t ahead) {
   if constexpr (kFetches) {
-    const char* ahead = reinterpret_cast<const char*>(w) + kTileAhead;
+    const char* from = reinterpret_cast<const char*>(w) + ahead;
 #pragma GCC unroll 16
-    for (int line = 0; line < 16; ++line) __builtin_prefetch(ahead + line * 64);
+    for (int line = 0; line < 16; ++line) __builtin_prefetch(from + line * 64);
   }
 }
 
 // sums[16, 4 panels] += x times four panels for `steps` times 32 inputs. Sums are in tiles 0 to 3.
-template <bool kFetches>
-inline void add_wide(const TileOperands& o, int64_t steps) {
-  const bfloat16* w = o.w;
-  for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
-    _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
-    fetch_ahead<kFetches>(w);
-    _tile_loadd(5, w, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    fetch_ahead<kFetches>(w + o.panel_size);
-    _tile_loadd(6, w + o.panel_size, 64);
-    _tile_dpbf16ps(1, 4, 6);
-    fetch_ahead<kFetches>(w + 2 * o.panel_size);
-    _tile_loadd(7, w + 2 * o.panel_size, 64);
-    _tile_dpbf16ps(2, 4, 7);
-    fetch_ahead<kFetches>(w + 3 * o.panel_size);
-    _tile_loadd(5, w + 3 * o.panel_size, 64);
-    _tile_dpbf16ps(3, 4, 5);
+struct AddWide {
+  static constexpr int64_t kPanels = 4;
+  template <bool kFetches>
+  static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
+    const bfloat16* w = o.w;
+    for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
+      _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
+      fetch<kFetches>(w, ahead);
+      _tile_loadd(5, w, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      fetch<kFetches>(w + o.panel_size, ahead);
+      _tile_loadd(6, w + o.panel_size, 64);
+      _tile_dpbf16ps(1, 4, 6);
+      fetch<kFetches>(w + 2 * o.panel_size, ahead);
+      _tile_loadd(7, w + 2 * o.panel_size, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      fetch<kFetches>(w + 3 * o.panel_size, ahead);
+      _tile_loadd(5, w + 3 * o.panel_size, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
   }
-}
+};
 
 // The same with one panel, in tile 0.
-template <bool kFetches>
-inline void add_narrow(const TileOperands& o, int64_t steps) {
-  const bfloat16* w = o.w;
-  for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
-    fetch_ahead<kFetches>(w);
-    _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
-    _tile_loadd(5, w, 64);
-    _tile_dpbf16ps(0, 4, 5);
+struct AddNarrow {
+  static constexpr int64_t kPanels = 1;
+  template <bool kFetches>
+  static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
+    const bfloat16* w = o.w;
+    for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
+      fetch<kFetches>(w, ahead);
+      _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
+      _tile_loadd(5, w, 64);
+      _tile_dpbf16ps(0, 4, 5);
+    }
   }
-}
+};
 
 // The same with two tiles of rows and two panels: tiles 0 and 1 are sums of the first rows.
-template <bool kFetches>
-inline void add_square(const TileOperands& o, int64_t steps) {
-  const bfloat16* w = o.w;
-  const char* second = reinterpret_cast<const char*>(o.x) + kTileHeight * o.x_bytes;
-  for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
-    fetch_ahead<kFetches>(w);
-    fetch_ahead<kFetches>(w + o.panel_size);
-    _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
-    _tile_loadd(6, w, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, w + o.panel_size, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, second + step * 64, o.x_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+struct AddSquare {
+  static constexpr int64_t kPanels = 2;
+  template <bool kFetches>
+  static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
+    const bfloat16* w = o.w;
+    const char* second = reinterpret_cast<const char*>(o.x) + kTileHeight * o.x_bytes;
+    for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
+      fetch<kFetches>(w, ahead);
+      fetch<kFetches>(w + o.panel_size, ahead);
+      _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
+      _tile_loadd(6, w, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, w + o.panel_size, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, second + step * 64, o.x_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
-}
+};
 
 // The last inputs, fewer than 32, of up to 32 rows and 4 panels, filled up with zeros.
 struct TileRest {
   alignas(64) bfloat16 x[2 * kTileHeight * kTileInputs];
   alignas(64) bfloat16 w[kTilePanels * kTileInputs * kPanel];
 
-  TileRest(const TileOperands& o, int64_t rows, int64_t panels, int64_t begin, int64_t x_end, int64_t w_end) {
+  TileRest(const TileOperands& o, int64_t rows, int64_t panels, int64_t begin, int64_t end) {
+    const int64_t w_end = (end + 1) / 2 * 2;  // a panel has whole pairs
     __builtin_memset(x, 0, sizeof x);
     __builtin_memset(w, 0, sizeof w);
     for (int64_t r = 0; r < rows; ++r) {
       const char* row = reinterpret_cast<const char*>(o.x) + r * o.x_bytes;
-      __builtin_memcpy(x + r * kTileInputs, row + begin * sizeof(bfloat16), (x_end - begin) * sizeof(bfloat16));
+      __builtin_memcpy(x + r * kTileInputs, row + begin * sizeof(bfloat16), (end - begin) * sizeof(bfloat16));
     }
     for (int64_t p = 0; p < panels; ++p) {
       __builtin_memcpy(w + p * kTileInputs * kPanel, o.w + p * o.panel_size + begin * kPanel,
                        (w_end - begin) * kPanel * sizeof(bfloat16));
     }
+    be_in_memory(this);
   }
 
   TileOperands operands() const { return {x, 64, w, kTileInputs * kPanel}; }
 };
 
-// sums[rows <= 32, panels <= 4 of 16] = x times panels.
-template <bool kFetches>
-void multiply_block(const TileOperands& o, int64_t rows, int64_t panels, int64_t inputs, float* sums) {
-  constexpr int64_t kStride = kTileColumns * sizeof(float);
-  const int64_t steps = inputs / kTileInputs, whole = steps * kTileInputs, padded = (inputs + 1) / 2 * 2;
-  const bool has_rest = whole < inputs;
-  const int64_t second_rows = rows > kTileHeight ? rows - kTileHeight : 0;
-  shape_tiles(second_rows > 0 ? kTileHeight : rows, second_rows);
-  // adds(operands, steps) with sums of `width` panels from `panel` on
-  const auto part = [&](int64_t panel, int64_t width, auto add) __attribute__((always_inline)) {
-    const TileOperands from{o.x, o.x_bytes, o.w + panel * o.panel_size, o.panel_size};
-    add(from, steps);
-    if (has_rest) {
-      const TileRest rest(from, rows, width, whole, inputs, padded);
-      add(rest.operands(), int64_t{1});
-    }
-  };
-  const auto clear = [] {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  };
-  int64_t panel = 0;
-  if (second_rows > 0) {
-    float* second = sums + kTileHeight * kTileColumns;
-    for (; panel + 2 <= panels; panel += 2) {
-      clear();
-      part(panel, 2, [](const TileOperands& from, int64_t count) { add_square<kFetches>(from, count); });
-      _tile_stored(0, sums + panel * kPanel, kStride);
-      _tile_stored(1, sums + (panel + 1) * kPanel, kStride);
-      _tile_stored(2, second + panel * kPanel, kStride);
-      _tile_stored(3, second + (panel + 1) * kPanel, kStride);
-    }
-    if (panel == panels) return;
-    // an odd panel: the rows one tile after the other
-    multiply_block<kFetches>({o.x, o.x_bytes, o.w + panel * o.panel_size, o.panel_size}, kTileHeight, 1, inputs,
-                             sums + panel * kPanel);
-    const bfloat16* x = o.x + kTileHeight * o.x_bytes / static_cast<int64_t>(sizeof(bfloat16));
-    multiply_block<false>({x, o.x_bytes, o.w + panel * o.panel_size, o.panel_size}, second_rows, 1, inputs,
-                          second + panel * kPanel);
-    return;
+// All inputs of `rows` rows by as many panels as Add takes, into cleared sums.
+template <class Add>
+inline void add_all(const TileOperands& o, int64_t rows, int64_t inputs, bool fetches) {
+  const int64_t steps = inputs / kTileInputs;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (fetches) {
+    const int64_t last = std::min(steps, kTileAhead / kTileBytes), first = steps - last,
+                  done = first * kTileInputs;
+    Add::template run<true>(o, first, kTileAhead);
+    // What follows a panel's end is the next panel, which is among these: what comes next follows the last of
+    // them.
+    const int64_t others = (Add::kPanels - 1) * o.panel_size * static_cast<int64_t>(sizeof(bfloat16));
+    Add::template run<true>({o.x + done, o.x_bytes, o.w + done * kPanel, o.panel_size}, last,
+                            kTileAhead + others);
+  } else {
+    Add::template run<false>(o, steps, 0);
   }
-  for (; panel + 4 <= panels; panel += 4) {
-    clear();
-    part(panel, 4, [](const TileOperands& from, int64_t count) { add_wide<kFetches>(from, count); });
-    _tile_stored(0, sums + panel * kPanel, kStride);
-    _tile_stored(1, sums + (panel + 1) * kPanel, kStride);
-    _tile_stored(2, sums + (panel + 2) * kPanel, kStride);
-    _tile_stored(3, sums + (panel + 3) * kPanel, kStride);
-  }
-  for (; panel < panels; ++panel) {
-    clear();
-    part(panel, 1, [](const TileOperands& from, int64_t count) { add_narrow<kFetches>(from, count); });
-    _tile_stored(0, sums + panel * kPanel, kStride);
+  if (steps * kTileInputs < inputs) {
+    const TileRest rest(o, rows, Add::kPanels, steps * kTileInputs, inputs);
+    Add::template run<false>(rest.operands(), 1, 0);
   }
 }
 
-// Rows [row, row + rows) by panels [panel, panel + panels), as run_task in gemm.h.
-inline void run_tile_task(const LinearArgs& a, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-  constexpr int64_t kBlock = 2 * kTileHeight;
-  alignas(64) float sums[kBlock * kTileColumns], ups[kBlock * kTileColumns];
-  const int64_t panel_size = (a.in_features + 1) / 2 * 2 * kPanel, column = panel * kPanel;
-  const bfloat16* w = static_cast<const bfloat16*>(a.packed) + panel * panel_size;
-  const bfloat16* ups_w = w + a.out_features / 2 / kPanel * panel_size;
-  const int64_t columns = std::min(panels * kPanel, (a.is_gated ? a.out_features / 2 : a.out_features) - column);
-  for (int64_t begin = 0; begin < rows; begin += kBlock) {
-    const int64_t count = std::min(kBlock, rows - begin);
-    const bfloat16* x = static_cast<const bfloat16*>(a.x) + (row + begin) * a.x_stride;
-    const int64_t x_bytes = a.x_stride * static_cast<int64_t>(sizeof(bfloat16));
-    // the first rows fetch the weights, the others find them in the cache
-    const auto multiply = begin == 0 ? multiply_block<true> : multiply_block<false>;
-    multiply({x, x_bytes, w, panel_size}, count, panels, a.in_features, sums);
-    if (a.is_gated) multiply({x, x_bytes, ups_w, panel_size}, count, panels, a.in_features, ups);
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t at = r * kTileColumns;
-      if (!a.is_gated) {
-        write_row<bfloat16>(a, sums + at, row + begin + r, column, columns);
+constexpr int64_t kSumsBytes = kTileColumns * sizeof(float);
+
+// sums[rows <= 16, panels <= 4 of 16] = x times panels.
+inline void multiply_one_tile(const TileOperands& o, int64_t rows, int64_t panels, int64_t inputs, float* sums,
+                              bool fetches) {
+  shape_tiles(rows, 0);
+  if (panels == kTilePanels) {
+    add_all<AddWide>(o, rows, inputs, fetches);
+    _tile_stored(0, sums, kSumsBytes);
+    _tile_stored(1, sums + kPanel, kSumsBytes);
+    _tile_stored(2, sums + 2 * kPanel, kSumsBytes);
+    _tile_stored(3, sums + 3 * kPanel, kSumsBytes);
+    return;
+  }
+  for (int64_t p = 0; p < panels; ++p) {
+    add_all<AddNarrow>({o.x, o.x_bytes, o.w + p * o.panel_size, o.panel_size}, rows, inputs, fetches);
+    _tile_stored(0, sums + p * kPanel, kSumsBytes);
+  }
+}
+
+// sums[16 < rows <= 32, panels <= 4 of 16] = x times panels.
+inline void multiply_two_tiles(const TileOperands& o, int64_t rows, int64_t panels, int64_t inputs, float* sums,
+                               bool fetches) {
+  const int64_t second_rows = rows - kTileHeight;
+  float* second = sums + kTileHeight * kTileColumns;
+  shape_tiles(kTileHeight, second_rows);
+  int64_t p = 0;
+  for (; p + 2 <= panels; p += 2) {
+    add_all<AddSquare>({o.x, o.x_bytes, o.w + p * o.panel_size, o.panel_size}, rows, inputs, fetches);
+    _tile_stored(0, sums + p * kPanel, kSumsBytes);
+    _tile_stored(1, sums + (p + 1) * kPanel, kSumsBytes);
+    _tile_stored(2, second + p * kPanel, kSumsBytes);
+    _tile_stored(3, second + (p + 1) * kPanel, kSumsBytes);
+  }
+  if (p == panels) return;
+  // an odd panel: the tiles of rows one after the other
+  const bfloat16* x = o.x + kTileHeight * o.x_bytes / static_cast<int64_t>(sizeof(bfloat16));
+  const bfloat16* w = o.w + p * o.panel_size;
+  multiply_one_tile({o.x, o.x_bytes, w, o.panel_size}, kTileHeight, 1, inputs, sums + p * kPanel, fetches);
+  multiply_one_tile({x, o.x_bytes, w, o.panel_size}, second_rows, 1, inputs, second + p * kPanel, false);
+}
+
+// Rows [row, row + rows) by at most kTilePanels panels from `panel` on; gated, by those half of all panels
+// further as well.
+class TileTask {
+ public:
+  TileTask(const LinearArgs& args, int64_t row, int64_t rows, int64_t panel, int64_t panels)
+      : a_(args), row_(row), rows_(rows), panel_(panel), panels_(panels) {}
+
+  void run() {
+    for (int64_t begin = 0; begin < rows_; begin += kTileBlock) {
+      const int64_t rows = std::min(kTileBlock, rows_ - begin);
+      multiply(begin, rows, 0, sums_);
+      if (a_.is_gated) multiply(begin, rows, a_.out_features / 2 / kPanel, ups_);
+      write(begin, rows);
+    }
+    _tile_release();
+  }
+
+ private:
+  // Rows of the task by its panels, or by those that lie `further` behind.
+  void multiply(int64_t begin, int64_t rows, int64_t further, float* sums) {
+    const int64_t panel_size = (a_.in_features + 1) / 2 * 2 * kPanel;
+    const TileOperands operands{static_cast<const bfloat16*>(a_.x) + (row_ + begin) * a_.x_stride,
+                                a_.x_stride * static_cast<int64_t>(sizeof(bfloat16)),
+                                static_cast<const bfloat16*>(a_.packed) + (panel_ + further) * panel_size,
+                                panel_size};
+    const auto block = rows > kTileHeight ? multiply_two_tiles : multiply_one_tile;
+    // The first rows fetch the weights, the others find them in the cache.
+    block(operands, rows, panels_, a_.in_features, sums, begin == 0);
+  }
+
+  void write(int64_t begin, int64_t rows) const {
+    const int64_t column = panel_ * kPanel;
+    const int64_t columns =
+        std::min(panels_ * kPanel, (a_.is_gated ? a_.out_features / 2 : a_.out_features) - column);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = r * kTileColumns, row = row_ + begin + r;
+      if (!a_.is_gated) {
+        write_row<bfloat16>(a_, sums_ + at, row, column, columns);
       } else {
-        with_gate(a.gate, [&](auto activation) {
-          write_gated_row<bfloat16>(a, activation, sums + at, ups + at, row + begin + r, column, columns);
+        with_gate(a_.gate, [&](auto activation) {
+          write_gated_row<bfloat16>(a_, activation, sums_ + at, ups_ + at, row, column, columns);
         });
       }
     }
   }
-  _tile_release();
-}
+
+  const LinearArgs& a_;
+  const int64_t row_, rows_, panel_, panels_;
+  alignas(64) float sums_[kTileBlock * kTileColumns];
+  alignas(64) float ups_[kTileBlock * kTileColumns];
+};
 
 inline void multiply_in_tiles(const LinearArgs& a) {
   if (a.rows == 0 || a.out_features == 0) return;
-  constexpr int64_t kBlock = 2 * kTileHeight;
   const int64_t panels = a.is_gated ? a.out_features / 2 / kPanel : (a.out_features + kPanel - 1) / kPanel;
-  const int64_t blocks = (a.rows + kBlock - 1) / kBlock;
-  const int64_t most_blocks =
-      std::max<int64_t>(1, kInputBytesOfTask / (kBlock * a.in_features * int64_t{sizeof(bfloat16)} + 1));
+  const int64_t blocks = (a.rows + kTileBlock - 1) / kTileBlock;
+  const int64_t block_bytes = kTileBlock * a.in_features * static_cast<int64_t>(sizeof(bfloat16));
+  const int64_t most_blocks = std::max<int64_t>(1, kInputBytesOfTask / std::max<int64_t>(1, block_bytes));
   const int64_t row_tasks = (blocks + most_blocks - 1) / most_blocks;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
   // Fewer panels in a task when there are too few tasks to keep every thread busy to the end.
@@ -235,9 +285,9 @@ inline void multiply_in_tiles(const LinearArgs& a) {
   const int64_t groups = (panels + group - 1) / group;
   const auto task = [&](int64_t index) {
     const int64_t of_rows = index / groups, panel = index % groups * group;
-    const int64_t row = blocks * of_rows / row_tasks * kBlock;
-    const int64_t end = std::min(a.rows, blocks * (of_rows + 1) / row_tasks * kBlock);
-    run_tile_task(a, row, end - row, panel, std::min(group, panels - panel));
+    const int64_t row = blocks * of_rows / row_tasks * kTileBlock;
+    const int64_t end = std::min(a.rows, blocks * (of_rows + 1) / row_tasks * kTileBlock);
+    TileTask(a, row, end - row, panel, std::min(group, panels - panel)).run();
   };
   if (threads == 1) {
     for (int64_t i = 0; i < row_tasks * groups; ++i) task(i);
