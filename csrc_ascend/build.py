@@ -56,7 +56,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_bf16": _AVX512_BF16_FLAGS}
     VARIANTS |= {"amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")}
 # What a kernel must ask for to be built for a set: the others would be the same as for the set below.
-_ASKED_FOR = {"amx_bf16": "__AMX_BF16__"}
+ASKED_FOR = {"amx_bf16": "__AMX_BF16__"}
 
 NO_COMPILER = """
 ********************************************************************************************
@@ -124,7 +124,7 @@ def units() -> list[Unit]:
             continue  # a header shared by kernels
         define = f'-DASCEND_VLLM_KERNEL_HEADER="{kernel.relative_to(SOURCE_ROOT).as_posix()}"'
         for isa, isa_flags in VARIANTS.items():
-            if _ASKED_FOR.get(isa, "") not in text:
+            if ASKED_FOR.get(isa, "") not in text:
                 continue
             flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *isa_flags, define)
             found.append(Unit(f"{kernel.stem}-{isa}", cpu / "variants" / f"{isa}.cpp", flags, kernel))

@@ -71,7 +71,10 @@ def available_cpu_isas() -> list[str]:
 
 
 def cpu_isa() -> str | None:
-    """The instruction set in use (``avx512_bf16``, ``avx512``, ``avx2``, ``scalar``), None without kernels."""
+    """The instruction set in use, None without kernels.
+
+    ``amx_bf16``, ``avx512_bf16``, ``avx512``, ``avx2`` or ``scalar``.
+    """
     if not load_native_library():
         return None
     name: bytes = native_library().ascend_vllm_cpu_isa()

@@ -3,6 +3,10 @@
 // Compiled for the machine that runs it (-march=native): the widest vectors that it has are used.
 
 #include <sys/mman.h>
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -124,6 +128,46 @@ constexpr std::size_t kDotFlops = 0;
 void multiply_bf16() {}
 #endif
 
+#if defined(__AMX_BF16__)
+constexpr std::size_t kTileFlops = 16 * 16 * 32 * 2;
+
+// Linux gives a process the tiles' state when it asks for it: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA.
+bool may_use_tiles() {
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return granted;
+}
+
+void multiply_tiles() {
+    struct alignas(64) Shapes {
+        std::uint8_t palette = 1, reserved[15] = {};
+        std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    asm volatile("ldtilecfg %0" : : "m"(shapes));
+    alignas(64) float sums[16 * 16];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    static_assert(kSums % 4 == 0, "four sums at a time");
+    for (int repeat = 0; repeat < kRepeats * kSums / 4; ++repeat) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_release();
+    volatile_sink = sums[0];
+}
+#else
+constexpr std::size_t kTileFlops = 0;
+bool may_use_tiles() { return false; }
+void multiply_tiles() {}
+#endif
+
 template <typename Multiply>
 double flops(int threads, double seconds, std::size_t flops_per_vector, Multiply multiply) {
     std::vector<std::size_t> counts(threads);
@@ -172,8 +216,9 @@ double peaks_read(const void* memory, std::size_t bytes, int threads) {
 // Multiplications and additions per second, for about so many seconds.
 double peaks_fp32(int threads, double seconds) { return flops(threads, seconds, 2 * kFloats, multiply_fp32); }
 
-// The same with dot products of bfloat16 pairs; 0 where the processor has none.
+// The same with dot products of bfloat16 pairs, in tiles if there are any; 0 where the processor has none.
 double peaks_bf16(int threads, double seconds) {
+    if (may_use_tiles()) return flops(threads, seconds, kTileFlops, multiply_tiles);
     return kDotFlops == 0 ? 0.0 : flops(threads, seconds, kDotFlops, multiply_bf16);
 }
 

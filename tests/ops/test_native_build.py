@@ -57,7 +57,7 @@ def test_only_what_changed_is_compiled(build: ModuleType, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(build, "compile_unit", recording)
     assert build.build_library() is True
-    kernels = {f"nothing-{isa}" for isa in build.VARIANTS}
+    kernels = {f"nothing-{isa}" for isa in build.VARIANTS if isa not in build.ASKED_FOR}
     assert set(compiled) == {"dispatch", "team", *kernels}
     assert build.DEFAULT_OUTPUT.stat().st_size > 0
 
@@ -71,6 +71,18 @@ def test_only_what_changed_is_compiled(build: ModuleType, monkeypatch: pytest.Mo
     header.write_text(header.read_text() + "\n// a change\n")
     assert build.build_library() is True
     assert compiled == ["nothing-scalar"]
+
+
+def test_a_set_that_has_to_be_asked_for_is(build: ModuleType) -> None:
+    kernel = build.SOURCE_ROOT / "cpu/kernels/nothing.h"
+
+    def variants() -> set[str]:
+        return {unit.source.stem for unit in build.units() if unit.kernel == kernel}
+
+    assert variants() == build.VARIANTS.keys() - build.ASKED_FOR.keys()
+    for isa in build.ASKED_FOR.keys() & build.VARIANTS.keys():  # none on other processors than x86
+        kernel.write_text(KERNEL % ("", "") + f"// {build.ASKED_FOR[isa]}\n")
+        assert isa in variants()
 
 
 def test_code_that_variants_could_share_is_refused(build: ModuleType) -> None:
