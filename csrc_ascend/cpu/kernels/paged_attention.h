@@ -68,6 +68,7 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 #include "cpu/kernels/paged_depth_lanes.h"
 #include "cpu/kernels/paged_query_lanes.h"
+#include "cpu/kernels/paged_query_tiles.h"
 #include "cpu/parallel.h"
 
 namespace ascend_vllm {
@@ -93,6 +94,17 @@ constexpr bool fits_scratch(int64_t size) {
 }
 static_assert(fits_scratch(16) && fits_scratch(256));
 
+#ifdef __AMX_BF16__
+// Rows of a sequence from which on tiles are faster than vectors.
+constexpr int64_t kMinTileRows = 9;
+
+constexpr bool tiles_fit_scratch(int64_t size) {
+  return 2 * Part::floats(kPagedTileRows, size) + QueryTiles::scratch_floats(size) <=
+         paged_scratch_floats(size);
+}
+static_assert(tiles_fit_scratch(16) && tiles_fit_scratch(40) && tiles_fit_scratch(256));
+#endif
+
 template <class T>
 class PagedAttention {
  public:
@@ -117,6 +129,13 @@ class PagedAttention {
 
   void run() {
     // Chosen by the sequence, not the item: how a step is cut into items must not show in the result.
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      if (sequence_rows_ >= kMinTileRows && scale() > 0.0f) {
+        return run_with(QueryTiles(blocks_, rows_, scale(), scratch_));
+      }
+    }
+#endif
     if (sequence_rows_ <= kMaxDepthRows) {
       run_with(DepthLanes<T>(blocks_, rows_, scale(), scratch_));
     } else {

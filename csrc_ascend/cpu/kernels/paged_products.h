@@ -3,7 +3,7 @@
 // panel.
 #pragma once
 
-#include "cpu/kernels/paged_softmax.h"
+#include "cpu/kernels/paged_panels.h"
 
 namespace ascend_vllm {
 namespace {
@@ -36,17 +36,6 @@ struct Pairs {
 
 template <class T>
 using KindOf = std::conditional_t<kPairsArePreferred && std::is_same_v<T, bfloat16>, Pairs, Singles>;
-
-// The keys or values of a tile: runs of `run` rows, a power of two, wherever they lie.
-template <class Key>
-struct TileRows {
-  const Key* runs[kTileKeys / 16];
-  int64_t run;
-  int64_t size;  // elements of a row
-
-  const Key* at(int64_t n) const { return runs[n / run] + n % run * size; }
-  int64_t run_end(int64_t n) const { return n / run * run + run; }
-};
 
 // scores[k, lanes] = scale * keys[k] . queries for kCount keys [kCount, size] and kVecs vectors of queries.
 template <class Kind, int kCount, int kVecs>

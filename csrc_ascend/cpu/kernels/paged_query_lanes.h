@@ -2,21 +2,15 @@
 // read in place and broadcast, and the softmax needs no sums over lanes. Serves prompts, and decoding with
 // large groups.
 //
-// The rows of a work item are cut into panels of kPanelVecs vectors (a last one of a single vector if that
-// does). A panel holds queries [D, lanes] and output [D, lanes]; for a tile of keys it makes scores [keys,
-// lanes], turns them into weights in place, and adds weights * values to the output. With Pairs, two depths
-// (queries) or two keys (weights, values) lie side by side.
+// A panel (paged_panels.h) holds queries [D, lanes] and output [D, lanes]; for a tile of keys it makes scores
+// [keys, lanes], turns them into weights in place, and adds weights * values to the output. With Pairs, two
+// depths (queries) or two keys (weights, values) lie side by side.
 #pragma once
 
 #include "cpu/kernels/paged_products.h"
 
 namespace ascend_vllm {
 namespace {
-
-constexpr int kPanelVecs = 2;
-constexpr int kPanelLanes = kPanelVecs * kLanes;
-// Lanes of all panels of an item.
-constexpr int kMaxLanes = 128 + kPanelLanes;
 
 template <class T>
 class QueryLanes {
@@ -55,7 +49,7 @@ class QueryLanes {
   template <class RowOf>
   void load_queries(const RowOf& query) {
     const int64_t size = blocks_.head_size;
-    for_panels([&](int64_t first, auto vecs) {
+    for_panels(rows_.count(), [&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
       Query* panel = queries_ + first * size;
       const int64_t used = min_of(kWidth, rows_.count() - first);
@@ -80,15 +74,15 @@ class QueryLanes {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
       const TileRows<Key> keys = tile_keys(tile, begin, end);
       const TileRows<Key> values = tile_values(tile, begin, end);
-      for_panels([&](int64_t first, auto vecs) {
+      for_panels(rows_.count(), [&](int64_t first, auto vecs) {
         constexpr int kVecs = decltype(vecs)::value;
-        const int64_t last = min_of(first + kVecs * kLanes, rows_.count()) - 1;
-        const int64_t low = max_of(begin, rows_.seen_from(rows_.begin + first) - tile);
-        const int64_t high = min_of(end, rows_.position(rows_.begin + last) + 1 - tile);
-        if (low < high) attend_panel<kVecs>(first, tile, low, high, keys, values, key_end);
+        const SeenKeys seen(rows_, first, kVecs * kLanes, tile, begin, end);
+        if (seen.low < seen.high) {
+          attend_panel<kVecs>(first, tile, seen.low, seen.high, keys, values, key_end);
+        }
       });
     }
-    for_panels([&](int64_t first, auto vecs) {
+    for_panels(rows_.count(), [&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
       const float* panel = out_ + first * size;
       const int64_t used = min_of(kWidth, rows_.count() - first);
@@ -102,18 +96,6 @@ class QueryLanes {
   }
 
  private:
-  // Calls body(first row, constant number of vectors) for each panel.
-  template <class Body>
-  void for_panels(const Body& body) {
-    for (int64_t first = 0; first < rows_.count(); first += kPanelLanes) {
-      if (rows_.count() - first > kLanes) {
-        body(first, std::integral_constant<int, kPanelVecs>{});
-      } else {
-        body(first, std::integral_constant<int, 1>{});
-      }
-    }
-  }
-
   static Query convert(T x) {
     if constexpr (std::is_same_v<T, Query>) {
       return x;
@@ -128,7 +110,7 @@ class QueryLanes {
   // The tile's keys: in the cache where the type is right, else widened.
   TileRows<Key> tile_keys(int64_t tile, int64_t begin, int64_t end) {
     if constexpr (std::is_same_v<T, Key>) {
-      return in_cache(blocks_.keys, tile, begin, end);
+      return rows_in_cache(blocks_, blocks_.keys, tile, begin, end);
     } else {
       // Whole groups of keys are scored, unseen ones too; their scores are dropped.
       widen(keys_, blocks_.keys, tile, round_down(begin, 8), round_up(end, 8));
@@ -141,20 +123,11 @@ class QueryLanes {
     if constexpr (Kind::kPaired == 2) {
       pair_values(tile, begin, end);
     } else if constexpr (std::is_same_v<T, Key>) {
-      return in_cache(blocks_.values, tile, begin, end);
+      return rows_in_cache(blocks_, blocks_.values, tile, begin, end);
     } else {
       widen(values_, blocks_.values, tile, begin, end);
     }
     return {{values_}, kTileKeys, blocks_.head_size};
-  }
-
-  TileRows<Key> in_cache(const T* cache, int64_t tile, int64_t begin, int64_t end) const {
-    TileRows<Key> rows{{}, min_of(blocks_.block_size(), kTileKeys), blocks_.head_size};
-    // No block outside the keys in use: the table need not say where it is.
-    for (int64_t run = begin / rows.run; run * rows.run < end; ++run) {
-      rows.runs[run] = cache + blocks_.offset(tile + run * rows.run);
-    }
-    return rows;
   }
 
   void widen(float* to, const T* cache, int64_t tile, int64_t begin, int64_t end) const {
@@ -202,7 +175,7 @@ class QueryLanes {
         blocks_.prefetch(blocks_.keys, tile + kTileKeys + n, kCount);
       score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
     }
-    hide<kWidth>(first, tile, low, high);
+    hide<kWidth>(rows_, first, tile, low, high, scores_);
     const int64_t even = round_down(low, Kind::kPaired);
     weigh<kVecs>(first, low, high, even);
     // The values of the next tile are asked for a few at a time as well; with small heads some stay out.
@@ -212,25 +185,6 @@ class QueryLanes {
         blocks_.prefetch(blocks_.values, ahead, kCount);
       add_values<Kind, kCount, kVecs>(values, weights_, even, high, d, rescale_,
                                       out_ + first * size + d * kWidth);
-    }
-  }
-
-  // Sets the scores of what a row must not see. Rows ascend in position, so it is a prefix and a suffix of
-  // lanes.
-  template <int kWidth>
-  void hide(int64_t first, int64_t tile, int64_t low, int64_t high) {
-    const int64_t base = rows_.begin + first;
-    const bool hides_future = tile + high - 1 > rows_.position(base);
-    const bool hides_past = rows_.window > 0 && tile + low < rows_.seen_from(base + kWidth - 1);
-    if (!hides_future && !hides_past) return;
-    for (int64_t n = low; n < high; ++n) {
-      // the first token that sees the key, and the first that no longer does
-      const int64_t token = tile + n - rows_.first_position;
-      const int64_t from = clamp(token * rows_.group - base, 0, kWidth);
-      const int64_t to =
-          rows_.window > 0 ? clamp((token + rows_.window) * rows_.group - base, 0, kWidth) : kWidth;
-      fill(scores_ + n * kWidth, from, -__builtin_inff());
-      fill(scores_ + n * kWidth + to, kWidth - to, -__builtin_inff());
     }
   }
 

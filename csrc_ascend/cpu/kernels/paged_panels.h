@@ -1,0 +1,83 @@
+// Query rows in panels with lanes along the rows: what the kernels in vectors (paged_query_lanes.h) and in
+// tiles (paged_query_tiles.h) share.
+//
+// The rows of a work item are cut into panels of kPanelVecs vectors (a last one of a single vector if that
+// does). A panel has its scores as [keys, lanes].
+#pragma once
+
+#include "cpu/kernels/paged_softmax.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int kPanelVecs = 2;
+constexpr int kPanelLanes = kPanelVecs * kLanes;
+// Lanes of all panels of an item.
+constexpr int kMaxLanes = 128 + kPanelLanes;
+
+// Calls body(first row, constant number of vectors) for each panel.
+template <class Body>
+inline void for_panels(int64_t rows, const Body& body) {
+  for (int64_t first = 0; first < rows; first += kPanelLanes) {
+    if (rows - first > kLanes) {
+      body(first, std::integral_constant<int, kPanelVecs>{});
+    } else {
+      body(first, std::integral_constant<int, 1>{});
+    }
+  }
+}
+
+// Keys begin … end-1 of the tile that some row of a panel sees.
+struct SeenKeys {
+  int64_t low, high;
+
+  SeenKeys(const QueryRows& rows, int64_t first, int64_t width, int64_t tile, int64_t begin, int64_t end) {
+    const int64_t last = min_of(first + width, rows.count()) - 1;
+    low = max_of(begin, rows.seen_from(rows.begin + first) - tile);
+    high = min_of(end, rows.position(rows.begin + last) + 1 - tile);
+  }
+};
+
+// Sets the scores of what a row must not see among keys low … high-1. Rows ascend in position, so it is a
+// prefix and a suffix of lanes.
+template <int kWidth>
+inline void hide(const QueryRows& rows, int64_t first, int64_t tile, int64_t low, int64_t high, float* scores) {
+  const int64_t base = rows.begin + first;
+  const bool hides_past = rows.window > 0 && tile + low < rows.seen_from(base + kWidth - 1);
+  // without a window all rows see the keys up to the first row's own
+  const int64_t begin = hides_past ? low : max_of(low, rows.position(base) + 1 - tile);
+  for (int64_t n = begin; n < high; ++n) {
+    // the first token that sees the key, and the first that no longer does
+    const int64_t token = tile + n - rows.first_position;
+    const int64_t from = clamp(token * rows.group - base, 0, kWidth);
+    const int64_t to = rows.window > 0 ? clamp((token + rows.window) * rows.group - base, 0, kWidth) : kWidth;
+    fill(scores + n * kWidth, from, -__builtin_inff());
+    fill(scores + n * kWidth + to, kWidth - to, -__builtin_inff());
+  }
+}
+
+// The keys or values of a tile: runs of `run` rows, a power of two, wherever they lie.
+template <class Key>
+struct TileRows {
+  const Key* runs[kTileKeys / 16];
+  int64_t run;
+  int64_t size;  // elements of a row
+
+  const Key* at(int64_t n) const { return runs[n / run] + n % run * size; }
+  int64_t run_end(int64_t n) const { return n / run * run + run; }
+};
+
+// Rows begin … end-1 of a tile where they lie in the cache.
+template <class T>
+inline TileRows<T> rows_in_cache(const HeadBlocks<T>& blocks, const T* cache, int64_t tile, int64_t begin,
+                                 int64_t end) {
+  TileRows<T> rows{{}, min_of(blocks.block_size(), kTileKeys), blocks.head_size};
+  // No block outside the keys in use: the table need not say where it is.
+  for (int64_t run = begin / rows.run; run * rows.run < end; ++run) {
+    rows.runs[run] = cache + blocks.offset(tile + run * rows.run);
+  }
+  return rows;
+}
+
+}  // namespace
+}  // namespace ascend_vllm

@@ -1,0 +1,185 @@
+// The two matrix products of attention in tiles (AMX), and what brings their operands into shape.
+//
+//     scores[32 keys, lanes]     = keys[32, D]       . queries[D / 2, lanes, 2]
+//     out[D, lanes]             += values^T[D, keys] . weights[keys / 2, lanes, 2]
+//
+// The left operand of a tile product has 16 rows of 32 numbers: keys lie so in the cache, values are transposed
+// once for all panels of an item. The right one has 16 rows of 16 pairs, as panels are kept for dot products of
+// pairs anyway. Depths are filled up to multiples of 32, so every tile is whole and one configuration serves.
+//
+// Every lane is a column of its own: what a row gets does not depend on the rows beside it.
+#pragma once
+
+#ifdef __AMX_BF16__
+
+#include "cpu/kernels/paged_panels.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int64_t kStepKeys = 32;    // keys of one step of tile products
+constexpr int64_t kStepDepths = 32;  // depths
+constexpr int64_t kTileRows = 16;
+
+// g++ does not know that tiles are loaded from memory: nothing written before may wait.
+inline void finish_writes() { asm volatile("" ::: "memory"); }
+
+// Gives a scope eight tiles of 16 rows of 64 bytes.
+class WholeTiles {
+ public:
+  WholeTiles() {
+    struct alignas(64) Shapes {
+      uint8_t palette = 1, start_row = 0;
+      uint8_t reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+  }
+  ~WholeTiles() { _tile_release(); }
+  WholeTiles(const WholeTiles&) = delete;
+  WholeTiles& operator=(const WholeTiles&) = delete;
+};
+
+// scores[32, lanes] of twice 16 keys that are `key_bytes` apart. depths: a multiple of 32.
+template <int kVecs>
+inline void score_step(const bfloat16* first, const bfloat16* second, int64_t key_bytes,
+                       const bfloat16* queries, int64_t depths, float* scores) {
+  constexpr int64_t kWidth = kVecs * kLanes, kRowBytes = 4 * kWidth;
+  _tile_zero(0);
+  _tile_zero(2);
+  if constexpr (kVecs == 2) {
+    _tile_zero(1);
+    _tile_zero(3);
+  }
+  for (int64_t d = 0; d < depths; d += kStepDepths) {
+    const bfloat16* query = queries + d * kWidth;
+    _tile_loadd(4, first + d, key_bytes);
+    _tile_loadd(6, query, kRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, second + d, key_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kVecs == 2) {
+      _tile_loadd(7, query + 2 * kLanes, kRowBytes);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, scores, kRowBytes);
+  _tile_stored(2, scores + kTileRows * kWidth, kRowBytes);
+  if constexpr (kVecs == 2) {
+    _tile_stored(1, scores + kLanes, kRowBytes);
+    _tile_stored(3, scores + kTileRows * kWidth + kLanes, kRowBytes);
+  }
+}
+
+// out[32 depths, lanes] += values[32, keys] * weights[keys / 2, lanes, 2] for `keys` keys, a multiple of 32.
+// The values have kTileKeys keys in a row.
+template <int kVecs>
+inline void add_step(const bfloat16* values, const bfloat16* weights, int64_t keys, float* out) {
+  constexpr int64_t kWidth = kVecs * kLanes, kRowBytes = 4 * kWidth, kValueBytes = kTileKeys * sizeof(bfloat16);
+  _tile_loadd(0, out, kRowBytes);
+  _tile_loadd(2, out + kTileRows * kWidth, kRowBytes);
+  if constexpr (kVecs == 2) {
+    _tile_loadd(1, out + kLanes, kRowBytes);
+    _tile_loadd(3, out + kTileRows * kWidth + kLanes, kRowBytes);
+  }
+  for (int64_t n = 0; n < keys; n += kStepKeys) {
+    const bfloat16* weight = weights + n * kWidth;
+    _tile_loadd(4, values + n, kValueBytes);
+    _tile_loadd(6, weight, kRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, values + kTileRows * kTileKeys + n, kValueBytes);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (kVecs == 2) {
+      _tile_loadd(7, weight + 2 * kLanes, kRowBytes);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, out, kRowBytes);
+  _tile_stored(2, out + kTileRows * kWidth, kRowBytes);
+  if constexpr (kVecs == 2) {
+    _tile_stored(1, out + kLanes, kRowBytes);
+    _tile_stored(3, out + kTileRows * kWidth + kLanes, kRowBytes);
+  }
+}
+
+// Lane j of four: 16 bytes at row(first + j * step). Loads that insert need not the one port that shuffles.
+template <class RowAt>
+[[gnu::always_inline]] inline __m512i gather_quads(const RowAt& row, int first, int step) {
+  const auto quad = [&](int k) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row(k))); };
+  __m512i quads = _mm512_castsi128_si512(quad(first));
+  quads = _mm512_inserti32x4(quads, quad(first + step), 1);
+  quads = _mm512_inserti32x4(quads, quad(first + 2 * step), 2);
+  return _mm512_inserti32x4(quads, quad(first + 3 * step), 3);
+}
+
+// Gives store(i, vector of element i of 16 rows) for the 4 elements of 4 bytes at row(k).
+template <class RowAt, class Store>
+[[gnu::always_inline]] inline void transpose_singles(const RowAt& row, const Store& store_row) {
+  __m512i rows[4];
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) rows[k] = gather_quads(row, k, 4);
+  const __m512i low0 = _mm512_unpacklo_epi32(rows[0], rows[1]), low1 = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i high0 = _mm512_unpackhi_epi32(rows[0], rows[1]),
+                high1 = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  store_row(0, _mm512_unpacklo_epi64(low0, low1));
+  store_row(1, _mm512_unpackhi_epi64(low0, low1));
+  store_row(2, _mm512_unpacklo_epi64(high0, high1));
+  store_row(3, _mm512_unpackhi_epi64(high0, high1));
+}
+
+// Gives store(i, vector of element i of 32 rows) for the 8 elements of 2 bytes at row(k).
+template <class RowAt, class Store>
+[[gnu::always_inline]] inline void transpose_halves(const RowAt& row, const Store& store_row) {
+  __m512i pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    const __m512i even = gather_quads(row, 2 * k, 8), odd = gather_quads(row, 2 * k + 1, 8);
+    pairs[k] = _mm512_unpacklo_epi16(even, odd);
+    pairs[4 + k] = _mm512_unpackhi_epi16(even, odd);
+  }
+  // fours[2 h + s]: elements 2 h and 2 h + 1 of rows 4 s … 4 s + 3 (of eight)
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 2
+    for (int s = 0; s < 2; ++s) {
+      const __m512i first = pairs[4 * half + 2 * s], second = pairs[4 * half + 2 * s + 1];
+      fours[4 * half + s] = _mm512_unpacklo_epi32(first, second);
+      fours[4 * half + 2 + s] = _mm512_unpackhi_epi32(first, second);
+    }
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < 4; ++h) {
+    store_row(2 * h, _mm512_unpacklo_epi64(fours[2 * h], fours[2 * h + 1]));
+    store_row(2 * h + 1, _mm512_unpackhi_epi64(fours[2 * h], fours[2 * h + 1]));
+  }
+}
+
+// 2^t for t not far above 0; 0 for -inf, NaN for NaN. Relative error below 9e-5, a twentieth of what rounding
+// the weight to bfloat16 does. 2^t = 2^n 2^f with n the greatest integer below; 2^f = 1 + f q(f), q fitted for
+// the least greatest relative error.
+inline VecF exp2_coarse(VecF t) {
+  constexpr int kDownwards = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  const VecF f = _mm512_reduce_ps(t, kDownwards);
+  VecF p = set1(7.706719740e-2f);
+  p = fma(p, f, set1(2.276448219e-1f));
+  p = fma(p, f, set1(6.951168245e-1f));
+  p = fma(p, f, set1(1.0f));
+  return _mm512_scalef_ps(p, t);
+}
+
+// Rounds two vectors and lays their lanes side by side.
+inline void store_side_by_side(bfloat16* p, VecF first, VecF second) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                      21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                      11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+}
+
+}  // namespace
+}  // namespace ascend_vllm
+
+#endif
