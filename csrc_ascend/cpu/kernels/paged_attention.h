@@ -95,8 +95,8 @@ constexpr bool fits_scratch(int64_t size) {
 static_assert(fits_scratch(16) && fits_scratch(256));
 
 #ifdef __AMX_BF16__
-// Rows of a sequence from which on tiles are faster than vectors.
-constexpr int64_t kMinTileRows = 9;
+// Rows of a sequence from which on tiles are faster than vectors, as measured.
+constexpr int64_t kMinTileRows = 6;
 
 constexpr bool tiles_fit_scratch(int64_t size) {
   return 2 * Part::floats(kPagedTileRows, size) + QueryTiles::scratch_floats(size) <=

@@ -30,13 +30,13 @@ inline void for_panels(int64_t rows, const Body& body) {
 // Keys begin … end-1 of the tile that some row of a panel sees.
 struct SeenKeys {
   int64_t low, high;
-
-  SeenKeys(const QueryRows& rows, int64_t first, int64_t width, int64_t tile, int64_t begin, int64_t end) {
-    const int64_t last = min_of(first + width, rows.count()) - 1;
-    low = max_of(begin, rows.seen_from(rows.begin + first) - tile);
-    high = min_of(end, rows.position(rows.begin + last) + 1 - tile);
-  }
 };
+inline SeenKeys seen_keys(const QueryRows& rows, int64_t first, int64_t width, int64_t tile, int64_t begin,
+                          int64_t end) {
+  const int64_t last = min_of(first + width, rows.count()) - 1;
+  return {max_of(begin, rows.seen_from(rows.begin + first) - tile),
+          min_of(end, rows.position(rows.begin + last) + 1 - tile)};
+}
 
 // Sets the scores of what a row must not see among keys low … high-1. Rows ascend in position, so it is a
 // prefix and a suffix of lanes.

@@ -76,7 +76,7 @@ class QueryLanes {
       const TileRows<Key> values = tile_values(tile, begin, end);
       for_panels(rows_.count(), [&](int64_t first, auto vecs) {
         constexpr int kVecs = decltype(vecs)::value;
-        const SeenKeys seen(rows_, first, kVecs * kLanes, tile, begin, end);
+        const SeenKeys seen = seen_keys(rows_, first, kVecs * kLanes, tile, begin, end);
         if (seen.low < seen.high) {
           attend_panel<kVecs>(first, tile, seen.low, seen.high, keys, values, key_end);
         }

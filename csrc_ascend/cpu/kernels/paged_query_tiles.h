@@ -66,12 +66,13 @@ class QueryTiles {
     const WholeTiles tiles;
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
+      if (rows_.count() <= kPanelLanes) fetch(tile + kTileKeys, key_end);
       const TileRows<bfloat16> keys = tile_keys(tile, begin, end);
       transpose_values(tile, begin, end);
       for_panels(rows_.count(), [&](int64_t first, auto vecs) {
         constexpr int kVecs = decltype(vecs)::value;
-        const SeenKeys seen(rows_, first, kVecs * kLanes, tile, begin, end);
-        if (seen.low < seen.high) attend_panel<kVecs>(first, tile, seen, keys, end, key_end);
+        const SeenKeys seen = seen_keys(rows_, first, kVecs * kLanes, tile, begin, end);
+        if (seen.low < seen.high) attend_panel<kVecs>(first, tile, seen, keys);
       });
     }
     for_panels(rows_.count(),
@@ -134,20 +135,17 @@ class QueryTiles {
     }
   }
 
-  // The panel whose first row is `first` and what it sees of the tile; `end` is where the tile's keys end.
+  // The panel whose first row is `first` and what it sees of the tile.
   template <int kVecs>
-  void attend_panel(int64_t first, int64_t tile, SeenKeys seen, const TileRows<bfloat16>& keys, int64_t end,
-                    int64_t key_end) {
+  void attend_panel(int64_t first, int64_t tile, SeenKeys seen, const TileRows<bfloat16>& keys) {
     constexpr int kWidth = kVecs * kLanes;
     const int64_t begin_step = round_down(seen.low, kStepKeys), end_step = round_up(seen.high, kStepKeys);
-    if (first == 0) fetch_next(blocks_.keys, tile, end, key_end);
     finish_writes();
     for (int64_t n = begin_step; n < end_step; n += kStepKeys) {
       score_step<kVecs>(keys.at(n), keys.at(n + kTileRows), keys.size * sizeof(bfloat16),
                         queries_ + first * depths_, depths_, scores_ + n * kWidth);
     }
     hide<kWidth>(rows_, first, tile, seen.low, seen.high, scores_);
-    if (first == 0) fetch_next(blocks_.values, tile, end, key_end);
     weigh<kVecs>(first, seen);
     finish_writes();
     float* out = out_ + first * depths_;
@@ -157,10 +155,14 @@ class QueryTiles {
     }
   }
 
-  // Asks for the keys or values of the next tile.
-  void fetch_next(const bfloat16* cache, int64_t tile, int64_t end, int64_t key_end) const {
-    const int64_t last = min_of(key_end, tile + end + kTileKeys);
-    for (int64_t n = tile + kTileKeys; n < last; n += kTileRows) blocks_.prefetch(cache, n, kTileRows);
+  // Asks for a tile, for the second cache: the first one is full. Many panels do not wait for memory but for
+  // each other, and lose by it.
+  void fetch(int64_t tile, int64_t key_end) const {
+    const int64_t end = min_of(key_end, tile + kTileKeys);
+    for (int64_t n = tile; n < end; n += kTileRows) {
+      blocks_.prefetch<2>(blocks_.keys, n, kTileRows);
+      blocks_.prefetch<2>(blocks_.values, n, kTileRows);
+    }
   }
 
   // Turns scores into weights; makes the panel's sums ready to be added to.
@@ -185,18 +187,19 @@ class QueryTiles {
       sum[v] = sum[v] * factor;
     }
     if (rescales) rescale<kVecs>(out_ + first * depths_);
-    const auto weight_of = [&](int64_t n, int v) {
-      return exp2_coarse(_mm512_fmsub_ps(load(scores_ + n * kWidth + v * kLanes), scale, greatest[v]));
-    };
     // keys come in pairs; the one that may be missing at either end weighs nothing
     const int64_t low = round_down(seen.low, 2), high = round_up(seen.high, 2);
     if (low < seen.low) fill(scores_ + low * kWidth, kWidth, -__builtin_inff());
     if (high > seen.high) fill(scores_ + seen.high * kWidth, kWidth, -__builtin_inff());
-    for (int64_t n = low; n < high; n += 2) {
+    const float* scores = scores_ + low * kWidth;
+    bfloat16* weights = weights_ + low * kWidth;
+    for (const float* last = scores_ + high * kWidth; scores < last;
+         scores += 2 * kWidth, weights += 2 * kWidth) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
-        const VecF weight = weight_of(n, v), next = weight_of(n + 1, v);
-        store_side_by_side(weights_ + n * kWidth + 2 * v * kLanes, weight, next);
+        const VecF weight = exp2_coarse(_mm512_fmsub_ps(load(scores + v * kLanes), scale, greatest[v]));
+        const VecF next = exp2_coarse(_mm512_fmsub_ps(load(scores + (kVecs + v) * kLanes), scale, greatest[v]));
+        store_side_by_side(weights + 2 * v * kLanes, weight, next);
         sum[v] = sum[v] + (weight + next);
       }
     }

@@ -56,13 +56,14 @@ struct HeadBlocks {
   const T* key(int64_t position) const { return keys + offset(position); }
   const T* value(int64_t position) const { return values + offset(position); }
 
-  // Asks for `count` positions of one block, of keys or values. Blocks lie anywhere, so the machine cannot
-  // guess the next one. Always inline: g++ 12 takes a function that only prefetches for one without effect and
-  // drops it.
+  // Asks for `count` positions of one block, of keys or values, by default in the first cache (kLocality as
+  // __builtin_prefetch has it). Blocks lie anywhere, so the machine cannot guess the next one. Always inline:
+  // g++ 12 takes a function that only prefetches for one without effect and drops it.
+  template <int kLocality = 3>
   [[gnu::always_inline]] void prefetch(const T* cache, int64_t position, int64_t count) const {
     const T* from = cache + offset(position);
     constexpr int64_t kLine = 64 / sizeof(T);
-    for (int64_t i = 0; i < count * head_size; i += kLine) __builtin_prefetch(from + i);
+    for (int64_t i = 0; i < count * head_size; i += kLine) __builtin_prefetch(from + i, 0, kLocality);
   }
 };
 
