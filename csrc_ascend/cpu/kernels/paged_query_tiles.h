@@ -193,8 +193,17 @@ class QueryTiles {
     if (high > seen.high) fill(scores_ + seen.high * kWidth, kWidth, -__builtin_inff());
     const float* scores = scores_ + low * kWidth;
     bfloat16* weights = weights_ + low * kWidth;
+    // The panel's sums and the next one's queries come from the second cache meanwhile: 32 pairs ask for all.
+    const float* sums = out_ + first * depths_;
+    const bfloat16* queries = queries_ + (first + kWidth) * depths_;
+    const int64_t parts = depths_ * kVecs / 64;
     for (const float* last = scores_ + high * kWidth; scores < last;
          scores += 2 * kWidth, weights += 2 * kWidth) {
+      for (int64_t i = 0; i < parts; ++i, sums += 2 * kLanes, queries += 2 * kLanes) {
+        __builtin_prefetch(sums);
+        __builtin_prefetch(sums + kLanes);
+        __builtin_prefetch(queries);
+      }
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
         const VecF weight = exp2_coarse(_mm512_fmsub_ps(load(scores + v * kLanes), scale, greatest[v]));
