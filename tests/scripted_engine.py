@@ -5,7 +5,7 @@ A tiny model calls no tools and thinks no thoughts: what it would write is writt
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -56,6 +56,17 @@ class ScriptedEngine:
                 for index in range(params.n)
             ]
             yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, outputs, reason is not None)
+
+    async def generate_shaped(
+        self,
+        prompt: dict[str, Any],
+        params: SamplingParams,
+        request_id: str,
+        shape: Callable[[RequestOutput], Any],
+        **_: Any,
+    ) -> AsyncGenerator[Any, None]:
+        async for output in self.generate(prompt, params, request_id):
+            yield shape(output)
 
 
 def client_of(engine: ScriptedEngine, **flags: Any) -> httpx.AsyncClient:

@@ -1,25 +1,28 @@
 """The asynchronous engine: what HTTP servers call.
 
-Everything here runs on one event loop. Tokenising goes to a thread, the model runs in the engine-core process; the
-loop only moves messages and turns tokens into text.
+Everything here runs on one event loop but for `AsyncLLM._on_outputs`: in the output thread it turns tokens into what
+callers get. Tokenising goes to a thread, too, the model runs in the engine-core process; the loop moves messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.core_receiver import LoopTask
 from ascend_vllm.engine.data_parallel_client import DataParallelClient
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics
-from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
+from ascend_vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
+from ascend_vllm.engine.output_queue import OutputQueue
 from ascend_vllm.engine.pooling_state import pooling_output
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from ascend_vllm.engine.args import EngineArgs
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
 
 _BUSY = (
     "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
@@ -144,7 +149,7 @@ class AsyncLLM:
         if self.config.observability.log_stats:
             self._log_task = asyncio.get_running_loop().create_task(self._log_stats(), name="engine-log")
 
-    async def generate(
+    def generate(
         self,
         prompt: PromptType,
         sampling_params: SamplingParams,
@@ -174,28 +179,35 @@ class AsyncLLM:
             EngineBusyError: too many requests wait.
             EngineDeadError: the engine is gone.
         """
-
         refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
-        if sampling_params.logits_processors:
-            raise RequestError(
-                "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in "
-                "another process.",
-                "logits_processors",
-            )
+        process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt)
+        return self._outputs(request_id, process, sampling_params.num_sequences, None)
 
-        async def process() -> ProcessedRequest:
-            request = await self._input.process_async(
-                request_id, prompt, sampling_params, priority, cache_salt=cache_salt
-            )
-            request.trace_headers = trace_headers
-            return request
+    def generate_shaped(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        shape: Callable[[RequestOutput], T],
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[T, None]:
+        """`generate`, but what `shape` makes of each output is yielded.
 
-        queue = await self._add_request(request_id, process, sampling_params.num_sequences)
-        async with contextlib.aclosing(self._outputs(request_id, queue)) as outputs:
-            async for output in outputs:
-                yield output
+        Args:
+            prompt, sampling_params, request_id, trace_headers, priority, cache_salt: as of `generate`.
+            shape: called with each output in turn, in the output thread as long as they are read as fast as they
+                come, otherwise where they are read. It must not wait; what it raises ends the request.
 
-    async def encode(
+        Raises:
+            Exception: what `generate` or `shape` raised.
+        """
+        process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt)
+        return self._outputs(request_id, process, sampling_params.num_sequences, shape)
+
+    def encode(
         self,
         prompt: PromptType,
         pooling_params: PoolingParams,
@@ -220,27 +232,40 @@ class AsyncLLM:
             EngineDeadError: the engine is gone.
         """
 
-        def process() -> Awaitable[ProcessedRequest]:
-            return self._input.process_async(request_id, prompt, pooling_params, priority, cache_salt=cache_salt)
+        process = functools.partial(
+            self._input.process_async, request_id, prompt, pooling_params, priority, cache_salt=cache_salt
+        )
+        return self._outputs(request_id, process, 1, pooling_output)
 
-        queue = await self._add_request(request_id, process, 1)
-        async with contextlib.aclosing(self._outputs(request_id, queue)) as outputs:
-            async for output in outputs:
-                yield pooling_output(output)
+    def _processing(
+        self, prompt: PromptType, params: SamplingParams, id_: str, headers: Any, priority: int, salt: str | None
+    ) -> Callable[[], Awaitable[ProcessedRequest]]:
+        """What checks and tokenises the prompt of a text."""
+        if params.logits_processors:
+            words = "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in "
+            raise RequestError(words + "another process.", "logits_processors")
 
-    async def _outputs(self, request_id: str, queue: OutputQueue) -> AsyncGenerator[RequestOutput, None]:
-        """What comes of a request, to its end; it is aborted if nobody waits for that."""
-        finished = False
+        async def process() -> ProcessedRequest:
+            request = await self._input.process_async(id_, prompt, params, priority, cache_salt=salt)
+            request.trace_headers = headers
+            return request
+
+        return process
+
+    async def _outputs(
+        self,
+        request_id: str,
+        process: Callable[[], Awaitable[ProcessedRequest]],
+        num_sequences: int,
+        shape: Callable[[RequestOutput], T] | None,
+    ) -> AsyncGenerator[T, None]:
+        """Sends a request and yields what comes of it, to its end; it is aborted if nobody waits for that."""
+        queue = await self._add_request(request_id, process, num_sequences, shape)
         try:
-            while not finished:
-                output = await queue.get()
-                finished = output.finished
-                yield output
-        except (RequestError, EngineDeadError):
-            finished = True
-            raise
+            while not queue.has_ended:
+                yield await queue.get()
         finally:
-            if not finished:
+            if not queue.has_ended:
                 self._abort(request_id, queue)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -451,8 +476,12 @@ class AsyncLLM:
             self.tokenizer.close()
 
     async def _add_request(
-        self, request_id: str, process: Callable[[], Awaitable[ProcessedRequest]], num_sequences: int
-    ) -> OutputQueue:
+        self,
+        request_id: str,
+        process: Callable[[], Awaitable[ProcessedRequest]],
+        num_sequences: int,
+        shape: Callable[[RequestOutput], T] | None,
+    ) -> OutputQueue[T]:
         """Sends a request, once `process` has checked and tokenised it."""
         await self.check_health()
         if not self._is_ready:
@@ -465,7 +494,7 @@ class AsyncLLM:
             request = await process()
         finally:
             del self._admitted[request_id]
-        queue = self._output.make_queue(request.params.output_kind)
+        queue = self._output.make_queue(request.params.output_kind, shape)
         self._output.add(request, queue)
         try:
             for core_request in request.core_requests:
@@ -495,7 +524,7 @@ class AsyncLLM:
             self._metrics.count_rejection()
             raise EngineBusyError(_BUSY)
 
-    def _abort(self, request_id: str, queue: OutputQueue | None = None) -> None:
+    def _abort(self, request_id: str, queue: OutputQueue[Any] | None = None) -> None:
         """Ends a request; with a queue, only if it is still the one with this queue."""
         if queue is not None and self._output.queue_of(request_id) is not queue:
             return
@@ -509,10 +538,18 @@ class AsyncLLM:
             self._metrics.record(None, stats, rank)
             self._note_idle(rank)
 
-    def _on_outputs(self, outputs: EngineCoreOutputs, rank: int) -> None:
-        """Takes what a step of one of the cores gave back."""
+    def _on_outputs(self, outputs: EngineCoreOutputs, rank: int) -> LoopTask:
+        """Takes what a step of one of the cores gave back; called in this core's output thread."""
         stats = StepStats()
         processed = self._output.process(outputs, stats)
+        return functools.partial(self._finish_step, outputs, stats, processed, rank)
+
+    def _finish_step(
+        self, outputs: EngineCoreOutputs, stats: StepStats, processed: ProcessedOutputs, rank: int
+    ) -> None:
+        """What is left to do of a step on the event loop."""
+        # nobody reads them before all of this is done
+        processed.publish()
         self._client.abort_requests(processed.stopped_ids)
         if outputs.stats is not None:
             self._num_waiting[rank] = outputs.stats.num_waiting
@@ -531,7 +568,7 @@ class AsyncLLM:
         self._output.fail_all(error)
         self._tell_of_ends()
 
-    async def _wait_for_ends(self, requests: Mapping[str, OutputQueue | None]) -> None:
+    async def _wait_for_ends(self, requests: Mapping[str, OutputQueue[Any] | None]) -> None:
         """Returns when none of some requests, given with their queues, is there any more."""
         ended = asyncio.Event()
         self._end_waiters.append(ended)

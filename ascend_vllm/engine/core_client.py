@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_process import CoreProcess
+from ascend_vllm.engine.core_receiver import CoreReceiver, LoopTask
 from ascend_vllm.engine.iteration_watch import IterationWatch
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError, RequestError
 from ascend_vllm.logger import init_logger
@@ -48,18 +49,17 @@ _START_ERRORS: dict[str, type[AscendVllmError]] = {
 }
 
 
-S = TypeVar("S", zmq.Socket[bytes], zmq.asyncio.Socket)
-
-
 class AsyncCoreClient:
     """Starts an engine core in a process of its own and talks to it.
 
     `start` needs no event loop and returns at once, so that a program can go on importing while the model loads;
-    `ready` waits for the core. All other methods belong to the event loop of `ready`.
+    `ready` waits for the core. All other methods belong to the event loop of `ready`. What the core sends is read and
+    processed in a thread, the output thread, which `ready` starts; see `CoreReceiver`.
 
     Args:
         config: of the engine.
-        on_outputs: called with what each step gives back.
+        on_outputs: called in the output thread with what each step gives back; returns what the event loop is then to
+            do.
         on_death: called once if the core ends without having been told to or hangs, after `ready`.
         environment: variables that the core has beside, or instead of, this process's.
 
@@ -70,7 +70,7 @@ class AsyncCoreClient:
     def __init__(
         self,
         config: EngineConfig,
-        on_outputs: Callable[[EngineCoreOutputs], None],
+        on_outputs: Callable[[EngineCoreOutputs], LoopTask],
         on_death: Callable[[EngineDeadError], None],
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -85,22 +85,18 @@ class AsyncCoreClient:
         self._process = CoreProcess(config, environment)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sender = _bound(zmq.Socket(self._context, zmq.PUSH), self._process.inbound)
-        # An asynchronous socket from the start: its close() also takes the descriptor back from the event loop, which
-        # would otherwise be deaf to the next socket with the same number.
-        self._receiver = _bound(zmq.asyncio.Socket(self._context, zmq.PULL), self._process.outbound)
+        socket = _bound(zmq.Socket(self._context, zmq.PULL), self._process.outbound)
+        self._receiver = CoreReceiver(socket, self._take, self._refuse)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(CoreOutbound)
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[EngineReady] | None = None
-        self._task: asyncio.Task[None] | None = None
         self._watch: IterationWatch | None = None
         # until the owner says that none is waited for any more
         self._has_requests = False
         # unless the core pauses
         self._expects_steps = True
-        self._num_received = 0
         self._num_noticed = 0
         self._error: AscendVllmError | None = None
         # it was told to end, and may do so by itself
@@ -131,10 +127,12 @@ class AsyncCoreClient:
             EngineDeadError: the core died.
         """
         if self._ready is None:
+            if self._error is not None:  # it was shut down before anybody waited
+                raise self._error
             self._loop = asyncio.get_running_loop()
             self._ready = self._loop.create_future()
             self._watch = IterationWatch(self._timeout_s, self._loop, self._has_news, self._give_up)
-            self._task = self._loop.create_task(self._receive(), name="engine-core-receive")
+            self._receiver.start(self._loop)
             if self._process.exit_code is not None:
                 self._expect_last_words(self._process.exit_code)
         return await asyncio.shield(self._ready)
@@ -214,8 +212,6 @@ class AsyncCoreClient:
         else:
             # A core that is still loading does not read messages.
             self._process.terminate()
-        if self._task is not None:
-            self._task.cancel()
 
     def shutdown(self) -> None:
         """Ends the core and removes everything that was made for it; takes seconds at most; may be called again."""
@@ -225,8 +221,7 @@ class AsyncCoreClient:
         self._is_closed = True
         self._process.stop(_SHUTDOWN_GRACE_S if self._is_ending else 0.0)
         self._sender.close(linger=0)
-        self._receiver.close(linger=0)
-        self._context.term()
+        self._receiver.close(self._context)
 
     def _send(self, message: CoreInbound) -> None:
         if self._error is not None:
@@ -237,30 +232,41 @@ class AsyncCoreClient:
         except zmq.Again:
             raise EngineDeadError("the engine core does not take messages") from None
 
-    async def _receive(self) -> None:
-        """Reads what the core sends, until it is gone."""
-        while self._error is None:
-            frame = await self._receiver.recv()
-            self._num_received += 1
-            try:
-                self._handle(self._decoder.decode(frame))
-            except Exception as error:  # without this task nobody would get an answer any more
-                logger.exception("The engine core's outputs cannot be processed")
-                self._fail(EngineDeadError(f"the engine core's outputs cannot be processed: {error!r}"))
-
-    def _handle(self, message: CoreOutbound) -> None:
+    def _take(self, message: CoreOutbound) -> LoopTask:
+        """Processes a message; called in the output thread."""
+        if self._error is not None:
+            return _do_nothing  # everybody who waited was told
+        task: LoopTask
         match message:
             case EngineCoreOutputs():
-                self._on_outputs(message)
+                task = self._on_outputs(message)
             case UtilityResult():
-                self._resolve_call(message)
+                task = functools.partial(self._resolve_call, message)
             case EngineReady():
-                self._process.remove_sockets()
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(message)
+                task = functools.partial(self._note_ready, message)
             case EngineFailed():
                 kind = _START_ERRORS.get(message.error_class, EngineDeadError)
-                self._fail(kind(message.message))
+                task = functools.partial(self._fail, kind(message.message))
+        return functools.partial(self._run, task)
+
+    def _refuse(self, error: Exception) -> LoopTask:
+        """For messages that cannot be processed: going on without them would leave somebody without an answer."""
+        logger.error("The engine core's outputs cannot be processed", exc_info=error)
+        return functools.partial(
+            self._fail, EngineDeadError(f"the engine core's outputs cannot be processed: {error!r}")
+        )
+
+    def _run(self, task: LoopTask) -> None:
+        """Does what is left to do of a message."""
+        try:
+            task()
+        except Exception as error:
+            self._refuse(error)()
+
+    def _note_ready(self, message: EngineReady) -> None:
+        self._process.remove_sockets()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(message)
 
     def _resolve_call(self, result: UtilityResult) -> None:
         future = self._calls.get(result.call_id)
@@ -278,10 +284,14 @@ class AsyncCoreClient:
             self._watch.stop()
 
     def _has_news(self) -> bool:
-        """Whether anything came since this was last asked, or is there to be read."""
-        has_come = self._num_received != self._num_noticed
-        self._num_noticed = self._num_received
-        return has_come or bool(int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN)
+        """Whether anything came since this was last asked, or is being processed.
+
+        The output thread reads what is there at once unless it is processing something.
+        """
+        num_received = self._receiver.num_received
+        has_come = num_received != self._num_noticed
+        self._num_noticed = num_received
+        return has_come or self._receiver.is_busy
 
     def _give_up(self) -> None:
         """The core hangs: nothing came from it for too long."""
@@ -311,7 +321,20 @@ class AsyncCoreClient:
 
     def _expect_last_words(self, exit_code: int) -> None:
         if self._loop is not None:
-            self._loop.call_later(_LAST_WORDS_S, self._fail, EngineDeadError(self._describe_exit(exit_code)))
+            error = EngineDeadError(self._describe_exit(exit_code))
+            self._loop.call_later(_LAST_WORDS_S, self._fail_once_silent, error, self._receiver.num_received)
+
+    def _fail_once_silent(self, error: EngineDeadError, num_received: int) -> None:
+        """Tells of the core's end when everything that it sent before has been processed.
+
+        Args:
+            error: tells how it ended.
+            num_received: messages that had come when it was last asked.
+        """
+        if self._loop is not None and (self._receiver.is_busy or self._receiver.num_received != num_received):
+            self._loop.call_later(_LAST_WORDS_S, self._fail_once_silent, error, self._receiver.num_received)
+        else:
+            self._fail(error)
 
     def _describe_exit(self, exit_code: int) -> str:
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
@@ -337,7 +360,11 @@ class AsyncCoreClient:
             self._on_death(dead)
 
 
-def _bound(socket: S, address: str) -> S:
+def _do_nothing() -> None:
+    """For messages that nobody needs any more."""
+
+
+def _bound(socket: zmq.Socket[bytes], address: str) -> zmq.Socket[bytes]:
     # no limit: dropping a message is never right
     socket.set_hwm(0)
     socket.bind(address)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_client import AsyncCoreClient
+from ascend_vllm.engine.core_receiver import LoopTask
 from ascend_vllm.engine.data_parallel import config_of_engine, environment_of_engine
 from ascend_vllm.engine.request_router import RequestRouter
 from ascend_vllm.errors import AscendVllmError, EngineDeadError
@@ -25,7 +26,8 @@ class DataParallelClient:
 
     Args:
         config: of the engine.
-        on_outputs: called with what each step of a core gives back, and the core's number.
+        on_outputs: called with what each step of a core gives back, and the core's number, in a thread that belongs
+            to this core; returns what the event loop is then to do.
         on_death: called once if a core ends without having been told to or hangs, after its start.
 
     Raises:
@@ -35,7 +37,7 @@ class DataParallelClient:
     def __init__(
         self,
         config: EngineConfig,
-        on_outputs: Callable[[EngineCoreOutputs, int], None],
+        on_outputs: Callable[[EngineCoreOutputs, int], LoopTask],
         on_death: Callable[[EngineDeadError], None],
     ) -> None:
         self._on_outputs = on_outputs
@@ -154,11 +156,15 @@ class DataParallelClient:
         for core in self._cores:
             core.shutdown()
 
-    def _take_outputs(self, rank: int, outputs: EngineCoreOutputs) -> None:
+    def _take_outputs(self, rank: int, outputs: EngineCoreOutputs) -> LoopTask:
+        """Called in the core's output thread."""
+        return functools.partial(self._finish_step, rank, outputs, self._on_outputs(outputs, rank))
+
+    def _finish_step(self, rank: int, outputs: EngineCoreOutputs, task: LoopTask) -> None:
         if outputs.stats is not None:
             self._router.take_stats(rank, outputs.stats)
         self._release(rank, [output.request_id for output in outputs.outputs if output.finish_reason is not None])
-        self._on_outputs(outputs, rank)
+        task()
 
     def _release(self, rank: int, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

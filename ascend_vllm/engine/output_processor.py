@@ -2,20 +2,25 @@
 
 One `OutputProcessor` holds the state of all requests of an engine. Each step's outputs pass through `process`, which
 either puts `RequestOutput`s into the requests' own queues (async engine) or returns them (sync engine).
+
+In the async engine two threads meet here: the output thread calls `process`, the event loop everything else. One lock
+guards the requests and all that hangs on them. `process` takes it anew for every core request of a step, so that the
+event loop, which adds and aborts requests, waits for one request's text at most and never for a whole step's. Handing
+additions and aborts over to the output thread instead would make them wait for the step.
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
 import dataclasses
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.beam_output import BeamSearchState
+from ascend_vllm.engine.fair_lock import FairLock
 from ascend_vllm.engine.input_processor import ProcessedRequest
+from ascend_vllm.engine.output_queue import OutputQueue
 from ascend_vllm.engine.pooling_state import PoolingState
 from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
 from ascend_vllm.engine.sequence_state import SequenceState, shape_prompt_logprobs
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+T = TypeVar("T")
+
 # Outputs that wait for a consumer who gets each token of a step by itself; he is slow if there are more.
 _MAX_TOKEN_OUTPUTS = 256
 
@@ -46,58 +53,6 @@ _MAX_TOKEN_OUTPUTS = 256
 _ERRORS: dict[str, type[RequestError] | type[EngineDeadError]] = {
     error.__name__: error for error in (RequestError, ModelNotFoundError, EngineBusyError, EngineDeadError)
 }
-
-
-class OutputQueue:
-    """Outputs of one request on their way to its consumer.
-
-    Outputs that arrive while the consumer is busy are merged, so that a slow consumer costs neither memory nor
-    tokens: it gets fewer, larger pieces.
-
-    Args:
-        kind: how outputs merge: DELTA pieces are joined, otherwise the latest one stays.
-        max_outputs: as many wait apart; only those beyond are merged.
-    """
-
-    def __init__(self, kind: RequestOutputKind, max_outputs: int = 1) -> None:
-        self._kind = kind
-        self._max_outputs = max_outputs
-        self._outputs: collections.deque[RequestOutput] = collections.deque()
-        self._error: Exception | None = None
-        self._ready = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        """Adds an output."""
-        outputs = self._outputs
-        if len(outputs) < self._max_outputs:
-            outputs.append(output)
-        elif self._kind is RequestOutputKind.DELTA:
-            _merge_deltas(outputs[-1], output)
-        else:
-            outputs[-1] = output
-        self._ready.set()
-
-    def put_error(self, error: Exception) -> None:
-        """Ends the stream; `get` raises the error after what is still there."""
-        self._error = error
-        self._ready.set()
-
-    async def get(self) -> RequestOutput:
-        """The next output.
-
-        Raises:
-            RequestError: the engine refused the request.
-            EngineDeadError: the engine died.
-        """
-        await self._ready.wait()
-        if self._outputs:
-            output = self._outputs.popleft()
-            if not self._outputs and self._error is None:
-                self._ready.clear()
-            return output
-        if self._error is None:
-            raise RuntimeError("an output queue was woken without an output")
-        raise self._error
 
 
 # what a core request stands for
@@ -111,10 +66,17 @@ class ProcessedOutputs:
     Attributes:
         request_outputs: of requests without a queue.
         stopped_ids: core requests that a stop string ended; the core must be told.
+        queues: those that were put something, once for each time.
     """
 
     request_outputs: list[RequestOutput] = dataclasses.field(default_factory=list)
     stopped_ids: list[str] = dataclasses.field(default_factory=list)
+    queues: list[OutputQueue[Any]] = dataclasses.field(default_factory=list)
+
+    def publish(self) -> None:
+        """Lets the requests' consumers have what was put into their queues; belongs to the event loop."""
+        for queue in self.queues:
+            queue.publish()
 
 
 class _RequestState:
@@ -122,6 +84,7 @@ class _RequestState:
 
     __slots__ = (
         "awaits_prompt_logprobs",
+        "changed",
         "core_ids",
         "holds_back",
         "interval",
@@ -140,7 +103,7 @@ class _RequestState:
     )
 
     def __init__(
-        self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue | None, interval: int
+        self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue[Any] | None, interval: int
     ) -> None:
         self.request = request
         self.queue = queue
@@ -159,6 +122,8 @@ class _RequestState:
                 SequenceState(index, params, prompt_token_ids, tokenizer, is_scored)
                 for index in range(len(request.core_requests))
             ]
+        # those of several that got something in the step that is processed, and will be told of at its end
+        self.changed: list[AnySequence] = []
         self.core_ids = [core_request.request_id for core_request in request.core_requests]
         self.num_unfinished = len(self.sequences)
         self.max_tokens = request.core_requests[0].sampling_params.max_tokens or 0
@@ -269,6 +234,9 @@ class OutputProcessor:
         self._requests: dict[str, _RequestState] = {}
         # core request id → its request and its sequence
         self._sequences: dict[str, tuple[_RequestState, AnySequence]] = {}
+        self._lock = FairLock()
+        # of a step that failed, those that were put something
+        self._unpublished: list[OutputQueue[Any]] = []
 
     @classmethod
     def from_config(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> OutputProcessor:
@@ -291,7 +259,9 @@ class OutputProcessor:
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of requests without a token of an answer yet; counted anew, for those who limit them."""
-        waiting = (state for state in self._requests.values() if state.metrics.first_token_time is None)
+        # a copy, for the output thread may end requests meanwhile
+        states = list(self._requests.values())
+        waiting = (state for state in states if state.metrics.first_token_time is None)
         return sum(len(state.request.prompt_token_ids) for state in waiting)
 
     def __contains__(self, request_id: str) -> bool:
@@ -301,16 +271,18 @@ class OutputProcessor:
         """Ids of all requests that have not ended."""
         return list(self._requests)
 
-    def queue_of(self, request_id: str) -> OutputQueue | None:
+    def queue_of(self, request_id: str) -> OutputQueue[Any] | None:
         """Where a request's outputs go; None if it has ended or has no queue."""
         state = self._requests.get(request_id)
         return None if state is None else state.queue
 
-    def make_queue(self, kind: RequestOutputKind) -> OutputQueue:
-        """A queue for a request's outputs."""
-        return OutputQueue(kind, _MAX_TOKEN_OUTPUTS if self._stream_each_token else 1)
+    def make_queue(
+        self, kind: RequestOutputKind, shape: Callable[[RequestOutput], T] | None = None
+    ) -> OutputQueue[T]:
+        """A queue for a request's outputs, which get a shape on their way if one is given."""
+        return OutputQueue(kind, _MAX_TOKEN_OUTPUTS if self._stream_each_token else 1, shape)
 
-    def add(self, request: ProcessedRequest, queue: OutputQueue | None = None) -> None:
+    def add(self, request: ProcessedRequest, queue: OutputQueue[Any] | None = None) -> None:
         """Opens the state of a request.
 
         Args:
@@ -320,13 +292,14 @@ class OutputProcessor:
         Raises:
             RequestError: a request with this id is running.
         """
-        if request.request_id in self._requests:
-            raise DuplicateRequestError(f"Request {request.request_id} already exists.", "request_id")
         interval = max(self._stream_interval, request.params.stream_interval or 1)
         state = _RequestState(request, self._tokenizer, queue, interval)
-        self._requests[request.request_id] = state
-        for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
-            self._sequences[core_id] = (state, sequence)
+        with self._lock:
+            if request.request_id in self._requests:
+                raise DuplicateRequestError(f"Request {request.request_id} already exists.", "request_id")
+            self._requests[request.request_id] = state
+            for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
+                self._sequences[core_id] = (state, sequence)
 
     def process(self, outputs: EngineCoreOutputs, stats: StepStats, now: float | None = None) -> ProcessedOutputs:
         """Takes the outputs of a step.
@@ -337,31 +310,44 @@ class OutputProcessor:
             now: seconds of time.monotonic(); None: now.
         """
         step = _Step(stats, time.monotonic() if now is None else now)
+        try:
+            self._process(outputs.outputs, step)
+        except BaseException:
+            # what is there of requests that have ended is still theirs
+            self._unpublished += step.processed.queues
+            raise
+        return step.processed
+
+    def _process(self, outputs: Sequence[EngineCoreOutput], step: _Step) -> None:
         # several tokens to be told one by one
         several: list[EngineCoreOutput] = []
-        for output in outputs.outputs:
-            found = self._sequences.get(output.request_id)
-            if found is None:
-                continue
-            state, sequence = found
-            if output.finish_reason is FinishReason.ERROR and state.queue is not None:
-                self._fail(state, output, step)
-                continue
-            _record_tokens(state, sequence, output, step)
-            if output.prompt_logprobs is not None:
-                state.take_prompt_logprobs(output.prompt_logprobs)
-            if (
-                self._stream_each_token
-                and len(output.new_token_ids) > 1
-                and state.kind is not RequestOutputKind.FINAL_ONLY
-            ):
-                several.append(output)
-            else:
-                self._take(state, sequence, output, step)
-        step.deliver()
+        for output in outputs:
+            with self._lock:
+                found = self._sequences.get(output.request_id)
+                if found is not None and self._take_output(*found, output, step):
+                    several.append(output)
+        self._deliver_changed(step)
         if several:
             self._take_one_by_one(several, step)
-        return step.processed
+
+    def _take_output(
+        self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step
+    ) -> bool:
+        """Takes what a sequence got in a step, unless these are tokens that are to be told one by one: then True."""
+        if output.finish_reason is FinishReason.ERROR and state.queue is not None:
+            self._fail(state, output, step)
+            return False
+        _record_tokens(state, sequence, output, step)
+        if output.prompt_logprobs is not None:
+            state.take_prompt_logprobs(output.prompt_logprobs)
+        if (
+            self._stream_each_token
+            and len(output.new_token_ids) > 1
+            and state.kind is not RequestOutputKind.FINAL_ONLY
+        ):
+            return True
+        self._take(state, sequence, output, step)
+        return False
 
     def _take(self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
         """Adds to a sequence what it got, and ends it if it has ended."""
@@ -375,7 +361,19 @@ class OutputProcessor:
         if len(state.sequences) == 1:
             _deliver(state, (sequence,), step.processed)
         else:
-            step.changed.setdefault(state.request.request_id, (state, []))[1].append(sequence)
+            if not state.changed:
+                step.changed.append(state)
+            state.changed.append(sequence)
+
+    def _deliver_changed(self, step: _Step) -> None:
+        """Sends requests of several sequences one output each, whatever the number of those that got something."""
+        for state in step.changed:
+            with self._lock:
+                # none: the request has failed, or was aborted, which told of them
+                if state.changed:
+                    _deliver(state, state.changed, step.processed)
+                    state.changed = []
+        step.changed.clear()
 
     def _take_one_by_one(self, outputs: list[EngineCoreOutput], step: _Step) -> None:
         """Adds the first token of each of the outputs, then the second, and so on, as steps of their own."""
@@ -384,11 +382,12 @@ class OutputProcessor:
         num_stopped = len(stopped_ids)
         for position in range(max(len(output.new_token_ids) for output in outputs)):
             for output in outputs:
-                found = self._sequences.get(output.request_id)
-                # it had fewer tokens, or a stop string ended it before its last one
-                if found is not None and position < len(output.new_token_ids):
-                    self._take(*found, _one_token(output, position), step)
-            step.deliver()
+                with self._lock:
+                    found = self._sequences.get(output.request_id)
+                    # it had fewer tokens, or a stop string ended it before its last one
+                    if found is not None and position < len(output.new_token_ids):
+                        self._take(*found, _one_token(output, position), step)
+            self._deliver_changed(step)
         # the core knows of those that it ended itself, if later than the stop string did
         stopped_ids[num_stopped:] = [id_ for id_ in stopped_ids[num_stopped:] if id_ not in ends]
 
@@ -398,36 +397,50 @@ class OutputProcessor:
         Returns:
             Ids of core requests that the core must be told of; [] if the request has ended already.
         """
-        state = self._requests.get(request_id)
-        if state is None:
-            return []
-        step = _Step(stats, time.monotonic())
-        running = {
-            core_id: self._sequences.pop(core_id)[1] for core_id in state.core_ids if core_id in self._sequences
-        }
-        for sequence in running.values():
-            sequence.end(FinishReason.ABORT)
-            self._finish_sequence(state, sequence, step)
-        _deliver(state, list(running.values()), step.processed)
+        with self._lock:
+            state = self._requests.get(request_id)
+            if state is None:
+                return []
+            step = _Step(stats, time.monotonic())
+            running = {
+                core_id: self._sequences.pop(core_id)[1] for core_id in state.core_ids if core_id in self._sequences
+            }
+            for sequence in running.values():
+                sequence.end(FinishReason.ABORT)
+                self._finish_sequence(state, sequence, step)
+            # also those of which the step that is processed would have told
+            changed = [sequence for sequence in state.changed if sequence not in running.values()]
+            state.changed = []
+            _deliver(state, [*changed, *running.values()], step.processed)
+        if state.queue is not None:
+            # what was put before comes first
+            state.queue.publish_all()
         return list(running)
 
     def fail_all(self, error: Exception) -> None:
         """Ends all requests with an error: the engine is gone."""
-        for state in self._requests.values():
-            if state.queue is not None:
-                state.queue.put_error(error)
-        self._requests.clear()
-        self._sequences.clear()
+        with self._lock:
+            states = list(self._requests.values())
+            self._requests.clear()
+            self._sequences.clear()
+            for state in states:
+                state.changed = []
+                if state.queue is not None:
+                    state.queue.put_error(error)
+        for queue in [*self._unpublished, *(state.queue for state in states if state.queue is not None)]:
+            queue.publish_all()
+        self._unpublished.clear()
 
     def shutdown(self) -> None:
         """Sends traces that were not sent yet, and makes no more. May be called again."""
-        if self._tracer is not None:
-            self._tracer.shutdown()
-            self._tracer = None
+        with self._lock:
+            tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.shutdown()
 
     def _fail(self, state: _RequestState, output: EngineCoreOutput, step: _Step) -> None:
         """Ends a request, and all its sequences, with the core's words."""
-        step.changed.pop(state.request.request_id, None)
+        state.changed = []
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
             if self._sequences.pop(core_id, None) is None:
                 continue
@@ -441,6 +454,7 @@ class OutputProcessor:
             step.stats.num_queue_timeouts += error is EngineBusyError
             text = output.error or "the engine could not run the request"
             state.queue.put_error(error(text, output.error_param) if issubclass(error, RequestError) else error(text))
+            step.processed.queues.append(state.queue)
 
     def _finish_sequence(self, state: _RequestState, sequence: AnySequence, step: _Step) -> None:
         state.num_unfinished -= 1
@@ -468,19 +482,13 @@ class _Step:
         stats: filled.
         now: seconds of time.monotonic().
         processed: what it came to so far.
-        changed: by id, requests of several sequences and those that got something: one output, whatever their number.
+        changed: requests of several sequences, some of which got something.
     """
 
     stats: StepStats
     now: float
     processed: ProcessedOutputs = dataclasses.field(default_factory=ProcessedOutputs)
-    changed: dict[str, tuple[_RequestState, list[AnySequence]]] = dataclasses.field(default_factory=dict)
-
-    def deliver(self) -> None:
-        """Sends the outputs of `changed`."""
-        for state, sequences in self.changed.values():
-            _deliver(state, sequences, self.processed)
-        self.changed.clear()
+    changed: list[_RequestState] = dataclasses.field(default_factory=list)
 
 
 def _one_token(output: EngineCoreOutput, position: int) -> EngineCoreOutput:
@@ -504,6 +512,7 @@ def _deliver(state: _RequestState, changed: Sequence[AnySequence], processed: Pr
         return
     if state.queue is not None:
         state.queue.put(output)
+        processed.queues.append(state.queue)
     else:
         processed.request_outputs.append(output)
 
@@ -559,21 +568,3 @@ def _summarize(state: _RequestState, now: float) -> FinishedRequest:
         num_computed_prompt_tokens=len(state.request.prompt_token_ids) - state.num_cached_tokens,
         num_preemptions=sum(state.num_preemptions.values()),
     )
-
-
-def _merge_deltas(older: RequestOutput, newer: RequestOutput) -> None:
-    """Joins two pieces of a request; `older` becomes both."""
-    by_index: dict[int, CompletionOutput] = {output.index: output for output in older.outputs}
-    for output in newer.outputs:
-        known = by_index.get(output.index)
-        if known is None:
-            older.outputs.append(output)
-            continue
-        known.text += output.text
-        known.token_ids += output.token_ids
-        if output.logprobs is not None:
-            known.logprobs = (known.logprobs or []) + output.logprobs
-        known.cumulative_logprob = output.cumulative_logprob
-        known.finish_reason, known.stop_reason = output.finish_reason, output.stop_reason
-    older.finished = newer.finished
-    older.num_cached_tokens = newer.num_cached_tokens

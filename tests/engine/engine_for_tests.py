@@ -9,7 +9,8 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.input_processor import InputProcessor
-from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
+from ascend_vllm.engine.output_processor import OutputProcessor
+from ascend_vllm.engine.output_queue import OutputQueue
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import RequestOutput
@@ -79,7 +80,7 @@ class FakeEngine:
         params: SamplingParams,
         request_id: str = "r",
         prompt: Any = "The quick",
-        queue: OutputQueue | None = None,
+        queue: OutputQueue[Any] | None = None,
         arrival_time: float = 10.0,
     ) -> None:
         """Checks a request and opens its state."""
@@ -91,6 +92,7 @@ class FakeEngine:
         """One step of the core."""
         processed = self.output.process(EngineCoreOutputs(list(outputs)), self.stats, now)
         self.stopped += processed.stopped_ids
+        processed.publish()
         return processed.request_outputs
 
     def give(

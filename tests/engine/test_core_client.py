@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -10,8 +12,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import psutil
@@ -43,8 +46,29 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     logging.getLogger("ascend_vllm").removeHandler(caplog.handler)
 
 
-def ignore(_: object) -> None:
+def ignore(_: object) -> Callable[[], None]:
     """For callbacks that a test does not look at."""
+    return lambda: None
+
+
+def listen(client: AsyncCoreClient) -> None:
+    """Starts the output thread of a client whose core the test plays."""
+    client._loop = asyncio.get_running_loop()
+    client._ready = client._loop.create_future()
+    client._ready.set_result(None)
+    client._receiver.start(client._loop)
+
+
+@contextlib.contextmanager
+def played_core(client: AsyncCoreClient) -> Iterator[zmq.Socket[bytes]]:
+    """A socket to send what a core would send."""
+    with client._context.socket(zmq.PUSH) as push:
+        push.connect(client._process.outbound)
+        yield push
+
+
+def threads_of_outputs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "engine-core-outputs"]
 
 
 def socket_directory(client: AsyncCoreClient) -> pathlib.Path:
@@ -85,21 +109,20 @@ async def test_a_core_starts_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -
     assert deaths == []
 
 
-async def test_sockets_may_come_and_go_in_one_event_loop() -> None:
-    """The loop must let go of a closed descriptor, or it never hears of the next one of the same number."""
+async def test_clients_may_come_and_go_in_one_event_loop() -> None:
     for _ in range(3):
         received: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        client = AsyncCoreClient(make_config(), received.set_result, ignore)
+        client = AsyncCoreClient(
+            make_config(), lambda outputs, done=received: functools.partial(done.set_result, outputs), ignore
+        )
         try:
-            client._ready = asyncio.get_running_loop().create_future()
-            client._task = asyncio.create_task(client._receive())
-            await asyncio.sleep(0)  # it listens
-            with client._context.socket(zmq.PUSH) as push:  # plays the core
-                push.connect(client._process.outbound)
-                push.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
+            listen(client)
+            with played_core(client) as core:
+                core.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
                 await asyncio.wait_for(received, 30)
         finally:
             client.shutdown()
+    assert threads_of_outputs() == []
 
 
 async def test_a_killed_core_is_noticed() -> None:
@@ -190,24 +213,31 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
         client.shutdown()
 
 
-async def test_messages_that_wait_to_be_read_are_news() -> None:
-    """Those of a core that is quicker than this process's event loop."""
-    client = AsyncCoreClient(make_config(), ignore, ignore)
+async def test_messages_that_wait_are_news() -> None:
+    """Those of a core that is quicker than this process: it was not silent, however long one message takes."""
+    goes_on, taken = threading.Event(), threading.Event()
+
+    def take(_: EngineCoreOutputs) -> Callable[[], None]:
+        taken.set()
+        goes_on.wait(30)
+        return lambda: None
+
+    client = AsyncCoreClient(make_config(), take, ignore)
     try:
-        with client._context.socket(zmq.PUSH) as push:  # plays the core
-            push.connect(client._process.outbound)
-            assert not client._has_news()
-            push.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
-            assert await client._receiver.poll(30_000)
+        listen(client)
+        assert not client._has_news()
+        with played_core(client) as core:
+            core.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
+            # the event loop does not run: it is the thread that reads
+            assert taken.wait(30)
             assert client._has_news() and client._has_news()
-            client._ready = asyncio.get_running_loop().create_future()
-            client._task = asyncio.create_task(client._receive())
-            while client._num_received == 0:
-                await asyncio.sleep(0)
-            # once for its having come, and then it is old
-            assert client._has_news()
+            goes_on.set()
+            async with asyncio.timeout(30):
+                while client._receiver.is_busy:
+                    await asyncio.sleep(0.001)
             assert not client._has_news()
     finally:
+        goes_on.set()
         client.shutdown()
 
 
@@ -278,22 +308,20 @@ async def test_shutdown_while_the_core_starts_is_quick() -> None:
     assert not socket_directory(client).exists()
 
 
-async def test_outputs_that_cannot_be_processed_end_the_engine() -> None:
+@pytest.mark.parametrize("where", ["thread", "loop"])
+async def test_outputs_that_cannot_be_processed_end_the_engine(where: str) -> None:
     """A bug in the front must fail requests, not leave them waiting."""
 
-    def explode(_: EngineCoreOutputs) -> None:
+    def explode(*_: EngineCoreOutputs) -> Callable[[], None]:
         raise RuntimeError("boom")
 
+    on_outputs = explode if where == "thread" else lambda _: explode
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-    client = AsyncCoreClient(make_config(), explode, dead.set_result)
+    client = AsyncCoreClient(make_config(), on_outputs, dead.set_result)
     try:
-        client._loop = asyncio.get_running_loop()
-        client._ready = client._loop.create_future()
-        client._ready.set_result(None)
-        client._task = client._loop.create_task(client._receive())
-        with client._context.socket(8) as push:  # plays the core; 8 is PUSH
-            push.connect(client._process.outbound)
-            push.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
+        listen(client)
+        with played_core(client) as core:
+            core.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
             assert "boom" in str(await asyncio.wait_for(dead, 30))
     finally:
         client.shutdown()

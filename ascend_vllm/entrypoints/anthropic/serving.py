@@ -24,11 +24,11 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
-from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, UsageCounter
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.sse import encode_json
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
-from ascend_vllm.outputs import CompletionOutput
+from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
 # for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice
 _INVALID_JSON = "INVALID_JSON"
@@ -62,10 +62,12 @@ class ServingMessages:
         chat_request = request.to_chat()
         prompt = await self._chat.prepare(chat_request)
         max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
-        generators, response_id = self._chat.start_request(chat_request, "chatcmpl", http, [prompt], [max_tokens])
+        response_id = self._chat.response_id(chat_request, "chatcmpl", http)
         answer = _Answer(self._chat, chat_request, response_id, prompt)
         if request.stream:
-            return await self._chat.open_stream(http, generators, answer.stream)
+            events = self._chat.start_stream(chat_request, response_id, http, [prompt], [max_tokens], answer.encode)
+            return await self._chat.open_stream(http, events, answer.stream)
+        generators = self._chat.start_request(chat_request, response_id, http, [prompt], [max_tokens])
         outputs = await run_unless_disconnected(http.receive, self._chat.collect(generators))
         answer.usage.add(0, outputs[0])
         return json_response(answer.complete(outputs[0].outputs[0]))
@@ -97,6 +99,7 @@ class _Answer:
         self._model = serving.model_name
         self._parser: ChoiceParser | None = settings.parsers.make(request, prompt.text or "")
         self._tell_cached = settings.enable_prompt_tokens_details
+        self._writer = _BlockWriter()
         self.usage = UsageCounter(1, tell_cached=True)
 
     def complete(self, generated: CompletionOutput) -> MessageResponse:
@@ -141,27 +144,29 @@ class _Answer:
             usage.input_tokens -= usage.cache_read_input_tokens
         return usage
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The answer's events; errors are told in the stream."""
-        blocks = _BlockWriter()
+    def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
+        """The events of the next output, none while a parser holds text back; see `ServingBase.start_stream`."""
+        events = []
+        if not self.usage.started:
+            self.usage.add(0, output)
+            events.append(self._start_event())
+        for generated in output.outputs:
+            self.usage.completion_tokens[0] += len(generated.token_ids)
+            finished = generated.finish_reason is not None
+            if self._parser is None:
+                events.append(self._writer.add({"content": generated.text}))
+            else:
+                deltas = self._parser.feed(generated.text, final=finished)
+                events.extend(self._writer.add(delta) for delta in deltas)
+            if finished:
+                events += [self._writer.close(), self._end_events(generated)]
+        return b"".join(events)
+
+    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """The answer's events, as `encode` made them; errors are told in the stream."""
         try:
-            async for _, output in outputs:
-                events = []
-                if not self.usage.started:
-                    self.usage.add(0, output)
-                    events.append(self._start_event())
-                for generated in output.outputs:
-                    self.usage.completion_tokens[0] += len(generated.token_ids)
-                    finished = generated.finish_reason is not None
-                    if self._parser is None:
-                        events.append(blocks.add({"content": generated.text}))
-                    else:
-                        deltas = self._parser.feed(generated.text, final=finished)
-                        events.extend(blocks.add(delta) for delta in deltas)
-                    if finished:
-                        events += [blocks.close(), self._end_events(generated)]
-                data = b"".join(events)
-                if data:  # none while a parser holds text back
+            async for _, data in events:
+                if data:
                     yield data
         except Exception as error:
             yield _event("error", error_of(to_http_error(error).body))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from starlette.requests import Request
 
@@ -43,10 +44,14 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+T = TypeVar("T")
+
 # outputs with their prompt's index, as they come
 Outputs: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
-# makes events of outputs
-StreamShape: TypeAlias = Callable[[Outputs], AsyncGenerator[bytes, None]]
+# events made of outputs, likewise; b"" while an output has none
+Events: TypeAlias = AsyncGenerator[tuple[int, bytes], None]
+# makes events of a prompt's outputs, in turn
+Encoder: TypeAlias = Callable[[int, RequestOutput], bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,42 +145,62 @@ class Prompt:
     text: str | None
 
 
-async def _chain(first: asyncio.Future[tuple[int, RequestOutput]], rest: Outputs) -> Outputs:
+async def _chain(
+    first: asyncio.Future[tuple[int, T]], rest: AsyncGenerator[tuple[int, T], None]
+) -> AsyncGenerator[tuple[int, T], None]:
     yield await first
     async for item in rest:
         yield item
 
 
-async def _close(first: asyncio.Future[tuple[int, RequestOutput]], rest: Outputs) -> None:
+async def _close(first: asyncio.Future[tuple[int, T]], rest: AsyncGenerator[tuple[int, T], None]) -> None:
     """End the generators, also while the first output is still waited for."""
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await rest.aclose()
 
 
-async def _log_outputs(
-    outputs: AsyncGenerator[RequestOutput, None], engine_id: str
-) -> AsyncGenerator[RequestOutput, None]:
-    """The same outputs; each choice is logged when it has ended."""
+@dataclasses.dataclass
+class _EngineRequest:
+    """One prompt of a request, on its way to the engine; see `ServingBase.generate`."""
+
+    request: GenerationRequest
+    engine_id: str
+    prompt: Prompt
+    params: SamplingParams
+    headers: Mapping[str, str] | None
+
+
+def _chosen_id(request: GenerationRequest, http: Request) -> str | None:
+    """The id that the client chose for its request, if it did."""
+    return request.request_id or http.headers.get("x-request-id")
+
+
+def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[RequestOutput], T]:
+    """The same shape; each choice is logged when it has ended."""
     texts: dict[int, str] = {}
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            for generated in output.outputs:
-                text = texts[generated.index] = texts.get(generated.index, "") + generated.text
-                if generated.finish_reason is not None:
-                    logger.info(
-                        "Generated response %s, choice %d: output: %r, finish_reason: %s",
-                        engine_id,
-                        generated.index,
-                        text,
-                        generated.finish_reason,
-                    )
-            yield output
+
+    def log_and_shape(output: RequestOutput) -> T:
+        for generated in output.outputs:
+            text = texts[generated.index] = texts.get(generated.index, "") + generated.text
+            if generated.finish_reason is not None:
+                logger.info(
+                    "Generated response %s, choice %d: output: %r, finish_reason: %s",
+                    engine_id,
+                    generated.index,
+                    text,
+                    generated.finish_reason,
+                )
+        return shape(output)
+
+    return log_and_shape
 
 
-async def _name_constraint(
-    outputs: AsyncGenerator[RequestOutput, None], field: str
-) -> AsyncGenerator[RequestOutput, None]:
+def _unchanged(output: RequestOutput) -> RequestOutput:
+    return output
+
+
+async def _name_constraint(outputs: AsyncGenerator[T, None], field: str) -> AsyncGenerator[T, None]:
     """The same outputs; what the engine finds wrong with the constraint names the field that the client sent."""
     async with contextlib.aclosing(outputs):
         try:
@@ -227,7 +252,12 @@ class ServingBase:
     Args:
         engine: the engine's front.
         settings: flags that shape answers.
+
+    Attributes:
+        forces_logprobs: log-probabilities are computed whether or not a request shows them.
     """
+
+    forces_logprobs = False
 
     def __init__(self, engine: AsyncLLM, settings: ServingSettings) -> None:
         self.engine = engine
@@ -368,31 +398,50 @@ class ServingBase:
             )
         return requested
 
+    def response_id(self, request: GenerationRequest, prefix: str, http: Request) -> str:
+        """The id of the answer to a request: what the client chose, if it did, behind the prefix."""
+        return f"{prefix}-{_chosen_id(request, http) or secrets.token_hex(8)}"
+
     def start_request(
         self,
         request: GenerationRequest,
-        prefix: str,
+        response_id: str,
         http: Request,
         prompts: Sequence[Prompt],
         max_tokens: Sequence[int],
-    ) -> tuple[list[AsyncGenerator[RequestOutput, None]], str]:
-        """One engine request per prompt, and the answer's id.
-
-        The engine's ids get a random end, for clients repeat the ids they choose.
+    ) -> list[AsyncGenerator[RequestOutput, None]]:
+        """One engine request per prompt.
 
         Raises:
             RequestError: a sampling parameter is wrong.
         """
-        chosen = request.request_id or http.headers.get("x-request-id")
-        response_id = f"{prefix}-{chosen or secrets.token_hex(8)}"
-        engine_id = f"{response_id}-{secrets.token_hex(4)}" if chosen else response_id
-        force_logprobs = prefix == "cmpl" and self.settings.enable_cum_log_probs
-        generators = []
-        for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
-            params = request.sampling_params(self.sampling_defaults, limit, force_logprobs)
-            headers = self.trace_headers(http)
-            generators.append(self.generate(request, f"{engine_id}-{index}", prompt, params, headers))
-        return generators, response_id
+        return [
+            self._generate(part, _unchanged) for part in self._parts(request, response_id, http, prompts, max_tokens)
+        ]
+
+    def start_stream(
+        self,
+        request: GenerationRequest,
+        response_id: str,
+        http: Request,
+        prompts: Sequence[Prompt],
+        max_tokens: Sequence[int],
+        encode: Encoder,
+    ) -> list[AsyncGenerator[bytes, None]]:
+        """One engine request per prompt; what comes of it are events.
+
+        Args:
+            request, response_id, http, prompts, max_tokens: as of `start_request`.
+            encode: makes events of the outputs of the prompt with this index; called as `AsyncLLM.generate_shaped`
+                says, with the outputs of several prompts at the same time perhaps, but never with two of one.
+
+        Raises:
+            RequestError: a sampling parameter is wrong.
+        """
+        return [
+            self._generate(part, functools.partial(encode, index))
+            for index, part in enumerate(self._parts(request, response_id, http, prompts, max_tokens))
+        ]
 
     def generate(
         self,
@@ -411,19 +460,46 @@ class ServingBase:
             params: how to sample.
             headers: W3C headers of the caller's trace; None: there is none.
         """
+        return self._generate(_EngineRequest(request, engine_id, prompt, params, headers), _unchanged)
+
+    def _parts(
+        self,
+        request: GenerationRequest,
+        response_id: str,
+        http: Request,
+        prompts: Sequence[Prompt],
+        max_tokens: Sequence[int],
+    ) -> list[_EngineRequest]:
+        """The engine requests; their ids get a random end, for clients repeat the ids they choose."""
+        engine_id = f"{response_id}-{secrets.token_hex(4)}" if _chosen_id(request, http) else response_id
+        headers = self.trace_headers(http)
+        return [
+            _EngineRequest(
+                request,
+                f"{engine_id}-{index}",
+                prompt,
+                request.sampling_params(self.sampling_defaults, limit, self.forces_logprobs),
+                headers,
+            )
+            for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
+        ]
+
+    def _generate(self, part: _EngineRequest, shape: Callable[[RequestOutput], T]) -> AsyncGenerator[T, None]:
+        """What a shape makes of the outputs of an engine request."""
         if self.settings.log_requests:
-            self._log_request(engine_id, prompt, params)
-        outputs = self.engine.generate(
-            {"prompt_token_ids": prompt.token_ids},
-            params,
-            engine_id,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            trace_headers=headers,
+            self._log_request(part.engine_id, part.prompt, part.params)
+        outputs = self.engine.generate_shaped(
+            {"prompt_token_ids": part.prompt.token_ids},
+            part.params,
+            part.engine_id,
+            _logged(shape, part.engine_id) if self.settings.log_outputs else shape,
+            priority=part.request.priority or 0,
+            cache_salt=part.request.cache_salt,
+            trace_headers=part.headers,
         )
-        if params.structured_outputs is not None:
-            outputs = _name_constraint(outputs, request.constraint_field)
-        return _log_outputs(outputs, engine_id) if self.settings.log_outputs else outputs
+        if part.params.structured_outputs is not None:
+            outputs = _name_constraint(outputs, part.request.constraint_field)
+        return outputs
 
     def trace_headers(self, http: Request) -> dict[str, str] | None:
         """What names the trace that a request belongs to; None: requests are not traced."""
@@ -436,11 +512,19 @@ class ServingBase:
         return [finals[index] for index in range(len(generators))]
 
     async def open_stream(
-        self, http: Request, generators: Sequence[AsyncGenerator[RequestOutput, None]], shape: StreamShape
+        self,
+        http: Request,
+        generators: Sequence[AsyncGenerator[T, None]],
+        shape: Callable[[AsyncGenerator[tuple[int, T], None]], AsyncGenerator[bytes, None]],
     ) -> StreamResponse:
         """A stream of events, begun only once the engine has answered.
 
         Waiting for the first output lets what the engine refuses (a full queue) become a plain error status.
+
+        Args:
+            http: whose client may go away.
+            generators: the outputs of each prompt, or events made of them.
+            shape: makes the stream of them, each with its prompt's index.
 
         Raises:
             RequestError: the engine refused the request.

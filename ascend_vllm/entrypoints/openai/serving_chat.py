@@ -22,7 +22,7 @@ from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatResponseMessage,
 )
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
-from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingBase, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase, UsageCounter
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
@@ -41,11 +41,13 @@ class ServingChat(ServingBase):
         """
         prompt = await self.prepare(request, http)
         max_tokens = self.max_tokens(request, len(prompt.token_ids))
-        generators, response_id = self.start_request(request, "chatcmpl", http, [prompt], [max_tokens])
+        response_id = self.response_id(request, "chatcmpl", http)
         answer = ChatAnswer(self, request, response_id, prompt)
         with _naming_tools(request):
             if request.stream:
-                return await self.open_stream(http, generators, answer.stream)
+                events = self.start_stream(request, response_id, http, [prompt], [max_tokens], answer.encode)
+                return await self.open_stream(http, events, answer.stream)
+            generators = self.start_request(request, response_id, http, [prompt], [max_tokens])
             outputs = await run_unless_disconnected(http.receive, self.collect(generators))
         return json_response(answer.complete(outputs[0]))
 
@@ -130,6 +132,18 @@ class ChatAnswer:
         self._echo = self._echoed()
         self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
         self._usage = UsageCounter(self._n, self._settings.enable_prompt_tokens_details)
+        # of a stream
+        self._include_usage = request.include_usage or self._settings.force_include_usage
+        self._is_plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
+        self._writer = sse.ChatChunkWriter(
+            self._id,
+            self._created,
+            self._model,
+            self._settings.fingerprint,
+            self._n,
+            usage_follows=self._include_usage,
+        )
+        self._parsers = [self._make_parser() if request.stream else None for _ in range(self._n)]
 
     def _echoed(self) -> str:
         """The last message's text, if the answer repeats it: it must be of the same role."""
@@ -190,35 +204,32 @@ class ChatAnswer:
         num_top = self._request.top_logprobs or 0
         return chat_logprobs(generated.token_ids, generated.logprobs, num_top, self._as_token_ids)
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The answer's events; errors are told in the stream."""
-        settings, request = self._settings, self._request
-        include_usage = request.include_usage or settings.force_include_usage
-        writer = sse.ChatChunkWriter(
-            self._id, self._created, self._model, settings.fingerprint, self._n, usage_follows=include_usage
-        )
-        plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
-        usage = self._usage
-        parsers = [self._make_parser() for _ in range(self._n)]
+    def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
+        """The events of the next output, none while a parser holds text back; see `ServingBase.start_stream`."""
+        writer, plain, usage = self._writer, self._is_plain, self._usage
+        events = []
+        if not usage.started:
+            usage.add(0, output)
+            events.extend(self._opening(writer))
+        for generated in output.outputs:
+            usage.completion_tokens[generated.index] += len(generated.token_ids)
+            parser = self._parsers[generated.index]
+            if parser is not None:
+                events.extend(self._parsed_events(writer, generated, parser, plain))
+            elif plain and generated.finish_reason is None:
+                events.append(writer.text_event(generated.index, generated.text))
+            else:
+                events.append(self._event(writer, generated))
+        return b"".join(events)
+
+    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """The answer's events, as `encode` made them, to their end; errors are told in the stream."""
         try:
-            async for _, output in outputs:
-                events = []
-                if not usage.started:
-                    usage.add(0, output)
-                    events.extend(self._opening(writer))
-                for generated in output.outputs:
-                    usage.completion_tokens[generated.index] += len(generated.token_ids)
-                    parser = parsers[generated.index]
-                    if parser is not None:
-                        events.extend(self._parsed_events(writer, generated, parser, plain))
-                    elif plain and generated.finish_reason is None:
-                        events.append(writer.text_event(generated.index, generated.text))
-                    else:
-                        events.append(self._event(writer, generated))
-                if events:  # none while a parser holds text back
-                    yield b"".join(events)
-            if include_usage:
-                yield writer.usage_event(usage.total())
+            async for _, data in events:
+                if data:
+                    yield data
+            if self._include_usage:
+                yield self._writer.usage_event(self._usage.total())
         except Exception as error:
             yield sse.error_event(to_http_error(error).body)
         yield sse.DONE

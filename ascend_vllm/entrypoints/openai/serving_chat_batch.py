@@ -62,7 +62,8 @@ class ServingChatBatch:
             chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)
         ]
         # but for their messages the requests are equal, so one of them speaks for all
-        generators, response_id = chat.start_request(requests[0], "chatcmpl", http, prompts, max_tokens)
+        response_id = chat.response_id(requests[0], "chatcmpl", http)
+        generators = chat.start_request(requests[0], response_id, http, prompts, max_tokens)
         outputs = await run_unless_disconnected(http.receive, chat.collect(generators))
         answers = [
             ChatAnswer(chat, request, response_id, prompt).complete(output)

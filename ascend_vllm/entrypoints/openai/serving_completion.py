@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,14 +18,21 @@ from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingBase, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase, ServingSettings, UsageCounter
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
+if TYPE_CHECKING:
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
 
 class ServingCompletion(ServingBase):
     """Answers completion requests."""
+
+    def __init__(self, engine: AsyncLLM, settings: ServingSettings) -> None:
+        super().__init__(engine, settings)
+        self.forces_logprobs = settings.enable_cum_log_probs
 
     async def create(self, request: CompletionRequest, http: Request) -> Response:
         """The answer to one request.
@@ -38,12 +45,13 @@ class ServingCompletion(ServingBase):
         self.check_model(request.model)
         request.check_supported()
         prompts = await self._prompts(request)
-        generators, response_id = self.start_request(
-            request, "cmpl", http, prompts, [self._max_tokens(request, prompt) for prompt in prompts]
-        )
+        max_tokens = [self._max_tokens(request, prompt) for prompt in prompts]
+        response_id = self.response_id(request, "cmpl", http)
         answer = _Answer(self, request, response_id, prompts)
         if request.stream:
-            return await self.open_stream(http, generators, answer.stream)
+            events = self.start_stream(request, response_id, http, prompts, max_tokens, answer.encode)
+            return await self.open_stream(http, events, answer.stream)
+        generators = self.start_request(request, response_id, http, prompts, max_tokens)
         outputs = await run_unless_disconnected(http.receive, self.collect(generators))
         return json_response(answer.complete(outputs))
 
@@ -98,6 +106,19 @@ class _Answer:
         self._prompt_logprobs: list[list[PositionLogprobs | None] | None] = [None] * len(prompts)
         # choices whose logprobs have begun, and those that have told their prompt's token ids
         self._begun: set[int] = set()
+        # of a stream
+        self._include_usage = request.include_usage or self._settings.force_include_usage
+        self._is_plain = request.logprobs is None and not (
+            request.continuous_usage or request.echo or request.return_token_ids
+        )
+        self._writer = sse.CompletionChunkWriter(
+            self._id,
+            self._created,
+            self._model,
+            self._settings.fingerprint,
+            self._n * len(prompts),
+            usage_follows=self._include_usage,
+        )
         self._told_prompts: set[int] = set()
 
     def complete(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
@@ -165,35 +186,33 @@ class _Answer:
         self._logprob_offsets[index] += sum(map(len, result.tokens))
         return result
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The answer's events; errors are told in the stream."""
-        settings, request = self._settings, self._request
-        include_usage = request.include_usage or settings.force_include_usage
-        num_choices = self._n * len(self._prompts)
-        writer = sse.CompletionChunkWriter(
-            self._id, self._created, self._model, settings.fingerprint, num_choices, usage_follows=include_usage
-        )
-        plain = request.logprobs is None and not (
-            request.continuous_usage or request.echo or request.return_token_ids
-        )
-        usage, n = self._usage, self._n
+    def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The events of a prompt's next output; see `ServingBase.start_stream`.
+
+        What is counted is counted by choice, so that prompts do not get in each other's way.
+        """
+        writer, usage = self._writer, self._usage
+        usage.add(prompt_index, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+        events = []
+        for generated in output.outputs:
+            index = prompt_index * self._n + generated.index
+            usage.completion_tokens[index] += len(generated.token_ids)
+            if self._is_plain and generated.finish_reason is None:
+                self._text_lengths[index] += len(generated.text)
+                events.append(writer.text_event(index, generated.text))
+            else:
+                events.append(self._event(writer, prompt_index, index, generated))
+        return b"".join(events)
+
+    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """The answer's events, as `encode` made them, to their end; errors are told in the stream."""
         try:
-            async for prompt_index, output in outputs:
-                usage.add(prompt_index, output)
-                if output.prompt_logprobs is not None:
-                    self._prompt_logprobs[prompt_index] = output.prompt_logprobs
-                events = []
-                for generated in output.outputs:
-                    index = prompt_index * n + generated.index
-                    usage.completion_tokens[index] += len(generated.token_ids)
-                    if plain and generated.finish_reason is None:
-                        self._text_lengths[index] += len(generated.text)
-                        events.append(writer.text_event(index, generated.text))
-                    else:
-                        events.append(self._event(writer, prompt_index, index, generated))
-                yield b"".join(events)
-            if include_usage:
-                yield writer.usage_event(usage.total())
+            async for _, data in events:
+                yield data
+            if self._include_usage:
+                yield self._writer.usage_event(self._usage.total())
         except Exception as error:
             yield sse.error_event(to_http_error(error).body)
         yield sse.DONE

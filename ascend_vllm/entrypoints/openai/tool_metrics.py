@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -19,17 +20,19 @@ _LABELS = ["mode", "model_name", "outcome", "request_type"]
 class ToolCallCounts:
     """Counts by mode, type of request and outcome.
 
-    As in vLLM, a whole answer counts once, and a stream once for every piece of text that was read.
+    As in vLLM, a whole answer counts once, and a stream once for every piece of text that was read. Any thread may
+    count.
     """
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(itertools.product(_MODES, _REQUEST_TYPES, _OUTCOMES), 0)
+        self._lock = threading.Lock()
 
     def add(self, is_stream: bool, request_type: str, found: bool) -> None:
         """Count one piece of text, or a whole one."""
-        self._counts[
-            _MODES[0] if is_stream else _MODES[1], request_type, _OUTCOMES[0] if found else _OUTCOMES[1]
-        ] += 1
+        key = _MODES[0] if is_stream else _MODES[1], request_type, _OUTCOMES[0] if found else _OUTCOMES[1]
+        with self._lock:
+            self._counts[key] += 1
 
     def items(self) -> Iterator[tuple[tuple[str, str, str], int]]:
         """(mode, type of request, outcome) and its count."""
