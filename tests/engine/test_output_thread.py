@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -441,30 +441,27 @@ def test_event_loops_may_come_and_go() -> None:
 # ---- the lock ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def greedy() -> Iterator[FairLock]:
-    """A lock that a thread takes again as soon as it has released it."""
-    lock, ends = FairLock(), threading.Event()
+def test_who_waits_for_the_lock_gets_it_next() -> None:
+    """Although the thread that releases it takes it again at once."""
+    lock = FairLock()
+    turns: list[str] = []
 
-    def hold() -> None:
-        while not ends.is_set():
-            with lock:
-                time.sleep(SLOW_S)
+    def wait() -> None:
+        with lock:
+            turns.append("waited")
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    yield lock
-    ends.set()
-    thread.join()
-
-
-def test_who_waits_for_the_lock_gets_it_next(greedy: FairLock) -> None:
-    for _ in range(20):
-        start = time.monotonic()
-        with greedy:
-            waited_s = time.monotonic() - start
-        # one turn of the other's, with room for a busy machine
-        assert waited_s < 20 * SLOW_S
+    for _ in range(50):
+        with lock:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            deadline = time.monotonic() + 30
+            while not lock._gate.locked():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        with lock:
+            turns.append("again")
+        thread.join()
+    assert turns == ["waited", "again"] * 50
 
 
 def test_an_exception_releases_the_lock() -> None:
