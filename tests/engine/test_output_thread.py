@@ -72,6 +72,14 @@ class PlayedCore:
         message = EngineCoreOutputs(list(outputs), SchedulerStats(len(outputs), 0, 0.0, 0))
         self._socket.send(msgspec.msgpack.encode(message))
 
+    def is_published(self, queue: Any) -> bool:
+        """Whether all of what the core sent of a request is there for its reader."""
+        return not self.engine._client._cores[0]._receiver.is_busy and not queue._pending
+
+    def is_read(self, queue: Any) -> bool:
+        """Whether its reader has all of that, and waits for more."""
+        return self.is_published(queue) and not queue._published and queue._waiter is not None
+
     def close(self) -> None:
         self._context.destroy(linger=0)
 
@@ -182,9 +190,7 @@ async def test_events_of_streams_are_made_in_the_output_thread(kind: str, monkey
             queue = core.engine._output.queue_of(request_id)
             for number in range(3):
                 core.step(EngineCoreOutput(core_id, [40]))
-                # it was read
-                await wait_until(lambda number=number: len(threads) > number and not queue._published)
-                await wait_until(lambda: queue._waiter is not None)
+                await wait_until(lambda number=number: len(threads) > number and core.is_read(queue))
             core.step(EngineCoreOutput(core_id, [41], finish_reason=FinishReason.LENGTH))
             response = await asyncio.wait_for(answer, 30)
         (thread,) = output_threads()
@@ -207,11 +213,11 @@ async def test_a_slow_reader_gets_merged_events_in_their_order() -> None:
         queue = core.engine._output.queue_of("r")
         for token_id in (2, 3, 4, 5):
             core.step(EngineCoreOutput(core_id, [token_id]))
-        await wait_until(lambda: queue._num_unshaped == 3 and len(queue._pending) == 0)
+        await wait_until(lambda: queue._num_unshaped == 3 and core.is_published(queue))
         assert await anext(generator) == (thread.ident, [[2]])
         # still waits without its shape; nothing may overtake it
         core.step(EngineCoreOutput(core_id, [6]))
-        await wait_until(lambda: queue._num_unshaped == 4 and len(queue._pending) == 0)
+        await wait_until(lambda: queue._num_unshaped == 4 and core.is_published(queue))
         assert await anext(generator) == (threading.get_ident(), [[3, 4, 5, 6]])
         # the reader has caught up
         following = asyncio.create_task(anext(generator))
