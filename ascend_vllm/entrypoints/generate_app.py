@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
 from collections.abc import AsyncGenerator, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
 
 # null means the default for these; for early_stopping it would otherwise be a rule that vLLM 0.6.0 does not have
 _DEFAULT_IF_NULL = ("use_beam_search", "length_penalty", "early_stopping")
@@ -154,26 +157,28 @@ class VllmFormat:
 
 
 async def _frames(
-    form: GenerateFormat, prompt: str, params: SamplingParams, outputs: AsyncGenerator[RequestOutput, None]
+    form: GenerateFormat, first: bytes, rest: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Every output as a frame; an error is a last frame of its own."""
+    """Every frame with what ends it; an error is a last frame of its own."""
     try:
-        async for output in outputs:
-            yield form.frame(prompt, params, output) + b"\0"
+        yield first + b"\0"
+        async for frame in rest:
+            yield frame + b"\0"
     except Exception as error:
         yield form.error_frame(error) + b"\0"
 
 
-async def _first(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    return await anext(outputs)
+async def _first(answers: AsyncGenerator[T, None], http: Request) -> T:
+    """The first of what comes of a request; it ends if that is an error or the client goes away."""
 
+    async def wait() -> T:
+        return await anext(answers)
 
-async def _chain(
-    first: RequestOutput, rest: AsyncGenerator[RequestOutput, None]
-) -> AsyncGenerator[RequestOutput, None]:
-    yield first
-    async for output in rest:
-        yield output
+    try:
+        return await run_unless_disconnected(http.receive, wait())
+    except BaseException:
+        await answers.aclose()
+        raise
 
 
 async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Response:
@@ -190,17 +195,17 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
     if engine.config.observability.log_requests:
         # as vLLM's server without the prompt, which this program has no --max-log-len to shorten
         logger.info("Received request %s: params: %s.", request_id, params)
-    outputs = engine.generate(prompt, params, request_id, trace_headers=headers)
-    try:
-        first = await run_unless_disconnected(http.receive, _first(outputs))
-    except BaseException:
-        await outputs.aclose()
-        raise
     if stream:
-        return StreamResponse(_frames(form, prompt, params, _chain(first, outputs)), None, outputs.aclose)
-    # without streaming the first output is the only one
-    await outputs.aclose()
-    return form.whole(prompt, first)
+        # frames are made where text is, in the output thread
+        shape = functools.partial(form.frame, prompt, params)
+        frames = engine.generate_shaped(prompt, params, request_id, shape, trace_headers=headers)
+        return StreamResponse(_frames(form, await _first(frames, http), frames), None, frames.aclose)
+    make_whole = functools.partial(form.whole, prompt)
+    answers = engine.generate_shaped(prompt, params, request_id, make_whole, trace_headers=headers)
+    answer = await _first(answers, http)
+    # the only one
+    await answers.aclose()
+    return answer
 
 
 def _make_format(engine: AsyncLLM, args: GenerateServerArgs) -> GenerateFormat:

@@ -443,24 +443,26 @@ class ServingBase:
             for index, part in enumerate(self._parts(request, response_id, http, prompts, max_tokens))
         ]
 
-    def generate(
+    def generate_shaped(
         self,
         request: GenerationRequest,
         engine_id: str,
         prompt: Prompt,
         params: SamplingParams,
+        shape: Callable[[RequestOutput], T],
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one engine request, which begins when the first of them is waited for.
+    ) -> AsyncGenerator[T, None]:
+        """What a shape makes of the outputs of one engine request, which begins when the first is waited for.
 
         Args:
             request: whose priority and salt count.
             engine_id: of the request in the engine.
             prompt: what is answered.
             params: how to sample.
+            shape: called as `AsyncLLM.generate_shaped` says.
             headers: W3C headers of the caller's trace; None: there is none.
         """
-        return self._generate(_EngineRequest(request, engine_id, prompt, params, headers), _unchanged)
+        return self._generate(_EngineRequest(request, engine_id, prompt, params, headers), shape)
 
     def _parts(
         self,

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,7 +36,7 @@ from ascend_vllm.entrypoints.openai.responses_store import (
     ResponseStore,
     StoredResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Outputs, Prompt, ServingSettings
+from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.streaming import StreamResponse, merge, run_unless_disconnected
 from ascend_vllm.errors import RequestError
@@ -44,6 +45,10 @@ from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
+
+# an output and its events
+Piece: TypeAlias = tuple[RequestOutput, list[bytes]]
+Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece], None]
 
 _NO_STORE = (
     "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
@@ -102,7 +107,7 @@ class ServingResponses:
             return self._begin_background(answer, entry, stream=bool(request.stream))
         outputs = [answer.generate()]
         if request.stream:
-            return await self._chat.open_stream(http, outputs, lambda items: self._stream(answer, items, entry))
+            return await self._chat.open_stream(http, outputs, lambda pieces: self._stream(answer, pieces, entry))
         await run_unless_disconnected(http.receive, answer.collect(merge(outputs)))
         self._keep(entry)
         return json_response(answer.response)
@@ -201,9 +206,9 @@ class ServingResponses:
             self.store.put(entry)
 
     async def _stream(
-        self, answer: _Answer, outputs: Outputs, entry: StoredResponse | None
+        self, answer: _Answer, pieces: Pieces, entry: StoredResponse | None
     ) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(answer.stream(outputs)) as events:
+        async with contextlib.aclosing(answer.stream(pieces)) as events:
             async for data in events:
                 yield b"".join(data)
         self._keep(entry)
@@ -217,14 +222,14 @@ class ServingResponses:
         return begun if entry.events is None else _follow(entry.events)
 
     async def _run(self, answer: _Answer, entry: StoredResponse) -> None:
-        outputs = merge([answer.generate()])
+        pieces = merge([answer.generate()])
         try:
-            async with contextlib.aclosing(answer.stream(outputs)) as events:
+            async with contextlib.aclosing(answer.stream(pieces)) as events:
                 async for data in events:
                     if entry.events is not None:
                         entry.events.extend(data)
         finally:
-            await outputs.aclose()
+            await pieces.aclose()
             if entry.events is not None:
                 entry.events.end()
             self._keep(entry)  # it counts for more now
@@ -265,37 +270,38 @@ class _Answer:
         self._chat = chat
         self._params = params
         self._parser = serving.settings.parsers.make(chat, prompt.text or "", "responses")
-        self._items = OutputItems(streamed=bool(request.stream or request.background))
+        self._is_streamed = bool(request.stream or request.background)
+        self._items = OutputItems(streamed=self._is_streamed)
+        # the first event, made before the output thread makes any: events are numbered as they are made
+        self._created = self._whole("response.created") if self._is_streamed else b""
+        self._has_begun = False
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._num_tokens = 0
         self._logprobs: list[ChatTokenLogprob] | None = [] if params.logprobs is not None else None
 
-    def generate(self) -> AsyncGenerator[RequestOutput, None]:
-        """The engine's outputs."""
+    def generate(self) -> AsyncGenerator[Piece, None]:
+        """The engine's outputs, with their events, which are made in the output thread."""
         # a chosen id may come again while the engine still has it
         engine_id = f"{self.response.id}-{secrets.token_hex(4)}"
-        return self._serving.generate(self._chat, engine_id, self.prompt, self._params, self.trace_headers)
+        return self._serving.generate_shaped(
+            self._chat, engine_id, self.prompt, self._params, self._take, self.trace_headers
+        )
 
-    async def collect(self, outputs: Outputs) -> None:
+    async def collect(self, pieces: Pieces) -> None:
         """Wait for the end; `response` is the answer then."""
-        async with contextlib.aclosing(outputs):
-            async for _, output in outputs:
-                self._take(output.outputs[0])
+        async with contextlib.aclosing(pieces):
+            async for _, (output, _events) in pieces:
                 if output.finished:
                     await self._finish(output)
 
-    async def stream(self, outputs: Outputs) -> AsyncGenerator[list[bytes], None]:
+    async def stream(self, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
         """The answer's events, as many as there are at a time; an error ends them, as a response that failed."""
         try:
-            yield [self._whole("response.created")]
-            begun = False
-            async for _, output in outputs:
-                if not begun:
-                    begun = True
+            yield [self._created]
+            async for _, (output, events) in pieces:
+                if self.response.status == "queued":
                     self.response.status = "in_progress"
-                    yield [self._whole("response.in_progress")]
-                events = self._take(output.outputs[0])
                 if events:  # none while a parser holds text back
                     yield events
                 if output.finished:
@@ -311,8 +317,18 @@ class _Answer:
     def _whole(self, name: str) -> bytes:
         return self._items.whole(name, self.response)
 
-    def _take(self, generated: CompletionOutput) -> list[bytes]:
-        """Take in a piece of output; the events of it."""
+    def _take(self, output: RequestOutput) -> Piece:
+        """Take in a piece of output; the events of it, of the first one also that generating has begun."""
+        begin: list[bytes] = []
+        if self._is_streamed and not self._has_begun:
+            self._has_begun = True
+            # a copy: the response itself belongs to the event loop, where it may just be cancelled
+            begun = msgspec.structs.replace(self.response, status="in_progress")
+            begin.append(self._items.whole("response.in_progress", begun))
+        return output, begin + self._take_text(output.outputs[0])
+
+    def _take_text(self, generated: CompletionOutput) -> list[bytes]:
+        """Take in what was generated; the events of it."""
         self._num_tokens += len(generated.token_ids)
         if self._request.enable_response_messages:
             self._texts.append(generated.text)
