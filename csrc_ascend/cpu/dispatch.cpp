@@ -1,8 +1,11 @@
 // Chooses the instruction set of the CPU kernels; Python reaches it through ctypes (ops/native.py).
 #include "cpu/dispatch.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <atomic>
 #include <cstring>
@@ -17,8 +20,15 @@ constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf
 // Linux gives a process the state of the tiles when it asks for it: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
 // (Documentation/arch/x86/xstate.rst). All of its threads and its forked children have it then.
 bool may_use_tiles() {
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return granted;
+  static const bool is_granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return is_granted;
+}
+
+// By the processor itself: compilers differ in the names that __builtin_cpu_supports knows.
+bool has_bf16_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kTile) != 0 && (d & kBf16) != 0;
 }
 #endif
 
@@ -38,8 +48,7 @@ bool machine_has(int isa) {
     case kAvx512Bf16:
       return avx512_bf16;
     case kAmxBf16:
-      return avx512_bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-             may_use_tiles();
+      return avx512_bf16 && has_bf16_tiles() && may_use_tiles();
     default:
       return true;
   }
