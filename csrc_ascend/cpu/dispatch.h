@@ -6,8 +6,8 @@
 // (through cpu/variants/<isa>.cpp), each time with that set's flags; a binding includes the same header without
 // ASCEND_VLLM_ISA and gets `<op>_kernel(args)`, which calls the variant of the active instruction set.
 //
-// The variants are reached by weak references to their extern "C" names, so a platform or a kernel may lack some
-// (the next lower one serves then), nothing runs at load time, and no list of kernels exists anywhere.
+// The variants are reached by weak references to their extern "C" names, so a platform or a kernel may lack
+// some (the next lower one serves then), nothing runs at load time, and no list of kernels exists anywhere.
 #pragma once
 
 #include "common/dtype.h"
