@@ -42,7 +42,18 @@ from ascend_vllm.ops.registry import FLOAT_DTYPES, define_op
 #  896x151936   8        12    16      24      30          7      38       13      63
 #  896x151936  32        26    32      40      50         10      79       12      85
 #
-# The kernel also keeps a single copy of the weight, and a row's result does not depend on the rows beside it.
+# The same for bfloat16 in tiles, one thread of an Intel Xeon (Sapphire Rapids, with busy neighbours):
+#
+#     shape  rows         1         16         64        256       1024
+#              onednn kernel  onednn kernel  ...
+#  896x9728          4   10   103  153   277  257   392  323   812  637
+#  4864x896          5   11   154  216   454  510   710  594   842  696
+#  896x151936        9   14   136  203   493  413   565  453   401  446
+#
+# So there oneDNN is ahead by up to a quarter from 64 rows on; it has no gated product, which gives back as much for
+# the largest weight (_MOST_GATED_ROWS), and wants a copy of every weight of its own.
+#
+# The kernel keeps a single copy of the weight, and a row's result does not depend on the rows beside it.
 PANEL = 16
 _HUGE_PAGE_BYTES = 2 << 20
 
