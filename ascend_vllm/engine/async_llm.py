@@ -40,6 +40,9 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
+_NO_PROCESSORS = (
+    "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in another process."
+)
 _BUSY = (
     "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 )
@@ -242,8 +245,7 @@ class AsyncLLM:
     ) -> Callable[[], Awaitable[ProcessedRequest]]:
         """What checks and tokenises the prompt of a text."""
         if params.logits_processors:
-            words = "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in "
-            raise RequestError(words + "another process.", "logits_processors")
+            raise RequestError(_NO_PROCESSORS, "logits_processors")
 
         async def process() -> ProcessedRequest:
             request = await self._input.process_async(id_, prompt, params, priority, cache_salt=salt)

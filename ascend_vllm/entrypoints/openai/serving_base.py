@@ -162,7 +162,7 @@ async def _close(first: asyncio.Future[tuple[int, T]], rest: AsyncGenerator[tupl
 
 @dataclasses.dataclass
 class _EngineRequest:
-    """One prompt of a request, on its way to the engine; see `ServingBase.generate`."""
+    """One prompt of a request, on its way to the engine; see `ServingBase.generate_shaped`."""
 
     request: GenerationRequest
     engine_id: str

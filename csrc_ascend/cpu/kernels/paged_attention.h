@@ -95,7 +95,8 @@ constexpr bool fits_scratch(int64_t size) {
 static_assert(fits_scratch(16) && fits_scratch(256));
 
 #ifdef __AMX_BF16__
-// Rows of a sequence from which on tiles are faster than vectors, as measured.
+// Rows of a sequence from which on tiles are used: 7 were measured faster than with vectors, 1 to 4 not;
+// between them nothing was measured.
 constexpr int64_t kMinTileRows = 6;
 
 constexpr bool tiles_fit_scratch(int64_t size) {
