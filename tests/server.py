@@ -148,9 +148,18 @@ class Server:
             self._family |= {child.pid: child for child in found}
         return [child for child in self._family.values() if is_alive(child)]
 
+    def find(self, program: str) -> list[psutil.Process]:
+        """The children whose command line names a program, in the order of their start."""
+        found = []
+        for child in self.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
+                if program in " ".join(command_of(child)):
+                    found.append((child.create_time(), child.pid, child))
+        return [child for _, _, child in sorted(found)]
+
     def engine_core(self) -> psutil.Process:
         """The engine core's process."""
-        cores = [child for child in self.children() if "ascend_vllm.core.proc" in " ".join(child.cmdline())]
+        cores = self.find("ascend_vllm.core.proc")
         if len(cores) != 1:
             raise RuntimeError(f"expected one engine core, found {cores}; log:\n{self.log}")
         return cores[0]
@@ -224,6 +233,13 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The words of a process's command line; none of one that has ended, be it this moment."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # psutil's ZombieProcess is one of them
+        return process.cmdline()
+    return []
 
 
 @contextlib.contextmanager

@@ -243,7 +243,7 @@ def test_families_of_metrics_are_told_once(http: httpx.Client) -> None:
 
 def test_the_death_of_a_core_ends_all(server: Server) -> None:
     """The last of the tests that share this server."""
-    cores = {child.pid: child for child in server.children() if "ascend_vllm.core.proc" in " ".join(child.cmdline())}
+    cores = {core.pid: core for core in server.find("ascend_vllm.core.proc")}
     assert len(cores) == 2
     with httpx.Client(base_url=server.url, timeout=60) as http:
         streams = [post_raw(server, "/v1/completions", LONG) for _ in range(2)]
@@ -275,10 +275,7 @@ def test_cores_of_several_workers(llm: LLM) -> None:
                 answers = list(pool.map(lambda prompt: complete(http, prompt), PROMPTS[:4]))
             assert [tokens_of(answer) for answer in answers] == offline(llm, PROMPTS[:4])
             assert min(numbers) >= 1
-            cores, workers = (
-                [child for child in server.children() if name in " ".join(child.cmdline())]
-                for name in ("ascend_vllm.core.proc", "worker_process")
-            )
+            cores, workers = server.find("ascend_vllm.core.proc"), server.find("worker_process")
             assert (len(cores), len(workers)) == (2, 4)
             workers[0].kill()
             assert wait_until(lambda: http.get("/health").status_code == 503, 30)

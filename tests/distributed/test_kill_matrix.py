@@ -29,7 +29,7 @@ from ascend_vllm import LLM
 from ascend_vllm.platforms.host import usable_cores
 from tests.distributed.conftest import GREEDY, PROMPTS, generate, ids_of
 from tests.raw_requests import post_raw, read_events, read_rest
-from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, is_alive, wait_until
+from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, command_of, is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -163,11 +163,6 @@ class Watched(Server):
             self._shared_memory |= shared_memory_of(process)
         return alive
 
-    def find(self, program: str) -> list[psutil.Process]:
-        """Processes of a module in the order of their start."""
-        found = [process for process in self.children() if program in process.cmdline()]
-        return sorted(found, key=lambda process: (process.create_time(), process.pid))
-
     def assert_nothing_is_left(self, *, agents_may_stay: bool = False) -> None:
         """Neither processes nor files nor shared memory.
 
@@ -176,7 +171,7 @@ class Watched(Server):
         """
 
         def left() -> list[list[str]]:
-            commands = [process.cmdline() for process in self.processes()]
+            commands = [command for process in self.processes() if (command := command_of(process))]
             if agents_may_stay:
                 commands = [command for command in commands if not any(a in " ".join(command) for a in RAY_AGENTS)]
             return commands

@@ -56,6 +56,13 @@ NODE_PROCESSES = ("gcs_server", "raylet")
 TIMEOUT_S = 180.0
 
 
+def is_of_a_node(process: psutil.Process) -> bool:
+    """Whether a process is one that a node of Ray cannot be without."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # Ray starts some that soon end
+        return process.name() in NODE_PROCESSES
+    return False
+
+
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[pathlib.Path]:
     """A directory for Ray's files, short enough for the names of its sockets, and a key of its own."""
@@ -96,7 +103,7 @@ class Nodes:
     def family(self) -> list[psutil.Process]:
         """Processes that the cluster cannot be without."""
         started = psutil.Process(self._program.pid).children(recursive=True)
-        return [process for process in started if process.name() in NODE_PROCESSES]
+        return [process for process in started if is_of_a_node(process)]
 
     def add(self, num_cpus: int) -> None:
         """One more node."""
@@ -331,7 +338,7 @@ class Program:
         line = next(line for line in self.process.stdout if line.startswith("["))
         self.workers = [psutil.Process(pid) for pid in json.loads(line)]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
-        self.nodes = [process for process in self.family if process.name() in NODE_PROCESSES]
+        self.nodes = [process for process in self.family if is_of_a_node(process)]
 
     def close(self) -> None:
         self.process.kill()

@@ -99,7 +99,7 @@ class Pair:
 
     def worker(self, server: Server) -> psutil.Process:
         """The only worker on a node."""
-        (found,) = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
+        (found,) = server.find("worker_process")
         return found
 
     def assert_gone(self, codes: tuple[int, int]) -> None:

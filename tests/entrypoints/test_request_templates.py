@@ -263,7 +263,7 @@ def chat(client: httpx.Client, template: str | None, **fields: Any) -> httpx.Res
 
 def renderers(server: Server) -> list[psutil.Process]:
     """The processes that render."""
-    return [child for child in server.children() if template_process.__name__ in child.cmdline()]
+    return server.find(template_process.__name__)
 
 
 def test_the_servers_own_template_sent_as_a_requests(

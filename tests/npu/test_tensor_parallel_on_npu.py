@@ -50,7 +50,7 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
             answer = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()
             assert answer["choices"][0]["token_ids"] == expected, server.log
-        workers = [child for child in server.children() if "worker_process" in " ".join(child.cmdline())]
+        workers = server.find("worker_process")
         assert len(workers) == 2
         for worker_process in workers:
             assert HCCL.items() <= worker_process.environ().items()
