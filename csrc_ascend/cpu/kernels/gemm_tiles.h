@@ -8,12 +8,13 @@
 
 #ifdef __AMX_BF16__
 
+#include "cpu/isa/tiles.h"
+
 namespace ascend_vllm {
 namespace {
 
 constexpr int64_t kTileInputs = 32;  // inputs of a tile
-constexpr int64_t kTileHeight = 16;  // rows of a tile
-constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kTileBytes = kTileHeight * kTileRowBytes;
 constexpr int64_t kTileBlock = 2 * kTileHeight;
 constexpr int64_t kTilePanels = 4;  // most panels of a task
 constexpr int64_t kTileColumns = kTilePanels * kPanel;
@@ -22,31 +23,16 @@ constexpr int64_t kInputBytesOfTask = 5 << 18;
 // What is fetched ahead within a panel, in bytes: a few tiles.
 constexpr int64_t kTileAhead = 4096;
 
-// What LDTILECFG reads.
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// GCC's intrinsics do not tell that they read memory beyond the first bytes: without this, what was written for
-// them need not be there.
-inline void be_in_memory(const void* written) { asm volatile("" : : "r"(written) : "memory"); }
-
 // Tiles 0 to 3 are sums. With two tiles of rows 4 and 5 are inputs, 6 and 7 weights; with one, 4 is inputs and
 // 5 to 7 are weights.
-inline void shape_tiles(int64_t first_rows, int64_t second_rows) {
+inline void shape_tiles_for(int64_t first_rows, int64_t second_rows) {
   TileShapes shapes;
   const bool has_second = second_rows > 0;
-  for (int tile = 0; tile < 8; ++tile) {
+  for (int tile = 0; tile < (has_second ? 6 : 5); ++tile) {
     const bool is_second = has_second && (tile == 2 || tile == 3 || tile == 5);
-    const bool is_weights = tile >= (has_second ? 6 : 5);
-    shapes.row_bytes[tile] = 64;
-    shapes.rows[tile] = static_cast<uint8_t>(is_weights ? kTileHeight : is_second ? second_rows : first_rows);
+    shapes.rows[tile] = static_cast<uint8_t>(is_second ? second_rows : first_rows);
   }
-  be_in_memory(&shapes);
-  _tile_loadconfig(&shapes);
+  shape_tiles(shapes);
 }
 
 // The rows and panels of one call below; strides in bytes and in elements.
@@ -145,7 +131,7 @@ struct TileRest {
       __builtin_memcpy(w + p * kTileInputs * kPanel, o.w + p * o.panel_size + begin * kPanel,
                        (w_end - begin) * kPanel * sizeof(bfloat16));
     }
-    be_in_memory(this);
+    finish_writes(this);
   }
 
   TileOperands operands() const { return {x, 64, w, kTileInputs * kPanel}; }
@@ -182,7 +168,7 @@ constexpr int64_t kSumsBytes = kTileColumns * sizeof(float);
 // sums[rows <= 16, panels <= 4 of 16] = x times panels.
 inline void multiply_one_tile(const TileOperands& o, int64_t rows, int64_t panels, int64_t inputs, float* sums,
                               bool fetches) {
-  shape_tiles(rows, 0);
+  shape_tiles_for(rows, 0);
   if (panels == kTilePanels) {
     add_all<AddWide>(o, rows, inputs, fetches);
     _tile_stored(0, sums, kSumsBytes);
@@ -202,7 +188,7 @@ inline void multiply_two_tiles(const TileOperands& o, int64_t rows, int64_t pane
                                bool fetches) {
   const int64_t second_rows = rows - kTileHeight;
   float* second = sums + kTileHeight * kTileColumns;
-  shape_tiles(kTileHeight, second_rows);
+  shape_tiles_for(kTileHeight, second_rows);
   int64_t p = 0;
   for (; p + 2 <= panels; p += 2) {
     add_all<AddSquare>({o.x, o.x_bytes, o.w + p * o.panel_size, o.panel_size}, rows, inputs, fetches);
@@ -227,13 +213,13 @@ class TileTask {
       : a_(args), row_(row), rows_(rows), panel_(panel), panels_(panels) {}
 
   void run() {
+    const Tiles tiles;
     for (int64_t begin = 0; begin < rows_; begin += kTileBlock) {
       const int64_t rows = std::min(kTileBlock, rows_ - begin);
       multiply(begin, rows, 0, sums_);
       if (a_.is_gated) multiply(begin, rows, a_.out_features / 2 / kPanel, ups_);
       write(begin, rows);
     }
-    _tile_release();
   }
 
  private:

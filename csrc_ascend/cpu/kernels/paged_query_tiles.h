@@ -63,7 +63,7 @@ class QueryTiles {
     fill(max_, lanes, kNoMax);
     fill(sum_, lanes, 0.0f);
     fill(out_, lanes * depths_, 0.0f);
-    const WholeTiles tiles;
+    const Tiles tiles;
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
       if (rows_.count() <= kPanelLanes) fetch(tile + kTileKeys, key_end);
@@ -142,7 +142,7 @@ class QueryTiles {
     const int64_t begin_step = round_down(seen.low, kStepKeys), end_step = round_up(seen.high, kStepKeys);
     finish_writes();
     for (int64_t n = begin_step; n < end_step; n += kStepKeys) {
-      score_step<kVecs>(keys.at(n), keys.at(n + kTileRows), keys.size * sizeof(bfloat16),
+      score_step<kVecs>(keys.at(n), keys.at(n + kTileHeight), keys.size * sizeof(bfloat16),
                         queries_ + first * depths_, depths_, scores_ + n * kWidth);
     }
     hide<kWidth>(rows_, first, tile, seen.low, seen.high, scores_);
@@ -159,9 +159,9 @@ class QueryTiles {
   // each other, and lose by it.
   void fetch(int64_t tile, int64_t key_end) const {
     const int64_t end = min_of(key_end, tile + kTileKeys);
-    for (int64_t n = tile; n < end; n += kTileRows) {
-      blocks_.prefetch<2>(blocks_.keys, n, kTileRows);
-      blocks_.prefetch<2>(blocks_.values, n, kTileRows);
+    for (int64_t n = tile; n < end; n += kTileHeight) {
+      blocks_.prefetch<2>(blocks_.keys, n, kTileHeight);
+      blocks_.prefetch<2>(blocks_.values, n, kTileHeight);
     }
   }
 

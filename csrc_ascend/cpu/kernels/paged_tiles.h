@@ -5,13 +5,14 @@
 //
 // The left operand of a tile product has 16 rows of 32 numbers: keys lie so in the cache, values are transposed
 // once for all panels of an item. The right one has 16 rows of 16 pairs, as panels are kept for dot products of
-// pairs anyway. Depths are filled up to multiples of 32, so every tile is whole and one configuration serves.
+// pairs anyway. Depths are filled up to multiples of 32, so every tile is whole.
 //
 // Every lane is a column of its own: what a row gets does not depend on the rows beside it.
 #pragma once
 
 #ifdef __AMX_BF16__
 
+#include "cpu/isa/tiles.h"
 #include "cpu/kernels/paged_panels.h"
 
 namespace ascend_vllm {
@@ -19,27 +20,6 @@ namespace {
 
 constexpr int64_t kStepKeys = 32;    // keys of one step of tile products
 constexpr int64_t kStepDepths = 32;  // depths
-constexpr int64_t kTileRows = 16;
-
-// g++ does not know that tiles are loaded from memory: nothing written before may wait.
-inline void finish_writes() { asm volatile("" ::: "memory"); }
-
-// Gives a scope eight tiles of 16 rows of 64 bytes.
-class WholeTiles {
- public:
-  WholeTiles() {
-    struct alignas(64) Shapes {
-      uint8_t palette = 1, start_row = 0;
-      uint8_t reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shapes;
-    asm volatile("ldtilecfg %0" ::"m"(shapes));
-  }
-  ~WholeTiles() { _tile_release(); }
-  WholeTiles(const WholeTiles&) = delete;
-  WholeTiles& operator=(const WholeTiles&) = delete;
-};
 
 // scores[32, lanes] of twice 16 keys that are `key_bytes` apart. depths: a multiple of 32.
 template <int kVecs>
@@ -66,10 +46,10 @@ inline void score_step(const bfloat16* first, const bfloat16* second, int64_t ke
     }
   }
   _tile_stored(0, scores, kRowBytes);
-  _tile_stored(2, scores + kTileRows * kWidth, kRowBytes);
+  _tile_stored(2, scores + kTileHeight * kWidth, kRowBytes);
   if constexpr (kVecs == 2) {
     _tile_stored(1, scores + kLanes, kRowBytes);
-    _tile_stored(3, scores + kTileRows * kWidth + kLanes, kRowBytes);
+    _tile_stored(3, scores + kTileHeight * kWidth + kLanes, kRowBytes);
   }
 }
 
@@ -79,17 +59,17 @@ template <int kVecs>
 inline void add_step(const bfloat16* values, const bfloat16* weights, int64_t keys, float* out) {
   constexpr int64_t kWidth = kVecs * kLanes, kRowBytes = 4 * kWidth, kValueBytes = kTileKeys * sizeof(bfloat16);
   _tile_loadd(0, out, kRowBytes);
-  _tile_loadd(2, out + kTileRows * kWidth, kRowBytes);
+  _tile_loadd(2, out + kTileHeight * kWidth, kRowBytes);
   if constexpr (kVecs == 2) {
     _tile_loadd(1, out + kLanes, kRowBytes);
-    _tile_loadd(3, out + kTileRows * kWidth + kLanes, kRowBytes);
+    _tile_loadd(3, out + kTileHeight * kWidth + kLanes, kRowBytes);
   }
   for (int64_t n = 0; n < keys; n += kStepKeys) {
     const bfloat16* weight = weights + n * kWidth;
     _tile_loadd(4, values + n, kValueBytes);
     _tile_loadd(6, weight, kRowBytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, values + kTileRows * kTileKeys + n, kValueBytes);
+    _tile_loadd(5, values + kTileHeight * kTileKeys + n, kValueBytes);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (kVecs == 2) {
       _tile_loadd(7, weight + 2 * kLanes, kRowBytes);
@@ -98,10 +78,10 @@ inline void add_step(const bfloat16* values, const bfloat16* weights, int64_t ke
     }
   }
   _tile_stored(0, out, kRowBytes);
-  _tile_stored(2, out + kTileRows * kWidth, kRowBytes);
+  _tile_stored(2, out + kTileHeight * kWidth, kRowBytes);
   if constexpr (kVecs == 2) {
     _tile_stored(1, out + kLanes, kRowBytes);
-    _tile_stored(3, out + kTileRows * kWidth + kLanes, kRowBytes);
+    _tile_stored(3, out + kTileHeight * kWidth + kLanes, kRowBytes);
   }
 }
 
