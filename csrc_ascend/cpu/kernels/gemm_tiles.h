@@ -22,6 +22,8 @@ constexpr int64_t kTileColumns = kTilePanels * kPanel;
 constexpr int64_t kInputBytesOfTask = 5 << 18;
 // What is fetched ahead within a panel, in bytes: a few tiles.
 constexpr int64_t kTileAhead = 4096;
+// The same within a row of inputs: two tiles.
+constexpr int64_t kInputsAhead = 128;
 
 // Tiles 0 to 3 are sums. With two tiles of rows 4 and 5 are inputs, 6 and 7 weights; with one, 4 is inputs and
 // 5 to 7 are weights.
@@ -51,6 +53,13 @@ inline void fetch(const bfloat16* w, int64_t ahead) {
 #pragma GCC unroll 16
     for (int line = 0; line < 16; ++line) __builtin_prefetch(from + line * 64);
   }
+}
+
+// The lines that 16 rows of inputs have two tiles further on. Rows lie so far apart that no hardware foresees
+// them; they come from the second cache, as a block of rows does not fit into the first.
+inline void fetch_inputs(const char* x, int64_t x_bytes) {
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileHeight; ++row) __builtin_prefetch(x + kInputsAhead + row * x_bytes);
 }
 
 // sums[16, 4 panels] += x times four panels for `steps` times 32 inputs. Sums are in tiles 0 to 3.
@@ -98,16 +107,19 @@ struct AddSquare {
   template <bool kFetches>
   static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
     const bfloat16* w = o.w;
-    const char* second = reinterpret_cast<const char*>(o.x) + kTileHeight * o.x_bytes;
+    const char* first = reinterpret_cast<const char*>(o.x);
+    const char* second = first + kTileHeight * o.x_bytes;
     for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
       fetch<kFetches>(w, ahead);
       fetch<kFetches>(w + o.panel_size, ahead);
-      _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
+      fetch_inputs(first + step * kTileRowBytes, o.x_bytes);
+      fetch_inputs(second + step * kTileRowBytes, o.x_bytes);
+      _tile_loadd(4, first + step * kTileRowBytes, o.x_bytes);
       _tile_loadd(6, w, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, w + o.panel_size, 64);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, second + step * 64, o.x_bytes);
+      _tile_loadd(5, second + step * kTileRowBytes, o.x_bytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
