@@ -182,8 +182,8 @@ class AsyncLLM:
             EngineBusyError: too many requests wait.
             EngineDeadError: the engine is gone.
         """
-        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
-        process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt)
+        extra = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
+        process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt, **extra)
         return self._outputs(request_id, process, sampling_params.num_sequences, None)
 
     def generate_shaped(
@@ -234,22 +234,22 @@ class AsyncLLM:
             EngineBusyError: too many requests wait.
             EngineDeadError: the engine is gone.
         """
-
         process = functools.partial(
             self._input.process_async, request_id, prompt, pooling_params, priority, cache_salt=cache_salt
         )
         return self._outputs(request_id, process, 1, pooling_output)
 
     def _processing(
-        self, prompt: PromptType, params: SamplingParams, id_: str, headers: Any, priority: int, salt: str | None
+        self, prompt: PromptType, params: SamplingParams, id_: str, trace: Any, priority: int, salt: Any, **extra: Any
     ) -> Callable[[], Awaitable[ProcessedRequest]]:
-        """What checks and tokenises the prompt of a text."""
-        if params.logits_processors:
-            raise RequestError(_NO_PROCESSORS, "logits_processors")
+        """What checks and tokenises the prompt of a text, once the answer is waited for."""
 
         async def process() -> ProcessedRequest:
+            refuse_adapters(**extra)
+            if params.logits_processors:
+                raise RequestError(_NO_PROCESSORS, "logits_processors")
             request = await self._input.process_async(id_, prompt, params, priority, cache_salt=salt)
-            request.trace_headers = headers
+            request.trace_headers = trace
             return request
 
         return process

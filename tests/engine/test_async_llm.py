@@ -177,6 +177,23 @@ async def test_wrong_requests_are_refused_at_once(
         await anext(engine.generate(prompt, sampling, "wrong"))
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"lora_request": object()}, "lora_request is not supported"),
+        ({"prompt_adapter_request": object()}, "prompt_adapter_request is not supported"),
+        ({"sampling_params": params(logits_processors=[print])}, "functions, which only LLM and LLMEngine can call"),
+    ],
+)
+async def test_what_cannot_be_is_refused_where_the_answer_is_waited_for(
+    engine: AsyncLLM, more: dict[str, Any], words: str
+) -> None:
+    answer = engine.generate(**{"prompt": "Hello!", "sampling_params": params(), "request_id": "refused"} | more)
+    with pytest.raises(RequestError, match=words):
+        await anext(answer)
+    assert engine.running_request_ids() == []
+
+
 async def test_a_request_id_is_taken_while_it_runs(engine: AsyncLLM) -> None:
     async with contextlib.aclosing(engine.generate("Hello!", params(LONG), "twin")) as first:
         await anext(first)
