@@ -106,6 +106,12 @@ def _machine(result: Result) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _processor(result: Result) -> str:
+    """What tells results of different machines apart."""
+    machine = result["machine"]
+    return f"{machine['cpu']}, kernels for {machine['kernels_isa']}"
+
+
 def _sizes(result: Result) -> str:
     """The lengths and numbers that were given."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["sizes"].items())
@@ -130,7 +136,7 @@ def _versus(result: Result) -> Iterator[str]:
     programs, rows = result["programs"], result["rows"]
     names = [f"{programs[side]['name']} {programs[side]['version']}" for side in programs]
     peer = names[1] if len(names) > 1 else "peer"
-    yield f"\n### {' and '.join(names)}\n\n"
+    yield f"\n### {' and '.join(names)}: {_processor(result)}\n\n"
     yield _machine(result)
     yield f"\nMedians of {result['rounds']}; {_sizes(result)}.\n\n"
     yield _table(
@@ -155,7 +161,7 @@ def _versus(result: Result) -> Iterator[str]:
 
 def _roofline(result: Result) -> Iterator[str]:
     """The kernels beside their limits."""
-    yield f"\n### Kernels in {result['dtype']}, {result['threads']} threads\n\n"
+    yield f"\n### Kernels in {result['dtype']}, {result['threads']} threads: {_processor(result)}\n\n"
     yield _machine(result)
     limits, highest = result["limits"], result["highest_limits"]
     alone = [
@@ -201,7 +207,7 @@ _CLIENT_FIGURES = {
 def _clients(result: Result) -> Iterator[str]:
     """What two clients say of one server."""
     peer = f"vllm {result['peer_version']}"
-    yield f"\n### ascend-vllm {result['machine']['ascend_vllm']} and {peer}\n\n"
+    yield f"\n### ascend-vllm {result['machine']['ascend_vllm']} and {peer}: {_processor(result)}\n\n"
     yield _machine(result)
     yield f"\nMedians of {result['rounds']}; {_sizes(result)}.\n\n"
     yield _table(
@@ -293,7 +299,7 @@ def chart(results: Sequence[Result]) -> str | None:
     height = _TOP + _ROW * len(rows) + 16
     programs = result["programs"]
     title = f"{programs['ours']['name']} against {programs['peer']['name']} {programs['peer']['version']}"
-    about = f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {result['machine']['date'][:10]}"
+    about = f"{_processor(result)}, {result['machine']['cores']} cores, {result['machine']['date'][:10]}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">\n',
         f"<title>{html.escape(title)}</title>\n",

@@ -48,6 +48,7 @@ MACHINE = {
     "kernel": "6.1",
     "torch": "2",
     "commit": "abc",
+    "kernels_isa": "sse9",
     "load_average": [0.5, 0, 0],
 }
 
@@ -91,6 +92,7 @@ def test_a_comparison_is_told_whole(script: types.ModuleType) -> None:
     assert "| title of c8 | 300 tok/s | 200 tok/s | 1.5 | at least 1.5: met | 1,234 tok/s | 50% |" in page
     assert "| title of start | 8 s | 64 s | 0.125 | at most 0.1: missed | | |" in page
     assert "**on a busy machine**" in page and "30 to 30 GB/s read, 190 to 190 GFLOP/s fp32 FMA." in page
+    assert "### mine 1 and theirs 2: A & B <9000>, kernels for sse9\n" in page
     assert "python compare\nmine serve\ntheirs serve\n" in page and "(performance.svg)" in page
     alone = copy.deepcopy(RESULT)
     alone["programs"].pop("peer")
