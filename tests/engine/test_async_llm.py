@@ -182,7 +182,10 @@ async def test_wrong_requests_are_refused_at_once(
     [
         ({"lora_request": object()}, "lora_request is not supported"),
         ({"prompt_adapter_request": object()}, "prompt_adapter_request is not supported"),
-        ({"sampling_params": params(logits_processors=[print])}, "functions, which only LLM and LLMEngine can call"),
+        (
+            {"sampling_params": params(logits_processors=[lambda _, logits: logits])},
+            "logits_processors are functions, which only LLM and LLMEngine can call",
+        ),
     ],
 )
 async def test_what_cannot_be_is_refused_where_the_answer_is_waited_for(

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ascend_vllm import LLM, AsyncLLM, SamplingParams
-from ascend_vllm.errors import RequestError
+from ascend_vllm import LLM, SamplingParams
 from tests.tiny_models import tiny_model
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 64, "block_size": 16}
@@ -90,9 +89,3 @@ def test_wrong_uses() -> None:
         greedy("no function")
     with pytest.raises(ValueError, match="logits_processors cannot be used with beam search"):
         SamplingParams(use_beam_search=True, best_of=2, temperature=0.0, logits_processors=[lambda _, logits: logits])
-
-
-async def test_another_process_cannot_call_them() -> None:
-    engine = object.__new__(AsyncLLM)
-    with pytest.raises(RequestError, match="logits_processors are functions, which only LLM and LLMEngine can call"):
-        await anext(engine.generate("a", greedy(lambda _, logits: logits), "0"))
