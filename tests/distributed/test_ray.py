@@ -201,9 +201,13 @@ class _Reversed:
     def put(self, item: Any) -> None:
         with self._lock:
             self._kept.append(item)
-            if len(self._kept) == self._count:
-                for kept in reversed(self._kept):
-                    self._target.put(kept)
+            if len(self._kept) < self._count:
+                return
+            while self._kept:
+                self._target.put(self._kept.pop())
+            # A step is done when the first worker has answered: what the second said of the step before may have been
+            # among these, and then one of them is still to come.
+            self._count = 1
 
     def get(self) -> Any:
         return self._target.get()
