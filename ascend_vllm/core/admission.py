@@ -56,8 +56,10 @@ class Admission:
         if not waiting or budget <= 0 or self._holds_prompts_back(now):
             return
         overtaken: list[Request] = []
-        while waiting and budget > 0:
-            request = waiting.peek()
+        while budget > 0:
+            request = waiting.next(passes_further=self._rows.passes_further)
+            if request is None:
+                break
             group = request.beam_group
             if self._rows.num_available < (1 if group is None else group.width):
                 break
@@ -66,7 +68,8 @@ class Admission:
                     break
                 continue
             if self._is_overtaken(builder, request):
-                overtaken.append(waiting.pop())
+                waiting.remove(request)
+                overtaken.append(request)
                 continue
             count = self._begin(builder, request, budget, now)
             if count is None:
@@ -149,7 +152,7 @@ class Admission:
 
     def _enter(self, builder: StepBuilder, request: Request, row: Request, count: int, now: float) -> int:
         """Gives an admitted request's row its slot; returns the tokens of it that the step computes."""
-        self._waiting.pop()
+        self._waiting.remove(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
         # cached tokens are no work

@@ -48,9 +48,9 @@ class Preemption:
             Rows at the end of the running ones that must not compute in this step: they are to make room, but have
             tokens pending.
         """
-        while self._waiting and self._rows.running:
-            urgent, last = self._waiting.peek(), self._rows.running[-1]
-            if not self._waiting.outranks(urgent, last) or self._has_room(urgent):
+        while self._rows.running:
+            urgent, last = self._waiting.next(passes_further=self._rows.passes_further), self._rows.running[-1]
+            if urgent is None or not self._waiting.outranks(urgent, last) or self._has_room(urgent):
                 return 0
             rows = rows_of(last)
             if any(row.num_pending_tokens for row in rows):
@@ -121,7 +121,7 @@ class Preemption:
         spare = self._kv_cache.watermark_blocks + len(rows) if self._rows.running else 0
         if not self._kv_cache.swap_in(rows, spare):
             return False
-        self._waiting.pop()
+        self._waiting.remove(request)
         self.num_swapped -= 1
         request.transition(RequestStatus.RUNNING)
         group = request.beam_group

@@ -93,6 +93,7 @@ class Request:
         num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
         content_keys: what besides the token ids decides its KV, as in EngineCoreRequest.
         parent_id: the request whose prompt's blocks it may share.
+        is_further: its caller's request has other sequences that came before it.
         bad_words: sequences of ids that its output must not contain.
         pooling_params: what is made of its prompt, if nothing is to be generated.
         beam_group: the beam search that it is, or that it is a row of.
@@ -126,6 +127,7 @@ class Request:
         "eos_token_id",
         "first_scheduled_time",
         "is_finished",
+        "is_further",
         "max_num_tokens",
         "min_num_tokens",
         "needs_host",
@@ -158,6 +160,7 @@ class Request:
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.parent_id = message.parent_id
+        self.is_further = message.is_further
         self._beam_group: BeamGroup | None = None
         self._constraint: OutputConstraint | None = None
         self.needs_host = False

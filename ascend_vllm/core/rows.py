@@ -11,6 +11,9 @@ from ascend_vllm.core.request import NO_SLOT, Request
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.types.step import SchedulerOutput
 
+# so much of the slots is not for further sequences of requests
+_KEPT_PART = 8
+
 
 class Rows:
     """Rows in slots 0 … num_slots-1.
@@ -27,6 +30,8 @@ class Rows:
         by_slot: the same rows.
         free_slots: a stack.
         num_reserved: of the free slots, those that beam searches will come to need.
+        max_further: most slots for further sequences of requests, so that one request with many of them leaves some
+            to others.
     """
 
     def __init__(self, num_slots: int, queue: RequestQueue, num_stages: int = 1) -> None:
@@ -38,6 +43,8 @@ class Rows:
         # slot 0 lies on top at first
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.num_reserved = 0
+        self.max_further = max(1, num_slots - max(1, num_slots // _KEPT_PART))
+        self._num_further = 0
         # freed since the last step that was handed out
         self._freed: list[int] = []
         # slot → (source slot, token), for the next step
@@ -57,6 +64,11 @@ class Rows:
     def num_available(self) -> int:
         """Slots that a new row may take."""
         return len(self.free_slots) - self.num_reserved
+
+    @property
+    def passes_further(self) -> bool:
+        """Whether further sequences of requests have all the slots that they may have."""
+        return self._num_further >= self.max_further
 
     def enter(self, row: Request) -> None:
         """Gives a row a slot, and its place among the running ones."""
@@ -95,6 +107,7 @@ class Rows:
         if row.slot == NO_SLOT:
             return
         del self.by_slot[row.slot]
+        self._num_further -= row.is_further
         source, _ = self.forks.pop(row.slot, (row.slot, 0))
         self.free_slots.append(row.slot)
         # the workers have not been told of a fork that was still to come
@@ -117,6 +130,7 @@ class Rows:
     def _take_slot(self, row: Request) -> None:
         row.slot = self.free_slots.pop()
         self.by_slot[row.slot] = row
+        self._num_further += row.is_further
 
 
 def rows_of(row: Request) -> list[Request]:

@@ -243,6 +243,7 @@ class InputProcessor:
                 arrival_time=draft.arrival_time,
                 priority=draft.priority,
                 parent_id=first_id if index else None,
+                is_further=index > 0,
                 beam_search=beam_search,
                 bad_words=bad_words,
                 content_keys=draft.content_keys,

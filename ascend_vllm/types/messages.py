@@ -75,6 +75,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     bad_words: list[list[int]] = []
     # set: the prompt is pooled and nothing generated; its sampling parameters are greedy with max_tokens=1
     pooling_params: PoolingParams | None = None
+    # a sequence of a caller's request that has others already: such ones leave slots for other requests
+    is_further: bool = False
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, gc=False):

@@ -173,3 +173,18 @@ def test_equals_a_sorted_list(policy: str, calls: list[tuple[str, int, int]]) ->
         if order:
             assert queue.peek() is order[0]
     assert [queue.pop() for _ in range(len(queue))] == model.order()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_further_sequences_can_be_passed_over(policy: str) -> None:
+    queue = QUEUES[policy]()
+    for name in "abc":
+        request = make(name)
+        request.is_further = name != "c"
+        queue.add(request)
+    assert queue.peek().request_id == "a"
+    passing = queue.next(passes_further=True)
+    assert passing is not None and passing.request_id == "c"
+    queue.remove(passing)
+    assert queue.next(passes_further=True) is None
+    assert ids(queue) == "ab"

@@ -435,3 +435,68 @@ def test_searches_beside_others(settings: dict[str, Any], async_scheduling: bool
     assert executor.moves[MoveKind.COPY] > 0
     assert any(made.replaced_blocks for made in executor.steps)
     assert_all_free(core)
+
+
+# ---- room for others --------------------------------------------------------------------------------------
+
+
+def make_many(count: int, **params: Any) -> list[EngineCoreRequest]:
+    """The sequences of one caller's request."""
+    prompts = [make_request(f"p{i}", PROMPT, message={"is_further": i > 0}, **params) for i in range(count)]
+    for index, request in enumerate(prompts):
+        request.arrival_time = float(index)
+    return prompts
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_of_many_sequences_leaves_slots_to_others(policy: str, chunked: bool) -> None:
+    core, executor = make_core(num_blocks=200, max_num_seqs=16, policy=policy, chunked=chunked)
+    requests = make_many(40, max_tokens=30)
+    add_all(core, requests)
+    collected: dict[str, Collected] = {}
+    for _ in range(6):
+        step(core, collected)
+    # the first one, and so many further ones that an eighth of the slots is left
+    assert len(collected) == 15
+    later = make_request("later", PROMPT, max_tokens=4)
+    later.arrival_time = 100.0
+    core.add_request(later)
+    for _ in range(8):
+        step(core, collected)
+    assert collected["later"].finish_reason is not None
+    finish(core, collected)
+    assert_tokens(collected, [*requests, later])
+    assert_all_free(core)
+    assert max(len(rows) for rows in scheduled(executor)) <= 16
+
+
+def test_further_sequences_take_turns_with_a_stream_of_other_requests() -> None:
+    core, _ = make_core(num_blocks=200, max_num_seqs=8)
+    requests = make_many(12, max_tokens=4)
+    add_all(core, requests)
+    collected: dict[str, Collected] = {}
+    # so many others that they alone would fill the slots
+    for number in range(60):
+        others = [make_request(f"other{number}.{i}", 3, max_tokens=8) for i in range(2)]
+        add_all(core, others)
+        requests += others
+        step(core, collected)
+    assert all(collected[f"p{i}"].finish_reason is not None for i in range(12))
+    finish(core, collected)
+    assert_tokens(collected, requests)
+    assert_all_free(core)
+
+
+def test_a_further_sequence_that_may_not_come_in_pushes_nobody_out() -> None:
+    core, _ = make_core(num_blocks=200, max_num_seqs=16, policy="priority")
+    requests = [make_request("idle", 3, max_tokens=20, message={"priority": 5}), *make_many(30, max_tokens=20)]
+    add_all(core, requests)
+    collected: dict[str, Collected] = {}
+    for _ in range(10):
+        step(core, collected)
+    assert core._scheduler.stats().num_running == 16
+    finish(core, collected)
+    assert core._scheduler.stats().num_preemptions == 0
+    assert_tokens(collected, requests)
+    assert_all_free(core)

@@ -206,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 **given,
             )
             if index == 0 and n > 1:
-                message = {**message, "parent_id": request.request_id}
+                message = {**message, "parent_id": request.request_id, "is_further": True}
             self.send(request)
 
     @rule(
@@ -259,7 +259,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         first = f"c{len(self.sent)}"
         for index in range(n):
-            message = {"parent_id": first} if index else None
+            message = {"parent_id": first, "is_further": True} if index else None
             request_id = f"c{len(self.sent)}"
             self.send(constrained(request_id, constraint, stem + prompt, seed=seed + index, message=message, **given))
 
