@@ -230,6 +230,11 @@ def node_timeout_s() -> float:
     return _seconds("ASCEND_VLLM_NODE_TIMEOUT_S", 10.0)
 
 
+def node_secret() -> str:
+    """`ASCEND_VLLM_NODE_SECRET`: the secret that all machines of --nnodes share; --node-secret-file wins over it."""
+    return os.environ.get("ASCEND_VLLM_NODE_SECRET", "")
+
+
 def server_dev_mode() -> bool:
     """`VLLM_SERVER_DEV_MODE`: 1 adds routes for development to the server, such as POST /reset_prefix_cache."""
     return os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1"
@@ -270,7 +275,7 @@ def export(values: dict[str, str], paths: dict[str, pathlib.Path]) -> None:
 _WORKERS_PREFIXES = ("ASCEND_", "HCCL_", "VLLM_", "OMP_", "PTA_", "USE_PFA_", "USE_IFA_", "USE_PREFIX_")
 _WORKERS_NAMES = {"PYTORCH_NPU_ALLOC_CONF", "CPU_AFFINITY_CONF", "INFER_MODE", "TORCHAIR_CACHE_HOME"}
 # of one machine only, or a secret
-_NOT_FOR_WORKERS = {"ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_API_KEY"}
+_NOT_FOR_WORKERS = {"ASCEND_RT_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_API_KEY", "ASCEND_VLLM_NODE_SECRET"}
 
 
 def for_workers() -> dict[str, str]:

@@ -26,6 +26,8 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         node_rank: number of the machine that has this configuration; the engine core is on 0.
         master_addr: name or address of machine 0, at which the others reach it.
         master_port: where it listens to them.
+        node_secret_file: path of the secret that the machines share; None: it is in the environment, or is made. The
+            secret itself is no part of a configuration, which is logged and shown.
     """
 
     tensor_parallel_size: int = 1
@@ -38,6 +40,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 29501
+    node_secret_file: str | None = None
 
     @property
     def world_size(self) -> int:

@@ -21,6 +21,7 @@ class NodeStart(msgspec.Struct, frozen=True):
         master_port: where node 0 listens.
         tensor_parallel_size: as its flags say.
         pipeline_parallel_size: as its flags say.
+        secret_file: path of the secret that the nodes share; None: it is in the environment.
         config: what its flags and its copy of the model make; None: they cannot be used.
         problem: why not, for people.
         exit_code: of the process if they cannot.
@@ -32,6 +33,7 @@ class NodeStart(msgspec.Struct, frozen=True):
     master_port: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    secret_file: str | None
     config: EngineConfig | None
     problem: str = ""
     exit_code: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ascend_vllm import envs
 from ascend_vllm.config.engine import ParallelConfig
+from ascend_vllm.config.node_secret import read_secret, require_secret
 from ascend_vllm.distributed.parallel_context import layers_of_stages
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
@@ -40,6 +41,7 @@ def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str)
         node_rank=args.node_rank,
         master_addr=args.master_addr,
         master_port=args.master_port,
+        node_secret_file=args.node_secret_file,
     )
     num_workers = config.local_world_size * engines
     if backend != "ray" and device == "npu" and num_workers > 1 and (count := probe_npus().count) < num_workers:
@@ -107,6 +109,11 @@ def _check_nodes(args: EngineArgs, backend: str) -> None:
         )
     if not 0 < args.master_port < 65536:
         raise ConfigError(f"--master-port must be between 1 and 65535, got {args.master_port}.")
+    if args.node_rank:
+        require_secret(args.node_secret_file, args.node_rank)
+    else:
+        # node 0 may make one later
+        read_secret(args.node_secret_file)
 
 
 def _backend(args: EngineArgs) -> str:

@@ -362,6 +362,14 @@ class ParallelArgs:
         kind="int",
         example="--master-port 29600",
     )
+    node_secret_file: str | None = flag(
+        None,
+        "A file with the secret that the machines of --nnodes prove to each other, the same on all of them; only its "
+        "owner may have rights to it. Without it ASCEND_VLLM_NODE_SECRET is taken; the machine with --node-rank 0 "
+        "makes a secret and prints it if there is neither.",
+        kind="str",
+        example="--node-secret-file /etc/ascend-vllm/node-secret",
+    )
     distributed_executor_backend: str | None = flag(
         None,
         "How workers on several devices are started: mp, a process for each on this machine or those of --nnodes, or "

@@ -53,6 +53,7 @@ def make_start(args: EngineArgs) -> NodeStart:
         master_port=args.master_port,
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
+        secret_file=args.node_secret_file,
         config=config,
         problem=problem,
         exit_code=code,

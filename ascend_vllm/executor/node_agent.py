@@ -26,13 +26,15 @@ import msgspec
 import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.config.node import NodeStart, model_digest
+from ascend_vllm.config.node_secret import require_secret
 from ascend_vllm.distributed.rendezvous import Machine, Rendezvous
 from ascend_vllm.distributed.shm_ring import RingAbandonedError
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S
 from ascend_vllm.executor.local_workers import LocalWorkers
-from ascend_vllm.executor.node_link import Hello, LinkLostError, MessageKind, NodeLink, NodeSetup
-from ascend_vllm.executor.wire import RecordKind
+from ascend_vllm.executor.node_handshake import introduce
+from ascend_vllm.executor.node_link import Hello, LinkLostError, Message, MessageKind, NodeLink, NodeSetup
+from ascend_vllm.executor.wire import ORDERS_BETWEEN_MACHINES, RecordKind
 from ascend_vllm.logger import init_logger, name_process
 
 logger = init_logger("ascend_vllm.executor.node_agent")
@@ -47,20 +49,20 @@ _RETRY_S = 0.5
 _LAST_WORDS_S = 5.0
 
 
-def connect(start: NodeStart, wait_s: float) -> NodeLink:
-    """A connection with node 0, which may be started later than this one.
+def connect(start: NodeStart, secret: bytes, wait_s: float) -> NodeLink:
+    """A connection with node 0, which may be started later than this one; both have proved who they are.
 
     Raises:
-        ConfigError: nobody listens there within the time.
+        ConfigError: nobody listens there within the time, or not node 0, or it has another secret.
     """
     where = f"--master-addr {start.master_addr} --master-port {start.master_port}"
     logger.info("Looking for node 0 at %s, %g seconds at most", where, wait_s)
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            sock = socket.create_connection((start.master_addr, start.master_port), _CONNECT_TIMEOUT_S)
-            return NodeLink(sock, envs.node_timeout_s())
+            return _connect_once(start, secret, envs.node_timeout_s())
         except OSError as error:
+            # node 0 is not there yet, or has no ear for this node because of strangers
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"{where}: node 0 does not answer there within {wait_s:g} seconds (ASCEND_VLLM_NODE_WAIT_S): "
@@ -68,6 +70,15 @@ def connect(start: NodeStart, wait_s: float) -> NodeLink:
                     "--master-port."
                 ) from error
         time.sleep(_RETRY_S)
+
+
+def _connect_once(start: NodeStart, secret: bytes, timeout_s: float) -> NodeLink:
+    sock = socket.create_connection((start.master_addr, start.master_port), _CONNECT_TIMEOUT_S)
+    try:
+        return NodeLink(sock, introduce(sock, secret, _CONNECT_TIMEOUT_S), timeout_s)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _hello(start: NodeStart) -> bytes:
@@ -96,7 +107,6 @@ def join(start: NodeStart, link: NodeLink) -> NodeSetup:
     except OSError as error:
         raise LinkLostError(error.strerror or str(error)) from error
     logger.info("Node 0 is there, at %s; waiting for all nodes to come", link.address)
-    link.trust()
     message = link.receive()
     if message.kind == MessageKind.REFUSAL:
         raise ConfigError(f"Node 0 ({link.address}) refuses this node: {message.text}")
@@ -198,7 +208,7 @@ class NodeAgent:
 
     def _hear_node_zero(self) -> None:
         try:
-            while (message := self._link.receive()).kind == MessageKind.ORDER:
+            while _is_order(message := self._link.receive()):
                 self._has_stop = self._has_stop or message.contents[0] == RecordKind.STOP
                 self._orders.put(message.contents)
             is_end = message.kind == MessageKind.END
@@ -211,6 +221,10 @@ class NodeAgent:
         with contextlib.suppress(RingAbandonedError):
             while True:
                 self._workers.write(self._orders.get(), lambda: bool(self._end) or self._is_told_to_stop)
+
+
+def _is_order(message: Message) -> bool:
+    return message.kind == MessageKind.ORDER and message.contents[:1] in ORDERS_BETWEEN_MACHINES
 
 
 class _Signals:
@@ -242,21 +256,23 @@ def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
         The exit code.
 
     Raises:
-        ConfigError: node 0 is not there, or refuses this node.
+        ConfigError: node 0 is not there, or refuses this node, or there is no secret.
         LinkLostError: node 0 is gone.
     """
     if start.config is None:
         _tell_problem(start)
         return start.exit_code
-    with contextlib.closing(connect(start, envs.node_wait_s())) as link:
+    secret = require_secret(start.secret_file, start.node_rank)
+    with contextlib.closing(connect(start, secret, envs.node_wait_s())) as link:
         return _make_agent(start, link, hand_over).run()
 
 
 def _tell_problem(start: NodeStart) -> None:
     """Logs why this node cannot take part, and tells node 0, if it is there: it would wait for this node."""
-    with contextlib.suppress(OSError, LinkLostError):
-        sock = socket.create_connection((start.master_addr, start.master_port), _CONNECT_TIMEOUT_S)
-        with contextlib.closing(NodeLink(sock, _CONNECT_TIMEOUT_S)) as link:
+    # without the secret nobody listens to it
+    with contextlib.suppress(OSError, LinkLostError, ConfigError):
+        secret = require_secret(start.secret_file, start.node_rank)
+        with contextlib.closing(_connect_once(start, secret, _CONNECT_TIMEOUT_S)) as link:
             link.send(MessageKind.HELLO, _hello(start))
             link.receive(_CONNECT_TIMEOUT_S)
     logger.error("%s", start.problem)

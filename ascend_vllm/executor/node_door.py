@@ -1,10 +1,18 @@
-"""Where node 0 waits for the other nodes of --nnodes, and turns away who does not belong."""
+"""Where node 0 waits for the other nodes of --nnodes, and turns away who does not belong.
+
+Who connects is a stranger until it has proved that it knows the secret of the nodes (`node_handshake`). Strangers
+have a few seconds and a few bytes, one thread hears all of them, and there are never more than a handful: the more of
+them come from one address, the sooner those are sent away. They can neither end the start nor fill the log.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
+import select
 import socket
+import sys
 import threading
 import time
 
@@ -14,15 +22,50 @@ import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.node import model_digest
+from ascend_vllm.config.node_secret import VARIABLE, make_secret, read_secret
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.executor.node_handshake import SessionKeys, Stranger, StrangerError
 from ascend_vllm.executor.node_link import Hello, LinkLostError, Message, MessageKind, NodeLink
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.host import LOOPBACK
 
 logger = init_logger(__name__)
 
-# for the first message of who has connected
+# for all that a stranger has to say
+STRANGER_TIMEOUT_S = 5.0
+# who have connected and proved nothing
+MAX_STRANGERS = 16
+# who comes when all nodes are there waits so long for the next one to be heard: the engine works in this process
+_LATE_PAUSE_S = 0.05
+# for the first message of a node
 _GREETING_TIMEOUT_S = 10.0
+# lines about strangers: so many at once, and then one in so many seconds
+_NUM_LINES = 5
+_LINE_INTERVAL_S = 10.0
+# of accept: the connection was closed meanwhile, or there is no room for it now
+_PASSING_ERRORS = frozenset(
+    getattr(errno, name) for name in ("EAGAIN", "ECONNABORTED", "EPROTO", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM")
+)
+
+
+class _StrangerLog:
+    """Tells of strangers, whatever their number is, in few lines. Nothing of what they said is in these."""
+
+    def __init__(self) -> None:
+        self._left = float(_NUM_LINES)
+        self._last = time.monotonic()
+        self._num_untold = 0
+
+    def tell(self, address: str, why: str) -> None:
+        now = time.monotonic()
+        self._left = min(float(_NUM_LINES), self._left + (now - self._last) / _LINE_INTERVAL_S)
+        self._last = now
+        if self._left < 1:
+            self._num_untold += 1
+            return
+        untold = f" (and {self._num_untold} others before)" if self._num_untold else ""
+        self._left, self._num_untold = self._left - 1, 0
+        logger.warning("%s connected to --master-port and is no node: %s%s", address, why, untold)
 
 
 class NodeDoor:
@@ -48,9 +91,16 @@ class NodeDoor:
         self._is_full = False
         # why no engine can be made of those who came
         self._problem: str | None = None
+        given = read_secret(config.parallel.node_secret_file)
         self._socket = _listen(config.parallel)
+        self._socket.setblocking(False)
         self.host = str(self._socket.getsockname()[0])
-        threading.Thread(target=self._accept, name="wait-for-nodes", daemon=True).start()
+        self._secret = given or _tell_new_secret()
+        self._poll = select.poll()
+        # oldest first, by their descriptors
+        self._strangers: dict[int, Stranger] = {}
+        self._log = _StrangerLog()
+        threading.Thread(target=self._receive, name="wait-for-nodes", daemon=True).start()
 
     def wait(self) -> list[NodeLink]:
         """Returns when all nodes are there, in the order of their ranks.
@@ -106,25 +156,90 @@ class NodeDoor:
 
     # ---- threads -------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            # who says nothing must not keep others from coming in
-            threading.Thread(target=self._greet, args=(connection,), name="greet-node", daemon=True).start()
-
-    def _greet(self, connection: socket.socket) -> None:
+    def _receive(self) -> None:
+        """Hears all strangers, and has those that are nodes greeted."""
+        listening = self._socket.fileno()
+        self._poll.register(listening, select.POLLIN)
         try:
-            link = NodeLink(connection, self._timeout_s)
+            while True:
+                ready = {descriptor for descriptor, _ in self._poll.poll(self._ms_to_deadline())}
+                for descriptor in ready & self._strangers.keys():
+                    self._hear(descriptor)
+                for stranger in [*self._strangers.values()]:
+                    if stranger.deadline <= time.monotonic():
+                        self._send_away(stranger, "it does not prove that it is one in time")
+                if listening in ready:
+                    self._accept()
         except OSError:
+            # the door is closed
+            for stranger in self._strangers.values():
+                stranger.socket.close()
+
+    def _ms_to_deadline(self) -> float | None:
+        oldest = next(iter(self._strangers.values()), None)
+        # rounded up: a poll that ends too early is one for nothing
+        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic()) * 1000 + 1
+
+    def _accept(self) -> None:
+        """Takes one stranger in, for whom another one may have to go.
+
+        Raises:
+            OSError: the door is closed.
+        """
+        if self._is_full:
+            time.sleep(_LATE_PAUSE_S)
+        try:
+            connection, _ = self._socket.accept()
+        except OSError as error:
+            if error.errno not in _PASSING_ERRORS:
+                raise
+            time.sleep(_LATE_PAUSE_S)
+            return
+        if len(self._strangers) == MAX_STRANGERS:
+            counts = collections.Counter(stranger.address for stranger in self._strangers.values())
+            crowd = max(counts.values())
+            oldest = next(stranger for stranger in self._strangers.values() if counts[stranger.address] == crowd)
+            self._send_away(oldest, "it has not proved that it is one, and others have come")
+        try:
+            stranger = Stranger(connection, self._secret, STRANGER_TIMEOUT_S)
+        except OSError:
+            # gone already
             connection.close()
+            return
+        self._strangers[connection.fileno()] = stranger
+        self._poll.register(connection, select.POLLIN)
+
+    def _hear(self, descriptor: int) -> None:
+        stranger = self._strangers[descriptor]
+        try:
+            keys = stranger.hear()
+        except StrangerError as error:
+            self._send_away(stranger, str(error))
+            return
+        if keys is not None:
+            self._forget(stranger)
+            # it knows the secret: it may take its time
+            threading.Thread(target=self._greet, args=(stranger, keys), name="greet-node", daemon=True).start()
+
+    def _send_away(self, stranger: Stranger, why: str) -> None:
+        self._forget(stranger)
+        stranger.socket.close()
+        self._log.tell(stranger.address, why)
+
+    def _forget(self, stranger: Stranger) -> None:
+        self._poll.unregister(stranger.socket)
+        del self._strangers[stranger.socket.fileno()]
+
+    def _greet(self, stranger: Stranger, keys: SessionKeys) -> None:
+        try:
+            link = NodeLink(stranger.socket, keys, self._timeout_s)
+        except OSError:
+            stranger.socket.close()
             return
         try:
             hello = _read_hello(link.receive(_GREETING_TIMEOUT_S))
         except (LinkLostError, msgspec.MsgspecError) as error:
-            logger.warning("%s connected to --master-port and is no node: %s", link.address, error)
+            logger.warning("%s knows the secret, and does not say which node it is: %s", link.address, error)
             link.close()
             return
         with self._changed:
@@ -155,7 +270,6 @@ class NodeDoor:
         if present is not None:
             present.close()
         self._links[rank] = link
-        link.trust()
         return None
 
     def _why_not(self, hello: Hello, address: str) -> str | None:
@@ -185,6 +299,17 @@ def _read_hello(message: Message) -> Hello:
     if message.kind != MessageKind.HELLO:
         raise LinkLostError("it does not say who it is")
     return msgspec.msgpack.decode(message.contents, type=Hello)
+
+
+def _tell_new_secret() -> bytes:
+    """Makes a secret and prints it: into the log, which may be kept and sent on, it does not belong."""
+    secret = make_secret()
+    sys.stderr.write(
+        "Node 0 of --nnodes, which this machine is, was given no secret and has made one for this start. Start each "
+        f"other node with it in the environment, and show it to nobody else:\n\n    export {VARIABLE}={secret}\n\n"
+    )
+    sys.stderr.flush()
+    return secret.encode()
 
 
 def _nodes(ranks: list[int]) -> str:

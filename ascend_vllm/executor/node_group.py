@@ -7,6 +7,8 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -87,6 +89,11 @@ class NodeGroup(WorkerGroup):
                 raise EngineDeadError(str(self._error or node.describe_loss(str(error)))) from error
         super()._send(record)
 
+    def _encode_call(
+        self, call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bytes:
+        return wire.encode_plain_call(call_id, method, args, kwargs)
+
     def _send_stop(self) -> None:
         if self.disorder is not None:
             self._finish_nodes(self.disorder)
@@ -143,7 +150,7 @@ class NodeGroup(WorkerGroup):
         if self._error is not None:
             # nobody waits for anything any more
             return
-        if message.kind == MessageKind.ANSWER and message.rank in node.ranks:
+        if message.kind == MessageKind.ANSWER and message.rank in node.ranks and _is_answer(message.contents):
             self._take(message.rank, message.contents)
         elif message.kind == MessageKind.LOSS:
             self._lose(message.text)
@@ -166,6 +173,10 @@ class NodeGroup(WorkerGroup):
                 if end is not None:
                     return EngineDeadError(end)
         return None
+
+
+def _is_answer(record: bytes) -> bool:
+    return record[:1] in wire.ANSWERS_BETWEEN_MACHINES
 
 
 def _last_words(node: _Node) -> str | None:

@@ -1,8 +1,12 @@
 """The connection between node 0 and another node of --nnodes, and what they tell each other through it.
 
-A message is a header (its kind, the rank of a worker, the length) and its contents: msgpack, a text, or a record of
-`wire` as it came out of a ring. That the other end is gone without a word is noticed by the kernel, which asks it
-when nothing else is sent; a process that is busy, or gets no processor, cannot be mistaken for one that is gone.
+A message has a kind, the rank of a worker and contents: msgpack, a text, or a record of `wire` as it came out of a
+ring. It travels in pieces: a header, a part of the contents, and a code that only the two ends can make, of both and
+of the number of the piece. What was changed, left out, repeated or sent by somebody else ends the connection before
+any of it is looked at. It can be read by whoever sees it.
+
+That the other end is gone without a word is noticed by the kernel, which asks it when nothing else is sent; a process
+that is busy, or gets no processor, cannot be mistaken for one that is gone.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import hmac
 import select
 import socket
 import struct
@@ -19,20 +24,24 @@ import time
 import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.executor.node_handshake import SessionKeys
 
-# what somebody who is not known yet may send
-_MAX_GREETING_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20
-# a message up to this length is copied behind its header, so that both are one packet
-_MAX_COPIED_BYTES = 1 << 16
-_HEADER = struct.Struct("<BIQ")
+# of the contents of a piece: so much is believed of a header before the code behind it is seen
+_MAX_PIECE_BYTES = 1 << 20
+# one that is sent without waiting
+_MAX_LAST_WORDS_BYTES = 1 << 16
+# kind, whether it is the last piece of the message, rank, length
+_HEADER = struct.Struct("<B?II")
+_NUMBER = struct.Struct("<Q")
+_CODE_BYTES = 32
 
 
 class MessageKind(enum.IntEnum):
     """What a message is."""
 
     # to node 0
-    HELLO = 0xA5
+    HELLO = 0
     ANSWER = 1
     LOSS = 2
     # from node 0
@@ -43,6 +52,7 @@ class MessageKind(enum.IntEnum):
 
 
 _KINDS = frozenset(MessageKind)
+_NOT_UNDERSTOOD = "what it says is no message of this connection"
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -66,7 +76,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Who a node is. Nothing that it sends is looked at before; fields that another version lacks are empty.
+    """Who a node is, its first message; fields that another version lacks are empty.
 
     Attributes:
         version: of this package there.
@@ -111,11 +121,29 @@ class LinkLostError(Exception):
     """The other end is gone, or says what cannot be understood."""
 
 
+class _Pieces:
+    """Codes of the pieces of one direction, in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._start = hmac.new(key, digestmod="sha256")
+        self._count = 0
+
+    def next_code(self, header: bytes | memoryview, contents: bytes | memoryview) -> bytes:
+        """The code of the next piece."""
+        code = self._start.copy()
+        code.update(_NUMBER.pack(self._count))
+        code.update(header)
+        code.update(contents)
+        self._count += 1
+        return code.digest()
+
+
 class NodeLink:
     """One end of the connection. One thread takes messages, any may send.
 
     Args:
-        sock: connected; it belongs to this object.
+        sock: connected, and both ends have proved who they are; it belongs to this object.
+        keys: of the connection, for this end.
         timeout_s: seconds without an answer of the other machine's kernel after which it counts as gone.
 
     Attributes:
@@ -123,15 +151,18 @@ class NodeLink:
         own_address: of this machine, at which the other one reaches it.
     """
 
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, keys: SessionKeys, timeout_s: float) -> None:
         self._socket = sock
         self._timeout_s = timeout_s
         self.address = str(sock.getpeername()[0])
         self.own_address = str(sock.getsockname()[0])
         self._sending = threading.Lock()
+        self._sent = _Pieces(keys.sending)
+        self._received = _Pieces(keys.receiving)
         self._data = bytearray()
+        # of the message whose last piece has not come
+        self._contents = bytearray()
         self._messages: collections.deque[Message] = collections.deque()
-        self._is_trusted = False
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -145,32 +176,31 @@ class NodeLink:
         """A descriptor that is readable when `take` has something to take."""
         return self._socket.fileno()
 
-    def trust(self) -> None:
-        """From now on messages may have any length."""
-        self._is_trusted = True
-
     def send(self, kind: MessageKind, contents: bytes = b"", rank: int = 0) -> None:
         """Sends a message; waits while the other end does not take it.
 
         Raises:
             OSError: the other end is gone.
         """
-        header = _HEADER.pack(kind, rank, len(contents))
+        view = memoryview(contents)
         with self._sending:
-            if len(contents) <= _MAX_COPIED_BYTES:
-                self._socket.sendall(header + contents)
-            else:
-                self._socket.sendall(header)
-                self._socket.sendall(contents)
+            for start in range(0, max(1, len(view)), _MAX_PIECE_BYTES):
+                part = view[start : start + _MAX_PIECE_BYTES]
+                self._socket.sendall(self._piece(kind, start + len(part) == len(view), rank, part))
+
+    def _piece(self, kind: MessageKind, is_last: bool, rank: int, contents: bytes | memoryview) -> bytes:
+        """As it is sent; under `_sending`."""
+        header = _HEADER.pack(kind, is_last, rank, len(contents))
+        return b"".join((header, contents, self._sent.next_code(header, contents)))
 
     def finish(self, kind: MessageKind, text: str) -> None:
         """Sends a last message if that takes no waiting, and nothing any more; who waits in `send` fails."""
-        contents = text.encode()[:_MAX_COPIED_BYTES]
+        contents = text.encode()[:_MAX_LAST_WORDS_BYTES]
         is_free = self._sending.acquire(blocking=False)
         try:
             with contextlib.suppress(OSError):
                 if is_free:
-                    self._socket.send(_HEADER.pack(kind, 0, len(contents)) + contents, socket.MSG_DONTWAIT)
+                    self._socket.send(self._piece(kind, True, 0, contents), socket.MSG_DONTWAIT)
                 # what was sent still goes out, and then the end
                 self._socket.shutdown(socket.SHUT_RDWR if not is_free else socket.SHUT_WR)
         finally:
@@ -199,16 +229,24 @@ class NodeLink:
         return pending + self._parse()
 
     def _parse(self) -> list[Message]:
-        messages, start = [], 0
-        while len(self._data) - start >= _HEADER.size:
-            kind, rank, length = _HEADER.unpack_from(self._data, start)
-            if kind not in _KINDS or (length > _MAX_GREETING_BYTES and not self._is_trusted):
-                raise LinkLostError("what it says is no message of ascend-vllm")
-            end = start + _HEADER.size + length
-            if len(self._data) < end:
-                break
-            messages.append(Message(MessageKind(kind), rank, bytes(self._data[start + _HEADER.size : end])))
-            start = end
+        messages = []
+        start = 0
+        with memoryview(self._data) as data:
+            while len(data) - start >= _HEADER.size:
+                kind, is_last, rank, length = _HEADER.unpack_from(data, start)
+                if length > _MAX_PIECE_BYTES:
+                    raise LinkLostError(_NOT_UNDERSTOOD)
+                contents, end = start + _HEADER.size, start + _HEADER.size + length + _CODE_BYTES
+                if len(data) < end:
+                    break
+                code = self._received.next_code(data[start:contents], data[contents : contents + length])
+                if not hmac.compare_digest(code, data[contents + length : end]) or kind not in _KINDS:
+                    raise LinkLostError(_NOT_UNDERSTOOD)
+                self._contents += data[contents : contents + length]
+                start = end
+                if is_last:
+                    messages.append(Message(MessageKind(kind), rank, bytes(self._contents)))
+                    self._contents.clear()
         del self._data[:start]
         return messages
 

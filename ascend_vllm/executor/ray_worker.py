@@ -89,7 +89,7 @@ class RayWorker:
             self._thread.submit(self._make, msgspec.msgpack.decode(setup, type=RayWorkerSetup)).result()
         except BaseException as error:
             return wire.encode_failure(describe(error, START_CALL))
-        return wire.encode_result(START_CALL, None)
+        return wire.encode_start(START_CALL)
 
     def _make(self, setup: RayWorkerSetup) -> None:
         if not setup.threads_are_chosen:

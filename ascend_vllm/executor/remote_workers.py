@@ -84,6 +84,16 @@ class RemoteWorkers(abc.ABC):
             EngineDeadError: the workers are gone.
         """
 
+    def _encode_call(
+        self, call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bytes:
+        """The record of a call.
+
+        Raises:
+            RequestError: it cannot be sent.
+        """
+        return wire.encode_call(call_id, method, args, kwargs)
+
     @abc.abstractmethod
     def _find_death(self) -> EngineDeadError | None:
         """A worker that has died, or is about to: its end is why another one failed. Called by the hearing thread."""
@@ -132,7 +142,7 @@ class RemoteWorkers(abc.ABC):
         call = _GroupCall(self._size)
         with self._sending:
             call_id = self._next_call
-            record = wire.encode_call(call_id, method, args, kwargs)
+            record = self._encode_call(call_id, method, args, kwargs)
             self._next_call += 1
             self._expect(lambda: self._calls.update({call_id: call}))
             self._send(record)
@@ -175,14 +185,14 @@ class RemoteWorkers(abc.ABC):
                 with self._waiting:
                     step = self._steps.popleft()
                 step.set_result(wire.decode_output(record))
-            case RecordKind.RESULT:
+            case RecordKind.RESULT | RecordKind.PLAIN_RESULT:
                 self._take_result(rank, record)
             case RecordKind.FAILURE:
                 self._take_failure(rank, wire.decode_failure(record))
 
     def _take_result(self, rank: int, record: bytes) -> None:
         try:
-            result = wire.decode_pickled(record)
+            result = wire.decode_result(record)
         except Exception as error:
             result = error
         self._answer(wire.call_id_of(record), rank, result)

@@ -1,7 +1,8 @@
 """What an executor and workers in other processes tell each other.
 
 A record is one byte that says what it is, and its contents. Steps and their outputs are msgpack, with arrays as
-their bytes; calls of methods, whose arguments and results may be anything, are pickled.
+their bytes. Calls of methods and their results are pickled between a process and those that it has started, for these
+may be anything; between machines they are plain values (`plain_values`), and what is pickled is not taken.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.distributed.shm_ring import RingEnds
 from ascend_vllm.errors import ConfigError, RequestError
+from ascend_vllm.executor.plain_values import decode_plain, encode_plain
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 
@@ -35,6 +37,18 @@ class RecordKind(enum.IntEnum):
     STEP_OUTPUT = 3
     RESULT = 4
     FAILURE = 5
+    # as CALL and RESULT, without pickles
+    PLAIN_CALL = 6
+    PLAIN_RESULT = 7
+
+
+# first bytes of all that is taken from another machine: by its workers, and by node 0
+ORDERS_BETWEEN_MACHINES = frozenset(
+    bytes((kind,)) for kind in (RecordKind.STEP, RecordKind.PLAIN_CALL, RecordKind.STOP)
+)
+ANSWERS_BETWEEN_MACHINES = frozenset(
+    bytes((kind,)) for kind in (RecordKind.STEP_OUTPUT, RecordKind.PLAIN_RESULT, RecordKind.FAILURE)
+)
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -153,28 +167,67 @@ def encode_call(
     return _CALL_HEADER.pack(RecordKind.CALL, call_id) + contents
 
 
-def encode_result(call_id: int, result: Any) -> bytes:
-    """What a method returned.
+def encode_plain_call(
+    call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bytes:
+    """A call of a method of workers of which some are on other machines.
 
     Raises:
-        Exception: it cannot be sent.
+        RequestError: an argument, or the function, cannot be sent.
     """
-    return _CALL_HEADER.pack(RecordKind.RESULT, call_id) + pickle.dumps(result)
+    contents = encode_plain([method, list(args), dict(kwargs)])
+    return _CALL_HEADER.pack(RecordKind.PLAIN_CALL, call_id) + contents
 
 
-def call_id_of(record: bytes) -> int:
-    """Which call a record of kind CALL or RESULT is about."""
-    return int(_CALL_HEADER.unpack_from(record)[1])
-
-
-def decode_pickled(record: bytes) -> Any:
-    """Method, arguments and keyword arguments, or the result, of a record of kind CALL or RESULT.
+def decode_call(record: bytes) -> Any:
+    """Method, arguments and keyword arguments of a record of kind CALL or PLAIN_CALL.
 
     Raises:
         Exception: something in it cannot be imported here.
     """
-    # from a process that this one started, or was started by
-    return pickle.loads(memoryview(record)[_CALL_HEADER.size :])
+    contents = memoryview(record)[_CALL_HEADER.size :]
+    if record[0] == RecordKind.PLAIN_CALL:
+        return decode_plain(contents, with_functions=True)
+    # from a process that started this one
+    return pickle.loads(contents)
+
+
+def encode_result(call: bytes, result: Any) -> bytes:
+    """What a method returned.
+
+    Args:
+        call: the record of kind CALL or PLAIN_CALL.
+        result: for who made the call.
+
+    Raises:
+        Exception: it cannot be sent.
+    """
+    if call[0] == RecordKind.PLAIN_CALL:
+        return _CALL_HEADER.pack(RecordKind.PLAIN_RESULT, call_id_of(call)) + encode_plain(result)
+    return _CALL_HEADER.pack(RecordKind.RESULT, call_id_of(call)) + pickle.dumps(result)
+
+
+def encode_start(call_id: int) -> bytes:
+    """That a worker has been made."""
+    return _CALL_HEADER.pack(RecordKind.PLAIN_RESULT, call_id) + encode_plain(None)
+
+
+def decode_result(record: bytes) -> Any:
+    """What a method returned, of a record of kind RESULT or PLAIN_RESULT.
+
+    Raises:
+        Exception: something in it cannot be imported here.
+    """
+    contents = memoryview(record)[_CALL_HEADER.size :]
+    if record[0] == RecordKind.PLAIN_RESULT:
+        return decode_plain(contents)
+    # from a process that this one started
+    return pickle.loads(contents)
+
+
+def call_id_of(record: bytes) -> int:
+    """Which call a record is about: of kind CALL or RESULT, plain or not."""
+    return int(_CALL_HEADER.unpack_from(record)[1])
 
 
 def encode_failure(failure: Failure) -> bytes:

@@ -58,7 +58,7 @@ class WorkerLoop:
 
 
 def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
-    """Has a worker do what a record of kind STEP or CALL says.
+    """Has a worker do what a record of kind STEP, CALL or PLAIN_CALL says.
 
     Args:
         worker: what to ask.
@@ -68,7 +68,7 @@ def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
     Returns:
         A record of what came of it; None if nobody need know.
     """
-    if record[0] == RecordKind.CALL:
+    if record[0] in (RecordKind.CALL, RecordKind.PLAIN_CALL):
         return _call(worker, record)
     try:
         output = worker.execute_model(wire.decode_step(record))
@@ -79,11 +79,10 @@ def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
 
 
 def _call(worker: Worker, record: bytes) -> bytes:
-    call_id = wire.call_id_of(record)
     try:
-        return wire.encode_result(call_id, call_worker(worker, *wire.decode_pickled(record)))
+        return wire.encode_result(record, call_worker(worker, *wire.decode_call(record)))
     except Exception as error:
-        return wire.encode_failure(describe(error, call_id))
+        return wire.encode_failure(describe(error, wire.call_id_of(record)))
 
 
 def describe(error: BaseException, call_id: int | None) -> Failure:
@@ -150,7 +149,7 @@ def main() -> int:
     except BaseException as error:
         answers.write(wire.encode_failure(describe(error, START_CALL)))
         return 1
-    answers.write(wire.encode_result(START_CALL, None))
+    answers.write(wire.encode_start(START_CALL))
     WorkerLoop(worker, setup.rank, orders, answers).run()
     worker.shutdown()
     return 0

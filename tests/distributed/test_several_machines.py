@@ -46,6 +46,7 @@ ENV = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "ASCEND_VLLM_NODE_TIMEOUT_S": str(SILENCE_S),
     "ASCEND_VLLM_NODE_WAIT_S": str(TIMEOUT_S),
+    "ASCEND_VLLM_NODE_SECRET": "a secret of the nodes of a test",
 }
 
 
@@ -201,7 +202,7 @@ def _config(directory: str, **options: object) -> EngineConfig:
 def _second_node(config: EngineConfig, log: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process of node 1."""
     own = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, node_rank=1))
-    start = NodeStart(1, 2, "127.0.0.1", config.parallel.master_port, 2, 1, own)
+    start = NodeStart(1, 2, "127.0.0.1", config.parallel.master_port, 2, 1, None, own)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ascend_vllm.executor.node_agent"],
