@@ -68,13 +68,16 @@ def _read(path: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG} {path}: {getattr(error, 'strerror', None) or error}.") from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{FLAG} {path}: it is no regular file.")
-        if others := stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(
-                f"{FLAG} {path}: others than its owner may use the file (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}, of which {others:04o} must not be): run `chmod 600 {path}`."
+                f"{FLAG} {path}: others than its owner have rights to the file (mode {mode:04o}): run "
+                f"`chmod 600 {path}`."
             )
-        return file.read(_MAX_BYTES + 2)
+        return os.read(descriptor, _MAX_BYTES + 2)
+    finally:
+        os.close(descriptor)

@@ -11,22 +11,27 @@ import json
 import pathlib
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
+import ascend_vllm
 from ascend_vllm import LLM
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.config.node import NodeStart
-from ascend_vllm.errors import ConfigError, EngineDeadError
-from ascend_vllm.executor.base import create_executor
+from ascend_vllm.config.node import NodeStart, model_digest
+from ascend_vllm.errors import ConfigError, EngineDeadError, RequestError
+from ascend_vllm.executor.base import Executor, create_executor
+from ascend_vllm.executor.node_link import Hello
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, PROMPTS, generate
 from tests.distributed.test_kill_matrix import shared_memory_of
@@ -159,11 +164,16 @@ def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tu
 
 
 def test_stages_on_two_machines_die_with_a_worker(
-    odd_model: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    odd_model: str, texts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
+    """Their secret is in a file, which comes before the variable."""
+    secret = tmp_path / "secret"
+    secret.write_text("another secret than that of the variable\n")
+    secret.chmod(0o600)
     monkeypatch.setenv("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
     inside = (contextlib.nullcontext, contextlib.nullcontext)
-    pair = Pair(odd_model, ["--pipeline-parallel-size", "2"], "127.0.0.1", inside)
+    flags = ["--pipeline-parallel-size", "2", "--node-secret-file", str(secret)]
+    pair = Pair(odd_model, flags, "127.0.0.1", inside)
     try:
         pair.first.wait_ready(TIMEOUT_S)
         with httpx.Client(base_url=pair.first.url, timeout=TIMEOUT_S) as http:
@@ -199,10 +209,12 @@ def _config(directory: str, **options: object) -> EngineConfig:
 
 
 @contextlib.contextmanager
-def _second_node(config: EngineConfig, log: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
+def _second_node(
+    config: EngineConfig, log: pathlib.Path, secret_file: pathlib.Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """The process of node 1."""
     own = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, node_rank=1))
-    start = NodeStart(1, 2, "127.0.0.1", config.parallel.master_port, 2, 1, None, own)
+    start = NodeStart(1, 2, "127.0.0.1", config.parallel.master_port, 2, 1, secret_file and str(secret_file), own)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ascend_vllm.executor.node_agent"],
@@ -242,6 +254,51 @@ def test_an_engine_ends_with_another_node(odd_model: str, tmp_path: pathlib.Path
         finally:
             executor.shutdown()
         assert wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def _is_open(place: tuple[str, int]) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(place) == 0
+
+
+def test_node_zero_waits_for_the_true_node(odd_model: str, tmp_path: pathlib.Path) -> None:
+    """Neither who tells all that is public, nor a node with another secret keeps the engine from serving."""
+    config, files = _config(odd_model), {name: tmp_path / name for name in ("wrong", "right")}
+    for file, text in zip(files.values(), ("a secret of other nodes", ENV["ASCEND_VLLM_NODE_SECRET"]), strict=True):
+        file.write_text(text)
+        file.chmod(0o600)
+    made: list[Executor] = []
+    thread = threading.Thread(target=lambda: made.append(create_executor(config)))
+    thread.start()
+    place = ("127.0.0.1", config.parallel.master_port)
+    assert wait_until(lambda: _is_open(place))
+    hello = Hello(ascend_vllm.__version__, 1, 2, 2, 1, "cpu", model_digest(odd_model))
+    for version in (ascend_vllm.__version__, "0.0.0"):
+        with socket.create_connection(place, TIMEOUT_S) as impostor:
+            impostor.sendall(b"\xa5" + msgspec.msgpack.encode(msgspec.structs.replace(hello, version=version)))
+            with contextlib.suppress(ConnectionError):
+                assert impostor.recv(100) == b""
+    with _second_node(config, tmp_path / "log", files["wrong"]) as node:
+        assert node.wait(TIMEOUT_S) == 2
+    assert "Node 0 (127.0.0.1) refuses this node: it has another secret" in (tmp_path / "log").read_text()
+    assert thread.is_alive()
+    with _second_node(config, tmp_path / "log", files["right"]) as node:
+        thread.join(TIMEOUT_S)
+        (executor,) = made
+        with pytest.raises(RequestError, match="workers have no method 'absent'"):
+            executor.collective_rpc("absent")
+        # what is no plain value stays where it is, and nothing ends
+        for method in (lambda _worker: None, worker_functions.unsendable):
+            with pytest.raises(RequestError, match="cannot be sent to"):
+                executor.collective_rpc(method)
+        with pytest.raises(RequestError, match="cannot be sent to"):
+            executor.collective_rpc(worker_functions.echo, (object(),))
+        value = [None, True, 1.5, "text", (1, [2, {"a": b"b"}]), {3: "x"}]
+        assert executor.collective_rpc(worker_functions.echo, (value,)) == [value, value]
+        (first, second) = executor.collective_rpc(worker_functions.echo, kwargs={"value": np.arange(6).reshape(2, 3)})
+        assert first.tolist() == second.tolist() == [[0, 1, 2], [3, 4, 5]]
+        executor.shutdown()
+        assert node.wait(TIMEOUT_S) == 1
 
 
 def test_a_node_ends_with_an_engine_that_cannot_start(odd_model: str, tmp_path: pathlib.Path) -> None:

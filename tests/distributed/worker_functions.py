@@ -117,6 +117,11 @@ def visible_devices(_worker: Worker) -> str | None:
     return os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
 
 
-def echo(_worker: Worker, value: bytes) -> bytes:
+def echo(_worker: Worker, value: Any) -> Any:
     """What it was given."""
     return value
+
+
+def unsendable(_worker: Worker) -> object:
+    """Nothing that another machine could make anything of."""
+    return object()
