@@ -208,6 +208,14 @@ class FrontendArgs(HttpArgs):
         repeat=True,
         example="--api-key my-secret",
     )
+    api_key_scope: str = flag(
+        "all",
+        "What needs the key when there is one: all means everything but /health, /ping, /version and /metrics; "
+        "inference means only the routes under /v1, /v2, /inference and /invocations, as in vLLM.",
+        kind="str",
+        choices=("all", "inference"),
+        example="--api-key my-secret --api-key-scope inference",
+    )
     lora_modules: list[LoRAModule] | None = flag(
         None,
         "LoRA adapters that are served beside the model, each as name=path or as a JSON object.",

@@ -216,7 +216,8 @@ def _make_format(engine: AsyncLLM, args: GenerateServerArgs) -> GenerateFormat:
 
 def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     """The application: /generate, /health and the documentation pages."""
-    app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__, root_path=args.root_path or "")
+    app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__)
+    app.root_path = (args.root_path or "").rstrip("/")
     form = _make_format(engine, args)
 
     @app.get("/health")

@@ -72,7 +72,8 @@ SERVERS: dict[str, ServerSpec] = {
             *("--override-generation-config", '{"temperature": 0.0}'),
         ),
         theirs=_THEIRS,
-        ours=_OURS,
+        # their key guards fewer routes
+        ours=(*_OURS, "--api-key-scope", "inference"),
         tables={"plain": requests_errors.PLAIN_SERVER_CASES},
     ),
     "embedding": ServerSpec(

@@ -368,7 +368,7 @@ def guarded(tiny_dir: str) -> Iterator[Server]:
     """A server with small limits, two keys, and one origin that browsers may call it from."""
     flags = ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS, "--max-model-len", "32768"]
     flags += ["--kv-cache-memory-bytes", "256M", "--max-body-bytes", "8K", "--h11-max-header-count", "20"]
-    flags += ["--client-timeout-s", "1", "--api-key", "first", "--api-key", "second"]
+    flags += ["--client-timeout-s", "1", "--api-key", "first", "--api-key", "second", "--root-path", "/v"]
     flags += ["--allowed-origins", json.dumps([ORIGIN]), "--allow-credentials"]
     flags += ["--allowed-methods", '["POST"]', "--allowed-headers", '["Authorization"]']
     with running(OPENAI_SERVER, flags, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}) as server:
@@ -390,6 +390,12 @@ def test_every_key_opens_and_nothing_like_it(browser: httpx.Client) -> None:
         assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"}), value
     assert browser.get("/v1/../v1/models").status_code == 401
     assert browser.get("/%76%31/models").status_code == 401
+    # behind a prefix that the path begins with, and a slash more than it needs
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    for path in ("/v1/completions", "/v/v1/completions", "/v//v1/completions", "/v1//completions"):
+        assert browser.post(path, json=body).status_code == 401, path
+    for path in ("/v1/completions", "/v/v1/completions"):
+        assert browser.post(path, json=body, headers={"Authorization": "Bearer first"}).status_code == 200, path
 
 
 def test_origins(browser: httpx.Client) -> None:

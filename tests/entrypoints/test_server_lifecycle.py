@@ -89,11 +89,12 @@ def test_flags_of_the_http_layer(guarded: Server, tiny_dir: str) -> None:
                 assert "www-authenticate" not in response.headers
         for path in ("/health", "/version", "/metrics"):
             assert http.get(path).status_code == 200
-        assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        assert http.post("/tokenize", json={"prompt": "x"}).status_code == 401
         assert http.options("/v1/completions").status_code == 405
+        http.headers["Authorization"] = "Bearer second"
+        assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
         for path in ("/docs", "/redoc", "/openapi.json"):
             assert http.get(path).status_code == 404
-        http.headers["Authorization"] = "Bearer second"
         response = http.get("/v1/models", headers={"X-Request-Id": "abc"})
         assert response.json()["data"][0]["id"] == tiny_dir
         assert response.headers["x-request-id"] == "abc"

@@ -19,6 +19,7 @@ import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
@@ -36,11 +37,7 @@ from ascend_vllm.entrypoints.openai.http_metrics import (
     ServerLoad,
     ServerLoadMiddleware,
 )
-from ascend_vllm.entrypoints.openai.middleware import (
-    ApiKeyMiddleware,
-    RequestIdMiddleware,
-    add_named_middleware,
-)
+from ascend_vllm.entrypoints.openai.middleware import RequestIdMiddleware, add_named_middleware
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_misc import (
@@ -301,7 +298,7 @@ def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     # an empty --api-key is none
     keys = [key] if key else [key for key in args.api_key or () if key]
     if keys:
-        app.add_middleware(ApiKeyMiddleware, keys=keys, root_path=args.root_path or "")
+        app.add_middleware(ApiKeyMiddleware, keys=keys, key_scope=args.api_key_scope)
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(
@@ -345,10 +342,10 @@ def build_app(
     app = FastAPI(
         title="ascend-vllm",
         version=ascend_vllm.__version__,
-        root_path=args.root_path or "",
         lifespan=functools.partial(_life, settings),
         **(docs if args.disable_fastapi_docs else {}),
     )
+    app.root_path = (args.root_path or "").rstrip("/")
     # what this process counts itself; the engine has a registry of its own
     registry = CollectorRegistry()
     _add_system_routes(app, engine, settings, registry)

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.engine.metrics import Histogram
+from ascend_vllm.entrypoints.openai.access import declared_path, matched_route
 
 # what is asked all the time by those who watch the server
 _UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
@@ -100,7 +101,7 @@ class HttpMetricsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and measure it."""
-        if scope["type"] != "http" or scope["path"] in _UNCOUNTED:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
@@ -117,20 +118,17 @@ class HttpMetricsMiddleware:
         finally:
             # an answer that never began is one of 500, which the server makes itself
             status = 500 if head is None else head["status"]
-            self._metrics.record(
-                _handler(scope, status),
-                scope["method"],
-                status,
-                _content_length(Headers(scope=scope)),
-                0 if head is None else _content_length(Headers(raw=list(head["headers"]))),
-                time.perf_counter() - start,
-            )
-
-
-def _handler(scope: Scope, status: int) -> str:
-    """The route's path as it was declared; the router has put it into the scope."""
-    route = scope.get("route")
-    return _NO_HANDLER if route is None or status == 405 else str(route.path)
+            # the router has put the route into the scope
+            handler = declared_path(scope.get("route"))
+            if handler not in _UNCOUNTED:
+                self._metrics.record(
+                    _NO_HANDLER if status == 405 else handler or _NO_HANDLER,
+                    scope["method"],
+                    status,
+                    _content_length(Headers(scope=scope)),
+                    0 if head is None else _content_length(Headers(raw=list(head["headers"]))),
+                    time.perf_counter() - start,
+                )
 
 
 def _content_length(headers: Headers) -> int:
@@ -167,7 +165,8 @@ class ServerLoadMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and count it meanwhile."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(_WORK):
+        is_work = scope["type"] == "http" and scope["method"] == "POST"
+        if not is_work or not declared_path(matched_route(scope)).startswith(_WORK):
             await self._app(scope, receive, send)
             return
         self._load.num_requests += 1

@@ -1,70 +1,21 @@
-"""ASGI middleware: API keys, request ids, the size of bodies, and what --middleware names.
+"""ASGI middleware: request ids, the size of bodies, and what --middleware names; keys are checked in `access`.
 
 Plain ASGI, not Starlette's BaseHTTPMiddleware, which would copy every event of a stream through a queue.
 """
 
 from __future__ import annotations
 
-import hmac
 import importlib
 import inspect
 import secrets
-from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ascend_vllm.entrypoints.openai.errors import json_response
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.errors import ConfigError, RequestError
-
-# /invocations leads to the routes under /v1
-_GUARDED = ("/v1", "/v2", "/inference", "/invocations")
-
-
-class ApiKeyMiddleware:
-    """Refuses requests under `_GUARDED` without one of the keys: 401 ``{"error": "Unauthorized"}``.
-
-    Under /v1/messages the header ``x-api-key: KEY`` does as well: it is what Anthropic's client sends.
-
-    Args:
-        app: what is guarded.
-        keys: keys that are accepted as ``Authorization: Bearer KEY``.
-        root_path: prefix under which a proxy shows the server.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
-        self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in keys]
-        self._root_path = root_path.rstrip("/")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with 401."""
-        is_guarded = (
-            scope["type"] == "http" and scope["method"] != "OPTIONS" and self._path(scope).startswith(_GUARDED)
-        )
-        if is_guarded and not self._is_known(scope):
-            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _is_known(self, scope: Scope) -> bool:
-        # every key is compared, each in constant time, so that timing tells nothing
-        return sum(hmac.compare_digest(given, key) for given in self._given(scope) for key in self._expected) > 0
-
-    def _given(self, scope: Scope) -> list[bytes]:
-        """What the request shows, in the form of an Authorization header."""
-        headers = Headers(scope=scope)
-        given = [headers.get("authorization", "")]
-        if self._path(scope).startswith("/v1/messages"):
-            given.append(f"Bearer {headers.get('x-api-key', '')}")
-        return [value.encode("latin-1") for value in given]
-
-    def _path(self, scope: Scope) -> str:
-        path: str = scope["path"]
-        return path.removeprefix(self._root_path)
 
 
 class RequestIdMiddleware:

@@ -1,0 +1,98 @@
+"""Who may ask for what: API keys, checked by the route that a request leads to.
+
+A path can be written in many ways, and a proxy's prefix may or may not be in front of it. So nothing here reads the
+paths of requests: the routes themselves say which of them a request matches, as they do for the router.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ascend_vllm.entrypoints.openai.errors import json_response
+
+# what those ask who watch the server: never behind a key
+_OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
+# what vLLM guards, and /invocations, which leads there
+_INFERENCE = ("/v1", "/v2", "/inference", "/invocations")
+
+
+def matched_route(scope: Scope) -> BaseRoute | None:
+    """The route of the application that a request leads to; None: none.
+
+    That may be by a redirect, which adds a slash to the path or takes it away, or one that refuses its method.
+
+    Args:
+        scope: of an HTTP request, inside of the application.
+    """
+    path: str = scope["path"]
+    redirected = path.rstrip("/") if path.endswith("/") else path + "/"
+    return _first_match(scope) or _first_match({**scope, "path": redirected})
+
+
+def _first_match(scope: Scope) -> BaseRoute | None:
+    """What the router takes: the first route with this path and method, else the first with this path."""
+    partial = None
+    for route in scope["app"].routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            found: BaseRoute = route
+            return found
+        if match is Match.PARTIAL and partial is None:
+            partial = route
+    return partial
+
+
+def declared_path(route: BaseRoute | None) -> str:
+    """The path that a route was declared with, "" for none."""
+    return str(getattr(route, "path", ""))
+
+
+class ApiKeyMiddleware:
+    """Refuses requests without one of the keys: 401 ``{"error": "Unauthorized"}``.
+
+    Open is a route that is known to be open; every other one is guarded, and so is what leads to no route.
+
+    Under /v1/messages the header ``x-api-key: KEY`` does as well: it is what Anthropic's client sends.
+
+    Args:
+        app: what is guarded.
+        keys: keys that are accepted as ``Authorization: Bearer KEY``.
+        key_scope: "all", or "inference": only the routes that vLLM guards.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], key_scope: str = "all") -> None:
+        self._app = app
+        self._expected = [f"Bearer {key}".encode() for key in keys]
+        self._key_scope = key_scope
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it with 401."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = matched_route(scope)
+        if self._is_open(route) or self._is_known(scope, route):
+            await self._app(scope, receive, send)
+        elif scope["method"] == "OPTIONS":
+            # as vLLM, which lets them pass; no route takes them
+            await json_response({"detail": "Method Not Allowed"}, 405)(scope, receive, send)
+        else:
+            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+    def _is_open(self, route: BaseRoute | None) -> bool:
+        path = declared_path(route)
+        is_beside = self._key_scope == "inference" and path != "" and not path.startswith(_INFERENCE)
+        return path in _OPEN or is_beside
+
+    def _is_known(self, scope: Scope, route: BaseRoute | None) -> bool:
+        headers = Headers(scope=scope)
+        given = [headers.get("authorization", "")]
+        if declared_path(route).startswith("/v1/messages"):
+            given.append(f"Bearer {headers.get('x-api-key', '')}")
+        # every key is compared, each in constant time, so that timing tells nothing
+        return sum(hmac.compare_digest(one.encode("latin-1"), key) for one in given for key in self._expected) > 0
