@@ -1,18 +1,20 @@
-"""uvicorn's HTTP protocol with limits: on the head of a request, and on the time that a client may take.
+"""uvicorn's HTTP protocol with limits: on the head of a request, on a client's time, and on what it sends in advance.
 
 uvicorn's own parser on httptools takes heads of any size, waits for ever for a request that was begun, and for ever
-for a client that does not read its answer. Each of these ties up memory or a connection of a server that anybody may
-reach.
+for a client that does not read its answer, and keeps whatever requests are sent behind one that is not answered yet.
+Each of these ties up memory or a connection of a server that anybody may reach.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
@@ -27,6 +29,13 @@ _MIN_BYTES_PER_S = 1000
 # A refused client that still sends gets so long to read why. Were the connection closed at once, its next bytes would
 # be answered with a reset, which throws away what it has not read yet.
 _LINGER_S = 1.0
+
+# What was sent behind a request that is not answered yet waits as bytes. With more of them than this nothing is read
+# any more; with fewer it is, so that it is noticed if the client goes away.
+_MAX_WAITING_BYTES = 1 << 16
+
+# Where a request may end: at an empty line, or at the beginning of what arrives, if that ends an empty line.
+_MAYBE_END = re.compile(rb"\n[\r\n]*\n|\A[\r\n]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +57,31 @@ class _HeadTooLargeError(Exception):
     """The head of a request is above its limits."""
 
 
+class _HeldFlowControl(FlowControl):
+    """Flow control that can be held: nothing is read until it is released, whoever wants to go on reading."""
+
+    _is_held = False
+
+    def hold(self) -> None:
+        """Read nothing any more."""
+        self._is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        """Read on."""
+        self._is_held = False
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        """Read on, unless it is held."""
+        if not self._is_held:
+            super().resume_reading()
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection.
+
+    Its requests are answered one after the other: the next one is parsed only when the one before is answered.
 
     A request that is not complete in time is answered with 408, one whose head is too large with 431; both close the
     connection. A client that does not read its answer is disconnected, which aborts its request.
@@ -59,6 +91,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         kwargs: what uvicorn gives a protocol.
     """
 
+    flow: _HeldFlowControl
+
     def __init__(self, *, limits: HttpLimits, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._limits = limits
@@ -66,6 +100,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_head = False
         # whether a request has arrived whole and nothing of the next one
         self._is_complete = False
+        # of a body whose length was declared
+        self._num_body_bytes_left = 0
+        # what came behind a request that is not answered yet
+        self._waiting = bytearray()
         self._start = 0.0
         self._num_received = 0
         self._read_timer: asyncio.TimerHandle | None = None
@@ -76,6 +114,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client that connects must send something."""
         super().connection_made(transport)
+        self.flow = _HeldFlowControl(transport)
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,12 +122,43 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._cancel_timers()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
+        self._waiting.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse, then see what is still missing."""
-        if self._is_refused():
+        """Parse as far as to the end of a request that must be answered first."""
+        num_parsed = self._parse(data)
+        if num_parsed == len(data) or self._is_refused():
             return
+        self._waiting += data[num_parsed:]
+        if len(self._waiting) > _MAX_WAITING_BYTES:
+            self.flow.hold()
+
+    def on_response_complete(self) -> None:
+        """Go on with what was sent behind the request."""
+        super().on_response_complete()
+        if self._waiting and not self._is_refused():
+            del self._waiting[: self._parse(self._waiting)]
+            if len(self._waiting) <= _MAX_WAITING_BYTES:
+                self.flow.release()
+
+    def _parse(self, data: bytes | bytearray) -> int:
+        """Parse until a request is complete that is not answered; how many bytes were parsed.
+
+        All that is parsed at once holds no more than one end of a request.
+        """
+        start = 0
+        while start < len(data) and not self._is_refused() and not (self._is_complete and self._is_answering()):
+            end = start + self._num_body_bytes_left
+            if end == start:
+                found = _MAYBE_END.search(data, start)
+                end = len(data) if found is None else found.end()
+            self._parse_part(bytes(data[start:end]))
+            start = min(end, len(data))
+        return start
+
+    def _parse_part(self, data: bytes) -> None:
+        """Parse, then see what is still missing."""
         was_head = self._is_head
         self._is_complete = False
         super().data_received(data)
@@ -129,10 +199,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """The head has ended; trailers are counted with it."""
         self._is_head = False
         super().on_headers_complete()
+        self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
+        if self.parser.should_upgrade():
+            # to nothing that this server speaks, and the parser stops here
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._num_body_bytes_left = max(self._num_body_bytes_left - len(body), 0)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request has arrived."""
-        self._is_complete = True
+        self._is_complete, self._num_body_bytes_left = True, 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -193,9 +272,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         allowed_s = self._limits.client_timeout_s + self._num_received / _MIN_BYTES_PER_S
         left_s = self._start + allowed_s - self.loop.time()
-        # the client cannot send while the server does not read, and the answer to an earlier request goes on
-        is_excused = self.flow.read_paused or (self._is_answering() and (self._is_head or not self._has_body()))
-        if left_s > 0 or is_excused:
+        # the client cannot send while the server does not read
+        if left_s > 0 or self.flow.read_paused:
             delay_s = left_s if left_s > 0 else self._limits.client_timeout_s
             self._read_timer = self.loop.call_later(delay_s, self._check_request)
         elif self._is_head or self._is_answering():
@@ -206,15 +284,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _has_body(self) -> bool:
-        """Whether the body of the present request is still arriving."""
-        return self.cycle is not None and self.cycle.more_body
-
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer and close; without an answer if another one has begun on this connection."""
+        """Answer and close; without an answer if the one to the body that is refused has begun."""
         self._cancel_timers()
-        is_body = self._is_answering() and self._has_body() and not self._is_head and not self.pipeline
-        if not self._is_answering() or (is_body and not self.cycle.response_started):
+        if not self._is_answering() or not self.cycle.response_started:
             content = msgspec.json.encode(error_body(message, "Bad Request", status.value))
             lines = [
                 f"HTTP/1.1 {status.value} {status.phrase}",
@@ -239,7 +312,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self.transport.write_eof()
         self._linger_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
-        self.flow.resume_reading()
+        self.flow.release()
         if self.cycle is not None and not self.cycle.response_complete:
             # the application need not wait for the rest of a body
             self.cycle.disconnected = True
