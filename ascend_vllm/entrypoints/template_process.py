@@ -2,26 +2,18 @@
 
 A template that comes with a request is a program of a client. Jinja's sandbox keeps it from files, the network and
 the interpreter, but not from loops without end and from texts that fill the memory. So it runs here, where the
-system counts its memory and its CPU time, and whence `template_pool` can end it at any moment. The process knows
-nothing but what one request brings, keeps nothing between requests, and imports neither torch nor transformers.
-
-Standard input is a socket on which the pool speaks. A message is four bytes of length and JSON: a job comes in (see
-`encode_job`), an `Answer` goes out. The first message is empty and says that the process is ready. The end of the
-socket ends the process.
+system counts its memory and its CPU time, and whence `template_pool` can end it at any moment (see `sandbox`). The
+process knows nothing but what one request brings, keeps nothing between requests, and imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
+import functools
 import json
-import os
-import pathlib
-import resource
-import signal
-import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -31,17 +23,11 @@ from jinja2 import ext, nodes, parser
 
 from ascend_vllm.entrypoints.chat_template import render_chat
 from ascend_vllm.errors import RequestError
+from ascend_vllm.sandbox import child
+from ascend_vllm.sandbox.child import serve
 
-# of a message: its length
-HEAD_BYTES = 4
-# of Linux: the signal that a process gets when the thread that started it ends
-_PR_SET_PDEATHSIG = 1
-# the process's exit code when its memory does not even suffice for an answer
-EXIT_MEMORY = 3
 # a template may raise any text; an answer needs no more of it
 _MAX_ERROR_CHARACTERS = 20_000
-# a process that keeps more than this part of its memory after a rendering gives way to a new one
-_KEPT_PART = 0.25
 # arguments of transformers' apply_chat_template: a template does not see them
 _NOT_VARIABLES = frozenset(
     {
@@ -62,13 +48,10 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MARK = "END_OF_THE_CONTINUED_MESSAGE "
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Limits(child.Limits, frozen=True, kw_only=True):
     """What one rendering may take.
 
     Attributes:
-        wall_s: seconds from the job to the answer; `template_pool` watches over them.
-        cpu_s: whole seconds of CPU time, more than `wall_s`: for when nobody watches any more.
-        memory_bytes: address space beyond what the process has when it is ready.
         max_characters: of the text.
     """
 
@@ -79,25 +62,27 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """What became of a job: exactly one of `text`, `error` and `exceeded` is set.
+    """What became of a job: exactly one of `text`, `error` and `is_too_long` is set.
 
     Attributes:
         text: the prompt.
         error: what is wrong with the request, or what its template says about it.
         param: the field at fault, if `error` is set.
-        exceeded: the limit that ended the rendering, "memory" or "characters".
-        is_last: the process ends after this answer.
+        is_too_long: the text has more characters than it may.
     """
 
     text: str | None = None
     error: str | None = None
     param: str | None = None
-    exceeded: str | None = None
-    is_last: bool = False
+    is_too_long: bool = False
 
 
-class LimitExceededError(BaseException):
-    """A limit of the rendering; no `Exception`, which would be taken for one that the template raises."""
+class _LimitExceededError(BaseException):
+    """The memory is too small; no `Exception`, which would be taken for one that the template raises."""
+
+
+class _TooLongError(_LimitExceededError):
+    """The text has too many characters."""
 
 
 def encode_job(special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> bytes:
@@ -118,16 +103,22 @@ def encode_job(special_tokens: Mapping[str, str], options: Mapping[str, Any]) ->
 
 
 def answer_job(job: bytes, max_characters: int) -> Answer:
-    """Renders what a job holds; every failure becomes an answer."""
+    """Renders what a job holds; every failure becomes an answer.
+
+    Raises:
+        MemoryError: the rendering needs more memory than there is.
+    """
     try:
         fields = json.loads(job)
         now = datetime.datetime.fromisoformat(fields["now"])
         renderer = TemplateRenderer(fields["special_tokens"], now, max_characters)
         return Answer(text=render_chat(renderer, **fields["options"]))
-    except LimitExceededError as error:
-        return Answer(exceeded=str(error))
+    except _TooLongError:
+        return Answer(is_too_long=True)
+    except _LimitExceededError:
+        raise MemoryError from None
     except MemoryError:
-        return Answer(exceeded="memory")
+        raise
     except RequestError as error:
         return Answer(error=str(error)[:_MAX_ERROR_CHARACTERS], param=error.param)
     except Exception as error:  # of the parser, before anything is rendered
@@ -160,13 +151,13 @@ class TemplateRenderer:
                 variables of the template.
 
         Raises:
-            LimitExceededError: the text is too long, or the memory too small.
+            BaseException: the text is too long, or the memory too small.
             Exception: whatever the template raises.
         """
         try:
             return self._apply(conversation, **kwargs)
         except MemoryError:
-            raise LimitExceededError("memory") from None
+            raise _LimitExceededError from None
 
     def _apply(
         self,
@@ -210,7 +201,7 @@ class TemplateRenderer:
         for piece in pieces:
             size += len(piece)
             if size > self._max_characters:
-                raise LimitExceededError("characters")
+                raise _TooLongError
             collected.append(piece)
         return "".join(collected)
 
@@ -325,106 +316,21 @@ def _make_environment(now: datetime.datetime) -> jinja2.Environment:
     return environment
 
 
-def send(channel: socket.socket, message: bytes) -> None:
-    """Sends one message."""
-    channel.sendall(len(message).to_bytes(HEAD_BYTES))
-    channel.sendall(message)
-
-
-def receive(channel: socket.socket) -> bytes | None:
-    """The next message; None at the end of the socket."""
-    head = _receive_exactly(channel, HEAD_BYTES)
-    return None if head is None else _receive_exactly(channel, int.from_bytes(head))
-
-
-def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < size:
-        piece = channel.recv(min(size - len(received), 1 << 20))
-        if not piece:
-            return None
-        received += piece
-    return bytes(received)
-
-
-def _end_with_parent() -> None:
-    """Linux kills this process when its parent dies; elsewhere the limit on CPU time and the socket do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _address_space_bytes() -> int:
-    # Linux: pages of the whole address space are the first figure
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _lower_limit(kind: int, limit: int) -> None:
-    """Sets a soft limit, at most the hard one."""
-    _, hard = resource.getrlimit(kind)
-    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(kind, (soft, hard))
-
-
-def _limit_cpu(cpu_s: int) -> None:
-    """So many seconds from now on, for the system counts from the process's start."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_s)
-
-
-def _take_channel() -> socket.socket:
-    """The socket of standard input, which is nothing's input afterwards, nor its output."""
-    channel = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
-    return channel
+def _prepare(limits: Limits) -> Callable[[bytes], bytes]:
+    """Has that done which would be imported or read at the first job only."""
+    warm = TemplateRenderer({}, datetime.datetime.now(), 100)
+    render_chat(warm, [{"role": "user", "content": ""}], model_name="", chat_template="{{ messages|tojson }}")
+    return lambda job: msgspec.json.encode(answer_job(job, limits.max_characters))
 
 
 def main() -> int:
     """Answers jobs until the socket ends; the limits are the only argument.
 
     Returns:
-        The exit code: 0, or `EXIT_MEMORY`.
+        The exit code, see `serve`.
     """
     limits = msgspec.json.decode(sys.argv[1], type=Limits)
-    _end_with_parent()
-    # what would be imported or read at the first job only
-    warm = TemplateRenderer({}, datetime.datetime.now(), 100)
-    render_chat(warm, [{"role": "user", "content": ""}], model_name="", chat_template="{{ messages|tojson }}")
-    with _take_channel() as channel:
-        base = _address_space_bytes()
-        _lower_limit(resource.RLIMIT_AS, base + limits.memory_bytes)
-        # no file is written, neither by a template nor by the end of this process
-        _lower_limit(resource.RLIMIT_FSIZE, 0)
-        _lower_limit(resource.RLIMIT_CORE, 0)
-        send(channel, b"")
-        try:
-            while _answer_next(channel, limits, base):
-                pass
-        except MemoryError:
-            return EXIT_MEMORY
-        except OSError:  # the pool has gone while it was told something
-            return 0
-    return 0
-
-
-def _answer_next(channel: socket.socket, limits: Limits, base: int) -> bool:
-    """Answers one job.
-
-    Returns:
-        Whether the process can take another one.
-    """
-    job = receive(channel)
-    if job is None:
-        return False
-    _limit_cpu(limits.cpu_s)
-    answer = answer_job(job, limits.max_characters)
-    del job
-    kept = _address_space_bytes() - base
-    answer.is_last = answer.exceeded == "memory" or kept > limits.memory_bytes * _KEPT_PART
-    send(channel, msgspec.json.encode(answer))
-    return not answer.is_last
+    return serve(functools.partial(_prepare, limits), limits)
 
 
 if __name__ == "__main__":

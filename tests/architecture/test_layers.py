@@ -27,6 +27,7 @@ LAYERS = (
     "ops",
     "distributed",
     "platforms",
+    "sandbox",
     "config",
     "types",
     "",
