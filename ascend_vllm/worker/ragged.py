@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,10 +51,11 @@ class RaggedTable:
         self._values = np.zeros(_SMALLEST_ARENA, np.float32)
         self._end = 0
 
-    def set(self, slot: int, ids: Sequence[int], values: Sequence[float] | None = None) -> None:
+    def set(self, slot: int, ids: npt.ArrayLike, values: npt.ArrayLike | None = None) -> None:
         """Replaces a slot's list; an empty one frees its memory. Without values they are 0."""
         self._count[slot] = 0
-        if not ids:
+        ids = np.asarray(ids, np.int64)
+        if len(ids) == 0:
             return
         if self._end + len(ids) > len(self._ids):
             self._compact(room=len(ids))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import MoveKind, NewRow, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.sampling.columns import ALLOWED_IDS
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import Driver, generate, make_prompt, started_worker
 
@@ -37,7 +38,7 @@ COLUMNS = (
     "min_tokens",
     "num_logprobs",
 )
-TABLES = ("stop_ids", "logit_bias", "allowed_ids")
+TABLES = ("stop_ids", "logit_bias")
 
 
 @dataclasses.dataclass
@@ -51,6 +52,8 @@ class Plain:
     limit: int
     columns: list[float]
     tables: list[tuple[list[int], list[float]]]
+    # of a row that has some; what another has left in the slot means nothing
+    allowed_ids: list[int] | None
 
 
 def read(batch: InputBatch, slot: int) -> Plain:
@@ -63,6 +66,7 @@ def read(batch: InputBatch, slot: int) -> Plain:
         int(batch.max_num_tokens[slot]),
         [getattr(batch.sampling, name)[slot] for name in COLUMNS],
         [(ids.tolist(), values.tolist()) for ids, values in tables],
+        batch.sampling.allowed_ids[slot].tolist() if batch.sampling.features[slot] & ALLOWED_IDS else None,
     )
 
 
@@ -97,7 +101,7 @@ def test_every_column_of_the_sampling_parameters_is_forked() -> None:
     """The test's list is the class's: a column of slots that is added must be copied too."""
     sampling = make_batch([1] * NUM_SLOTS).sampling
     found = {name for name, value in vars(sampling).items() if isinstance(value, np.ndarray)}
-    assert found == set(COLUMNS)
+    assert found == {*COLUMNS, "allowed_ids"}
 
 
 @settings(max_examples=100, deadline=None)
@@ -128,7 +132,7 @@ def test_a_fork_keeps_its_lists_when_its_source_leaves() -> None:
     batch.apply(SchedulerOutput(2, [4], [], [], [], []))
     # enough lists for the tables' memory to be compacted
     for _ in range(100):
-        batch.sampling.allowed_ids.set(4, list(range(50)))
+        batch.sampling.stop_ids.set(4, list(range(50)))
     assert read(batch, 0).tables == of_source
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput
@@ -71,3 +75,63 @@ def test_logits_in_place_of_logprobs() -> None:
         ids = found.token_ids[0]
         torch.testing.assert_close(found.logprobs[0], expected[0, ids])
         assert ids[1:].tolist() == expected.topk(4).indices[0].tolist()
+
+
+WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6)
+
+
+@given(st.lists(st.tuples(WORDS, st.lists(st.integers(0, 3), max_size=8)), min_size=1, max_size=4))
+def test_bad_words_of_all_lengths_beside_each_other(rows: list[tuple[list[list[int]], list[int]]]) -> None:
+    """Against the plain definition: a word's last token is forbidden where the output ends with the others."""
+    prompt = [0, 1, 2, 3]
+    batch = InputBatch(len(rows), 32, 16, VOCAB_SIZE)
+    greedy = SamplingParams(temperature=0.0)
+    new = [
+        NewRow(slot, str(slot), prompt + output, len(prompt), 0, [slot], greedy, 0, [], bad_words=words)
+        for slot, (words, output) in enumerate(rows)
+    ]
+    batch.apply(SchedulerOutput(0, [], new, [], [], []))
+    sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"))
+    slots = np.arange(len(rows))
+    logits = torch.zeros(len(rows), VOCAB_SIZE)
+    # the same dtype and the same memory as a step's: edited in place
+    sampler.sample(logits, sampler.plan(slots), torch.from_numpy(batch.num_tokens[slots]))
+    for row, (words, output) in enumerate(rows):
+        banned = {last for *start, last in words if output[max(0, len(output) - len(start)) :] == start}
+        assert set(np.flatnonzero(logits[row] == -torch.inf).tolist()) == banned
+
+
+def test_a_long_bad_word_takes_its_own_length_alone() -> None:
+    """A table as wide as the longest word of any row, with a line for every word, took 179 GiB of one request."""
+    greedy = SamplingParams(temperature=0.0)
+    words = [[[5] * 20_000], [[6, 7]] * 10_000]
+    rows = [NewRow(slot, str(slot), [1], 1, 0, [slot], greedy, 0, [], bad_words=words[slot]) for slot in (0, 1)]
+    batch = InputBatch(2, 32, 16, VOCAB_SIZE)
+    tracemalloc.start()
+    try:
+        batch.apply(SchedulerOutput(0, [], rows, [], [], []))
+        Sampler(batch, RAW_LOGPROBS, torch.device("cpu")).plan(np.arange(2))
+        # 40,000 tokens in all; a few numbers of 8 bytes for each
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_longest_allowed_lists_in_many_rows() -> None:
+    """Ids that are allowed alone cost a bit each and no more, and the sampler one mask for a row."""
+    num_rows, vocab_size = 64, 150_000
+    allowed = list(range(0, vocab_size, 2))
+    params = SamplingParams(temperature=0.0, allowed_token_ids=allowed)
+    batch = InputBatch(num_rows, 32, 16, vocab_size)
+    rows = [NewRow(slot, str(slot), [1], 1, 0, [slot], params, 0, []) for slot in range(num_rows)]
+    tracemalloc.start()
+    try:
+        batch.apply(SchedulerOutput(0, [], rows, [], [], []))
+        sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"))
+        sampler.plan(np.arange(num_rows))
+        assert tracemalloc.get_traced_memory()[1] < 3 * num_rows * vocab_size / 8
+    finally:
+        tracemalloc.stop()
+    logits = torch.zeros(1, vocab_size)
+    logits[0, [7, 1001, 149_998]] = torch.tensor([9.0, 8.0, 7.0])
+    assert sample(sampler, logits, [3]).token_ids.tolist() == [149_998]

@@ -1,13 +1,14 @@
 """Sampling parameters of all slots as columns, so that a step reads its rows' parameters by indexing.
 
-Letters: M slots.
+Letters: M slots, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from ascend_vllm.sampling_params import SAMPLING_EPS
 from ascend_vllm.types.step import NewRow
-from ascend_vllm.worker.ragged import Int64Array, RaggedTable
+from ascend_vllm.worker.ragged import Int64Array, RaggedTable, ragged_arange
 
 # What a row needs beyond the arg-max of its logits, as bits: the union over a step's rows decides what the
 # sampler does at all. Plain integers, since they meet numpy columns every step.
@@ -36,35 +37,33 @@ MASKS = ALLOWED_IDS | MIN_TOKENS | BAD_WORDS | CONSTRAINED
 NO_LOGPROBS = -1
 
 
-# stands for any token before the first one of a sequence
-ANY_TOKEN = -1
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadWordTable:
-    """Sequences that a row's output must not contain.
+    """Sequences that a row's output must not contain, one behind the other, so that a long one widens no other.
 
-    Letters: E sequences, W tokens of the longest one.
+    Letters: E sequences, P tokens of all of them but the last one of each.
     """
 
-    # [E, W-1] int64: what comes before the last token, ANY_TOKEN in front of shorter ones
-    prefixes: npt.NDArray[np.int64]
+    # [P] int64: what comes before the last tokens
+    prefixes: Int64Array
+    # [P] int64: how far each of them is before the token that would complete its sequence
+    distances: Int64Array
+    # [E] int64: how many of them are each sequence's
+    counts: Int64Array
     # [E] int64: the last tokens
-    last: npt.NDArray[np.int64]
+    last: Int64Array
 
     @classmethod
-    def of(cls, words: list[list[int]]) -> BadWordTable:
+    def of(cls, words: Sequence[Sequence[int]]) -> BadWordTable:
         """From lists of ids, none of them empty."""
-        width = max(map(len, words)) - 1
-        prefixes = np.full((len(words), width), ANY_TOKEN, np.int64)
-        for row, word in zip(prefixes, words, strict=True):
-            row[width - len(word) + 1 :] = word[:-1]
-        return cls(prefixes, np.array([word[-1] for word in words], np.int64))
-
-    def widened(self, width: int) -> npt.NDArray[np.int64]:
-        """[E, width] prefixes."""
-        missing = width - self.prefixes.shape[1]
-        return np.pad(self.prefixes, ((0, 0), (missing, 0)), constant_values=ANY_TOKEN)
+        counts = np.array([len(word) - 1 for word in words], np.int64)
+        before = itertools.chain.from_iterable(word[:-1] for word in words)
+        return cls(
+            np.fromiter(before, np.int64, int(counts.sum())),
+            np.repeat(counts, counts) - ragged_arange(np.zeros_like(counts), counts),
+            counts,
+            np.array([word[-1] for word in words], np.int64),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,15 +118,17 @@ class SamplingColumns:
         self.min_tokens = np.zeros(num_slots, np.int32)
         # [M] int32, host: most likely tokens to report beside the sampled one; NO_LOGPROBS: report nothing
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        # ids that end the row, forbidden below min_tokens; ids and what is added to their logits; ids allowed alone
+        # ids that end the row, of rows with min_tokens, which forbids them; ids and what is added to their logits
         self.stop_ids = RaggedTable(num_slots)
         self.logit_bias = RaggedTable(num_slots)
-        self.allowed_ids = RaggedTable(num_slots)
+        # [M, ceil(V / 32)] int32, host: ids allowed alone, of the rows that have some: bit t % 32 of word t // 32 is
+        # token t's. A slot takes memory when it first has some, a bit for an id however many there are.
+        self.allowed_ids = np.zeros((num_slots, -(-vocab_size // 32)), np.int32)
         # slot → sequences of ids that the output must not contain, of the rows that have some
         self.bad_words: dict[int, BadWordTable] = {}
         # slot → the user's own functions, of the rows that have some
         self.processors: dict[int, list[LogitsProcessor]] = {}
-        self._tables = (self.stop_ids, self.logit_bias, self.allowed_ids)
+        self._tables = (self.stop_ids, self.logit_bias)
         # all of the above but the tables
         self._columns: tuple[npt.NDArray[Any], ...] = (
             self.features,
@@ -156,18 +157,21 @@ class SamplingColumns:
         self.seed[slot] = row.seed
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        stop_ids = self._known(row.stop_token_ids)
-        bias = {token: value for token, value in (params.logit_bias or {}).items() if 0 <= token < self.vocab_size}
+        stop_ids = self._known(row.stop_token_ids if params.min_tokens > 0 else ())
         self.stop_ids.set(slot, stop_ids)
-        self.logit_bias.set(slot, list(bias), list(bias.values()))
-        self.allowed_ids.set(slot, self._known(params.allowed_token_ids or ()))
+        bias = params.logit_bias or {}
+        ids, values = np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+        known = (ids >= 0) & (ids < self.vocab_size)
+        self.logit_bias.set(slot, ids[known], values[known])
+        if params.allowed_token_ids is not None:
+            self.allowed_ids[slot] = self._mask(params.allowed_token_ids)
         self.processors.pop(slot, None)
         if params.logits_processors:
             self.processors[slot] = [LogitsProcessor.of(function) for function in params.logits_processors]
         self.bad_words.pop(slot, None)
         if row.bad_words:
             self.bad_words[slot] = BadWordTable.of(row.bad_words)
-        self.features[slot] = self._features_of(row, has_bias=bool(bias), has_stop_ids=bool(stop_ids))
+        self.features[slot] = self._features_of(row, has_bias=bool(known.any()), has_stop_ids=len(stop_ids) > 0)
 
     def clear(self, slot: int) -> None:
         """Forgets a row that has left its slot."""
@@ -179,6 +183,8 @@ class SamplingColumns:
 
     def copy(self, sources: Int64Array, targets: Int64Array) -> None:
         """Gives some slots the parameters of others; all are read before one is written."""
+        if (self.features[sources] & ALLOWED_IDS).any():
+            self.allowed_ids[targets] = self.allowed_ids[sources]
         for column in self._columns:
             column[targets] = column[sources]
         for table in self._tables:
@@ -192,8 +198,15 @@ class SamplingColumns:
                 if words is not None:
                     self.bad_words[target] = words
 
-    def _known(self, token_ids: Iterable[int]) -> list[int]:
-        return [token for token in token_ids if 0 <= token < self.vocab_size]
+    def _known(self, token_ids: Iterable[int]) -> Int64Array:
+        ids = np.fromiter(token_ids, np.int64)
+        return ids[(ids >= 0) & (ids < self.vocab_size)]
+
+    def _mask(self, token_ids: Iterable[int]) -> npt.NDArray[np.int32]:
+        """[ceil(V / 32)] with the bits of some ids."""
+        bits = np.zeros(32 * self.allowed_ids.shape[1], np.bool_)
+        bits[self._known(token_ids)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def _features_of(self, row: NewRow, *, has_bias: bool, has_stop_ids: bool) -> int:
         params = row.sampling_params
@@ -203,7 +216,7 @@ class SamplingColumns:
             | (PENALTIES if penalised else 0)
             | (LOGIT_BIAS if has_bias else 0)
             | (ALLOWED_IDS if params.allowed_token_ids is not None else 0)
-            | (MIN_TOKENS if has_stop_ids and params.min_tokens > 0 else 0)
+            | (MIN_TOKENS if has_stop_ids else 0)
             | (LOGPROBS if params.logprobs is not None else 0)
             | (BAD_WORDS if row.bad_words else 0)
             | (PROCESSORS if params.logits_processors else 0)

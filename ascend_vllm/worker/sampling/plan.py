@@ -1,6 +1,7 @@
 """What the sampler needs to know of a step's rows, gathered once and good for all tokens they get in the step.
 
-Letters: S sampling rows of a step, A rows that asked for log-probabilities, E entries of all rows' lists.
+Letters: S sampling rows of a step, A rows that asked for log-probabilities, E entries of all rows' lists,
+P tokens of bad words but for the last one of each.
 """
 
 from __future__ import annotations
@@ -45,24 +46,16 @@ class Penalties:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadWords:
-    """Sequences that must not come about. W is the length of the longest."""
+    """Sequences that must not come about, and the P tokens that come before the last one of each."""
 
     # [E]: row, and last id, of each sequence
     index: Index
-    # [E, W-1] int64: the ids before the last one; columns.ANY_TOKEN in front of shorter ones
+    # [P] int64: the tokens before the last ones
     prefixes: torch.Tensor
-    # [W-1] int64: how far behind the end of a row's tokens each column is
-    distances: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AllowedIds:
-    """The only ids that some rows may get."""
-
-    # int64: those rows
+    # [P] int64: sequence of each of them, its row, and how far it is behind the end of the row's tokens
+    sequences: torch.Tensor
     rows: torch.Tensor
-    # [E]: row and id of each entry
-    index: Index
+    distances: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,8 +79,8 @@ class LogitBias:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Constraints:
-    """The tokens that some rows may get next."""
+class TokenMasks:
+    """The only tokens that some rows may get."""
 
     # [G] int64: those rows
     rows: torch.Tensor
@@ -122,7 +115,7 @@ class SamplingPlan:
     # of random rows: [S] int64 where the device's memory is the host's, and draws elsewhere
     seeds: torch.Tensor | None = None
     draws: Draws | None = None
-    allowed: AllowedIds | None = None
+    allowed: TokenMasks | None = None
     forbidden: ForbiddenIds | None = None
     bias: LogitBias | None = None
     penalties: Penalties | None = None
@@ -132,7 +125,7 @@ class SamplingPlan:
     # set if there are penalties, bad words or processors
     history: History | None = None
     # of one token only
-    constraints: Constraints | None = None
+    constraints: TokenMasks | None = None
 
 
 class Planner:
@@ -195,7 +188,7 @@ class Planner:
             rows: [G], each below S.
             bitmask: [G, ceil(V / 32)].
         """
-        constraints = Constraints(upload(rows, self._device), upload(bitmask, self._device))
+        constraints = TokenMasks(upload(rows, self._device), upload(bitmask, self._device))
         return dataclasses.replace(plan, needed=plan.needed | columns.CONSTRAINED, constraints=constraints)
 
     def _filters(self, slots: Int64Array) -> Filters:
@@ -218,10 +211,9 @@ class Planner:
             bool((params.top_p[slots] < 1).any()),
         )
 
-    def _allowed(self, slots: Int64Array, features: Features) -> AllowedIds:
+    def _allowed(self, slots: Int64Array, features: Features) -> TokenMasks:
         rows = np.flatnonzero(features & columns.ALLOWED_IDS)
-        index, ids, _ = self._params.allowed_ids.gather(slots[rows])
-        return AllowedIds(upload(rows, self._device), self._index(rows[index], ids))
+        return TokenMasks(*upload_all((rows, self._params.allowed_ids[slots[rows]]), self._device))
 
     def _forbidden(self, slots: Int64Array, features: Features) -> ForbiddenIds | None:
         rows = np.flatnonzero(features & columns.MIN_TOKENS)
@@ -248,13 +240,17 @@ class Planner:
         rows = np.flatnonzero(features & columns.BAD_WORDS)
         # a turn for each row that has bad words: their tables are of all sizes
         tables = [self._params.bad_words[slot] for slot in slots[rows].tolist()]
-        width = max(table.prefixes.shape[1] for table in tables)
-        counts = [len(table.last) for table in tables]
-        return BadWords(
-            self._index(np.repeat(rows, counts), np.concatenate([table.last for table in tables])),
-            upload(np.concatenate([table.widened(width) for table in tables]), self._device),
-            torch.arange(width, 0, -1, device=self._device),
+        counts = np.concatenate([table.counts for table in tables])
+        index = np.repeat(rows, [len(table.last) for table in tables])
+        sequences = np.repeat(np.arange(len(counts)), counts)
+        parts = (
+            np.concatenate([table.prefixes for table in tables]),
+            sequences,
+            index[sequences],
+            np.concatenate([table.distances for table in tables]),
         )
+        last = np.concatenate([table.last for table in tables])
+        return BadWords(self._index(index, last), *upload_all(parts, self._device))
 
     def _processors(self, slots: Int64Array, features: Features) -> list[tuple[int, list[columns.LogitsProcessor]]]:
         # a turn for each row that has some: they are Python functions

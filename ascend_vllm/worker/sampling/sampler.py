@@ -18,7 +18,7 @@ from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_m
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.columns import ANY_TOKEN, MASKS, LogitsProcessor
+from ascend_vllm.worker.sampling.columns import MASKS, LogitsProcessor
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, filtered_logprobs, report
 from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 
@@ -122,9 +122,7 @@ class Sampler:
         if plan.constraints is not None:
             apply_token_bitmask(logits, plan.constraints.bitmask, plan.constraints.rows)
         if plan.allowed is not None:
-            values = logits[plan.allowed.index]
-            logits[plan.allowed.rows] = -torch.inf
-            logits[plan.allowed.index] = values
+            apply_token_bitmask(logits, plan.allowed.bitmask, plan.allowed.rows)
         if plan.bad_words is not None and plan.history is not None:
             _ban_words(logits, plan.bad_words, plan.history, num_tokens)
         if plan.forbidden is not None:
@@ -179,13 +177,16 @@ def _call_processors(
 
 def _ban_words(logits: torch.Tensor, words: BadWords, history: History, num_tokens: torch.Tensor) -> None:
     """Forbids the last token of each sequence whose others the output ends with."""
-    rows = words.index[0]
-    places = num_tokens[rows][:, None] - words.distances
-    tokens = history.token_ids[history.table_rows[rows][:, None], places.clamp(min=0)]
-    matches = (tokens == words.prefixes) & (places >= history.prompt_lens[rows][:, None])
-    banned = (matches | (words.prefixes == ANY_TOKEN)).all(1)
+    places = num_tokens[words.rows] - words.distances
+    tokens = history.token_ids[history.table_rows[words.rows], places.clamp(min=0)]
+    misses = (tokens != words.prefixes) | (places < history.prompt_lens[words.rows])
+    last = words.index[1]
+    # added up by sequence: one without a miss has come about but for its last token
+    num_misses = torch.zeros(len(last), device=logits.device)
+    num_misses.index_put_((words.sequences,), misses.float(), accumulate=True)
+    banned = num_misses == 0
     # added, since several sequences may end with the same token
-    values = torch.zeros(len(rows), dtype=logits.dtype, device=logits.device).masked_fill_(banned, -torch.inf)
+    values = torch.zeros(len(last), dtype=logits.dtype, device=logits.device).masked_fill_(banned, -torch.inf)
     logits.index_put_(words.index, values, accumulate=True)
 
 
