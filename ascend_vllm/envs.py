@@ -292,6 +292,11 @@ def forget(name: str) -> None:
     os.environ.pop(name, None)
 
 
+def keep_tokenizers_in_their_thread() -> None:
+    """Lets the `tokenizers` library work in the thread that calls it, not in one for each processor, unless told."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def prepare_ray() -> None:
     """Lets Ray send no usage statistics and not run workers behind all other processes, unless it is told to."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -180,8 +180,11 @@ class InputProcessor:
         """`process`, tokenising off the event loop."""
         draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
         if draft.token_ids is None:
-            text, limit = _need_text(draft.text), self._limit(draft.params)
-            draft.token_ids = await self._need_tokenizer().encode_async(text, max_tokens=limit)
+            draft.token_ids = await self._need_tokenizer().encode_async(
+                _need_text(draft.text),
+                max_tokens=self.max_model_len,
+                any_length=draft.params.truncate_prompt_tokens is not None,
+            )
         words = _with_and_without_space(draft.params)
         return self._build(
             draft, [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
@@ -397,9 +400,6 @@ class InputProcessor:
         """Refuses a prompt that is empty, of more than `limit` tokens, or of ids that the model does not have."""
         if not token_ids:
             raise RequestError("Prompt cannot be empty", "prompt")
-        for extreme in (max(token_ids), min(token_ids)):
-            if not 0 <= extreme < self._vocab_size:
-                raise RequestError(f"Token id {extreme} is out of vocabulary", "prompt")
         if len(token_ids) > limit:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
@@ -407,6 +407,9 @@ class InputProcessor:
                 "Please reduce the length of the input prompt.",
                 "prompt",
             )
+        for extreme in (max(token_ids), min(token_ids)):
+            if not 0 <= extreme < self._vocab_size:
+                raise RequestError(f"Token id {extreme} is out of vocabulary", "prompt")
 
 
 def refuse_adapters(**fields: Any) -> None:

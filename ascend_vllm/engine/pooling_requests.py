@@ -91,12 +91,15 @@ def truncate(token_ids: list[int], limit: int, side: str, empty_ids: list[int]) 
     """
     if len(token_ids) <= limit:
         return token_ids
-    if side == "right":
-        return truncate(token_ids[::-1], limit, "left", empty_ids[::-1])[::-1]
-    num_kept = 0
-    while num_kept < min(len(empty_ids), limit - 1) and token_ids[num_kept] == empty_ids[num_kept]:
+    num_kept, size = 0, len(token_ids)
+    # of what surrounds a text, that at the end which is cut off
+    around = empty_ids if side == "left" else empty_ids[::-1]
+    end = token_ids[: len(around)] if side == "left" else token_ids[: -len(around) - 1 : -1]
+    while num_kept < min(len(around), limit - 1) and end[num_kept] == around[num_kept]:
         num_kept += 1
-    return token_ids[:num_kept] + token_ids[len(token_ids) - limit + num_kept :]
+    if side == "left":
+        return token_ids[:num_kept] + token_ids[size - limit + num_kept :]
+    return token_ids[: limit - num_kept] + token_ids[size - num_kept :]
 
 
 def check_task(task: str | None, pooler: PoolerConfig) -> None:

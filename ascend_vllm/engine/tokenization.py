@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.engine.detokenization import (
@@ -14,18 +12,25 @@ from ascend_vllm.engine.detokenization import (
     IncrementalDetokenizer,
     WindowDetokenizer,
 )
+from ascend_vllm.engine.text_threads import MEDIUM, SHORT, TextThread, TextThreads
 from ascend_vllm.errors import RequestError
 from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-T = TypeVar("T")
-
 # The longest UTF-8 character has 4 bytes; a prompt's last 4 tokens hold all that may be incomplete at its end.
 _BYTE_PROMPT_TAIL = 4
 # largest id that the tokenizers library takes
 _UINT32_MAX = 2**32 - 1
+
+# A text whose ids are cut or only told may have so many bytes of UTF-8, or so many for each token of the model's
+# length if that is more; likewise ids whose text is only told.
+_ANY_LENGTH = 4 * 1024 * 1024
+_BYTES_PER_TOKEN = 8
+_ANY_NUMBER_OF_IDS = 1024 * 1024
+# characters of the pieces in which the tokens of a text are counted that is most likely too long
+_PIECE = 64 * 1024
 
 
 class Tokenizer:
@@ -33,6 +38,7 @@ class Tokenizer:
 
     Args:
         hf_tokenizer: any transformers tokenizer, fast or slow.
+        one_thread: `encode` must not be called by several threads at a time, as those in Python must not.
 
     Attributes:
         hf: the wrapped tokenizer.
@@ -43,10 +49,10 @@ class Tokenizer:
         all_special_ids: ids that skip_special_tokens hides.
     """
 
-    def __init__(self, hf_tokenizer: Any) -> None:
+    def __init__(self, hf_tokenizer: Any, one_thread: bool = False) -> None:
         self.hf = hf_tokenizer
         self.is_fast: bool = bool(hf_tokenizer.is_fast)
-        self._backend = hf_tokenizer.backend_tokenizer if self.is_fast else None
+        self._backend: Any = hf_tokenizer.backend_tokenizer if self.is_fast else None
         if self._backend is not None:
             # What a file says about batching must never cut or pad a prompt.
             self._backend.no_truncation()
@@ -54,14 +60,16 @@ class Tokenizer:
         self.vocab_size: int = len(hf_tokenizer)
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
-        # Slow decoders fail on ids without a token, fast ones on ids of more than 32 bits. Only the slow ones need
-        # the list, for a large vocabulary takes time.
-        self._max_token_id = _UINT32_MAX if self.is_fast else max(hf_tokenizer.get_vocab().values(), default=-1)
+        vocabulary = hf_tokenizer.get_vocab()
+        # Slow decoders fail on ids without a token, fast ones on ids of more than 32 bits.
+        self._max_token_id = _UINT32_MAX if self.is_fast else max(vocabulary.values(), default=-1)
+        # characters of the longest token; a byte-level vocabulary writes at least one for each byte
+        self._longest_token = max(map(len, vocabulary), default=1)
         self._special_ids = frozenset(self._find_special_ids())
         self._byte_tables = _make_byte_tables(self._backend, self._special_ids)
         self._token_texts: dict[int, str] = {}
-        # One thread: the slow tokenizers are not thread-safe, and the fast ones use all cores on a long text.
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+        self._one_thread = one_thread or not self.is_fast
+        self._threads = TextThreads("tokenizer", one=self._one_thread)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Tokenizer:
@@ -119,8 +127,7 @@ class Tokenizer:
         Raises:
             RequestError: it has more characters than so many of the longest token.
         """
-        # the longest token is looked for only if it matters: a token has at least one character
-        if len(text) <= max_tokens or len(text) <= (most := max_tokens * self._longest_token):
+        if len(text) <= (most := max_tokens * self._longest_token):
             return
         raise RequestError(
             f"This model's maximum context length is {max_tokens} tokens. However, your prompt contains {len(text)} "
@@ -129,10 +136,38 @@ class Tokenizer:
             "prompt",
         )
 
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        """Characters of the longest token; a byte-level vocabulary writes at least one for each byte."""
-        return max(map(len, self.hf.get_vocab()), default=1)
+    def check_size(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that is too long even where its ids are cut or only told.
+
+        Args:
+            text: any text.
+            max_tokens: of the model.
+
+        Raises:
+            RequestError: it is.
+        """
+        limit = max(_ANY_LENGTH, _BYTES_PER_TOKEN * max_tokens)
+        # a character has 1 … 4 bytes
+        if len(text) * 4 > limit and (len(text) > limit or len(text.encode("utf-8", "surrogatepass")) > limit):
+            raise RequestError(
+                f"The text has {len(text)} characters and is too long to be tokenised: the limit is {limit} bytes of "
+                "UTF-8. Please send it in parts.",
+                "prompt",
+            )
+
+    def check_num_ids(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        """Refuse to write the text of more ids than any prompt has.
+
+        Raises:
+            RequestError: there are more than that.
+        """
+        limit = max(_ANY_NUMBER_OF_IDS, max_tokens)
+        if len(token_ids) > limit:
+            raise RequestError(
+                f"The text of {len(token_ids)} tokens is too long to be written: the limit is {limit} tokens. Please "
+                "send them in parts.",
+                "tokens",
+            )
 
     def encode_pair(self, first: str, second: str, limit: int | None = None, side: str = "right") -> list[int]:
         """Ids of two texts in one prompt, with what the model expects around and between them.
@@ -146,11 +181,7 @@ class Tokenizer:
         """
         if self._backend is None:
             return list(self.hf(first, text_pair=second, truncation=limit is not None, max_length=limit).input_ids)
-        encoding = self._backend.encode(first, second)
-        ids: list[int] = encoding.ids
-        if limit is None or len(ids) <= limit:
-            return ids
-        return _cut_pair(ids, encoding.sequence_ids, limit, side)
+        return _pair_ids_of(self._backend.encode(first, second), limit, side)
 
     def shorten(self, text: str, max_tokens: int) -> str:
         """The beginning of a text, whole characters of so many tokens at most, those around every text not counted.
@@ -163,12 +194,12 @@ class Tokenizer:
             ids = self.encode(text, add_special_tokens=False)
             return text if len(ids) <= max_tokens else self.decode(ids[:max_tokens])
         while True:
-            encoding = self._backend.encode(text, add_special_tokens=False)
-            if len(encoding.ids) <= max_tokens:
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+            if len(encoding) <= max_tokens:
                 return text
             # a character whose bytes are several tokens goes as a whole; what is left may become other tokens, so
             # it is looked at again, and is shorter each time
-            end = min(encoding.offsets[max_tokens - 1][1], encoding.offsets[max_tokens][0])
+            end = min(encoding.token_to_chars(max_tokens - 1)[1], encoding.token_to_chars(max_tokens)[0])
             text = text[: min(end, len(text) - 1)]
 
     def decode(
@@ -199,7 +230,10 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; "" for ids without a token."""
-        return [token or "" for token in self.hf.convert_ids_to_tokens(list(token_ids))]
+        # each only once: a text has many of the same
+        distinct = list(dict.fromkeys(token_ids))
+        tokens = dict(zip(distinct, self.hf.convert_ids_to_tokens(distinct), strict=True))
+        return [tokens[token_id] or "" for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
         """Text of one token in the middle of a text, special or not; cached.
@@ -250,37 +284,111 @@ class Tokenizer:
         return WindowDetokenizer(decode, prompt_token_ids)
 
     async def encode_async(
-        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, any_length: bool = False
     ) -> list[int]:
-        """`encode` off the event loop, after `check_num_characters` if `max_tokens` is given."""
-        if max_tokens is not None:
-            await self._run(self.check_num_characters, text, max_tokens)
-        return await self._run(self.encode, text, add_special_tokens)
+        """`encode` off the event loop, where it lets other threads go on.
+
+        Args:
+            text, add_special_tokens: see `encode`.
+            max_tokens: of the model: a text that is sure to have more is refused, without the time that its ids
+                would take; None: nothing is checked.
+            any_length: the ids are cut or only told, so that the text may have more, see `check_size`.
+
+        Raises:
+            RequestError: the text is too long.
+            EngineBusyError: too many long texts wait already.
+        """
+        thread = self._threads.of(len(text))
+        if max_tokens is not None and any_length:
+            self.check_size(text, max_tokens)
+        elif max_tokens is not None:
+            self.check_num_characters(text, max_tokens)
+            if len(text) > max(MEDIUM, _BYTES_PER_TOKEN * max_tokens):
+                await thread.run(len(text), self._check_num_tokens, text, max_tokens)
+        if self._one_thread:
+            return await thread.run(len(text), self.encode, text, add_special_tokens)
+        if thread is not self._threads.long:
+            return await thread.run(len(text), lambda: _ids_of(self._encode(text, add_special_tokens)))
+        # a thread of low priority holds the interpreter for as short as can be: lists are made in another one
+        encoding = await thread.run(len(text), self._encode, text, add_special_tokens)
+        return await self._threads.medium.run(0, _ids_of, encoding)
 
     async def encode_pair_async(
-        self, first: str, second: str, limit: int | None = None, side: str = "right"
+        self, first: str, second: str, limit: int | None = None, side: str = "right", max_tokens: int | None = None
     ) -> list[int]:
-        """`encode_pair` off the event loop."""
-        return await self._run(self.encode_pair, first, second, limit, side)
+        """`encode_pair` off the event loop.
+
+        Args:
+            first, second, limit, side: see `encode_pair`.
+            max_tokens: as of `encode_async`; texts that are cut may have more.
+
+        Raises:
+            RequestError: the texts are too long.
+            EngineBusyError: too many long texts wait already.
+        """
+        size = len(first) + len(second)
+        thread = self._threads.of(size)
+        if max_tokens is not None:
+            check = self.check_num_characters if limit is None else self.check_size
+            check(first + second, max_tokens)
+        if self._one_thread:
+            return await thread.run(size, self.encode_pair, first, second, limit, side)
+        (encoding,) = await thread.run(size, self._backend.encode_batch, [(first, second)])
+        thread = self._threads.medium if thread is self._threads.long else thread
+        return await thread.run(0, _pair_ids_of, encoding, limit, side)
 
     async def shorten_async(self, text: str, max_tokens: int) -> str:
-        """`shorten` off the event loop."""
-        return await self._run(self.shorten, text, max_tokens)
+        """`shorten` off the event loop; raises `EngineBusyError` as `encode_async`."""
+        return await self._threads.of(len(text)).run(len(text), self.shorten, text, max_tokens)
 
     async def decode_async(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """`decode` off the event loop."""
-        return await self._run(self.decode, token_ids, skip_special_tokens)
+        """`decode` off the event loop; raises `EngineBusyError` as `encode_async`."""
+        decode = self._decode if self._backend is not None else self.decode
+        return await self._thread_of_ids(token_ids).run(len(token_ids), decode, token_ids, skip_special_tokens)
 
-    async def apply_chat_template_async(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
-        """`apply_chat_template` off the event loop."""
-        return await self._run(functools.partial(self.apply_chat_template, conversation, **kwargs))
+    async def convert_ids_to_tokens_async(self, token_ids: Sequence[int]) -> list[str]:
+        """`convert_ids_to_tokens` off the event loop; raises `EngineBusyError` as `encode_async`."""
+        return await self._thread_of_ids(token_ids).run(len(token_ids), self.convert_ids_to_tokens, token_ids)
 
     def close(self) -> None:
-        """Ends the thread; the synchronous calls keep working."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads; the synchronous calls keep working."""
+        self._threads.close()
 
-    async def _run(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+    def _thread_of_ids(self, token_ids: Sequence[int]) -> TextThread:
+        """Where ids become text: much of it holds the interpreter, which no thread of low priority should."""
+        return self._threads.short if len(token_ids) <= SHORT else self._threads.medium
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        """A text's `tokenizers.Encoding`, made while other threads go on."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """`decode` of a fast tokenizer, while other threads go on."""
+        known = [token_id for token_id in token_ids if token_id <= self._max_token_id]
+        (text,) = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def _check_num_tokens(self, text: str, max_tokens: int) -> None:
+        """Refuse a text whose tokens, counted piece by piece, are many more than `max_tokens`.
+
+        A cut changes the tokens next to it, so that only a text of more than twice as many is refused. Counting stops
+        there, however long the text is.
+
+        Raises:
+            RequestError: it has more.
+        """
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            count += len(self.encode(piece, False) if self._one_thread else self._encode(piece, False))
+            if count > 2 * max_tokens:
+                raise RequestError(
+                    f"This model's maximum context length is {max_tokens} tokens. However, your prompt contains "
+                    f"{len(text)} characters, and the first {start + len(piece)} of them are more than {max_tokens} "
+                    "input tokens. Please reduce the length of the input prompt.",
+                    "prompt",
+                )
 
     def _find_special_ids(self) -> set[int]:
         if self._backend is None:
@@ -321,6 +429,20 @@ def _make_byte_tables(backend: Any, special_ids: frozenset[int]) -> dict[bool, _
     if backend is None or not is_byte_level(backend):
         return None
     return {True: _ByteTable(backend, special_ids), False: _ByteTable(backend, frozenset())}
+
+
+def _ids_of(encoding: Any) -> list[int]:
+    """The ids of a `tokenizers.Encoding`."""
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _pair_ids_of(encoding: Any, limit: int | None, side: str) -> list[int]:
+    """See `Tokenizer.encode_pair`."""
+    ids = _ids_of(encoding)
+    if limit is None or len(ids) <= limit:
+        return ids
+    return _cut_pair(ids, encoding.sequence_ids, limit, side)
 
 
 def _cut_pair(ids: list[int], owners: list[int | None], limit: int, side: str) -> list[int]:

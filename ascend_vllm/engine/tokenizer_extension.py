@@ -33,7 +33,7 @@ class ExtensionTokenizer(Tokenizer):
     """
 
     def __init__(self, extension: Any, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, one_thread=True)
         self._extension = extension
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - the extension decides

@@ -184,10 +184,6 @@ async def test_async_calls(byte_level: Tokenizer) -> None:
     ids = await byte_level.encode_async("hello world")
     assert ids == byte_level.encode("hello world")
     assert await byte_level.decode_async(ids) == "hello world"
-    prompt = await byte_level.apply_chat_template_async(
-        [{"role": "user", "content": "hi"}], add_generation_prompt=True
-    )
-    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_loading_errors(tmp_path: pathlib.Path) -> None:

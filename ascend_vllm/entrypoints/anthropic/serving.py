@@ -60,7 +60,7 @@ class ServingMessages:
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
         chat_request = request.to_chat()
-        prompt = await self._chat.prepare(chat_request)
+        prompt = await self._chat.prepare(chat_request, http)
         max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
         response_id = self._chat.response_id(chat_request, "chatcmpl", http)
         answer = _Answer(self._chat, chat_request, response_id, prompt)
@@ -72,14 +72,15 @@ class ServingMessages:
         answer.usage.add(0, outputs[0])
         return json_response(answer.complete(outputs[0].outputs[0]))
 
-    async def count_tokens(self, request: CountTokensRequest) -> dict[str, Any]:
+    async def count_tokens(self, request: CountTokensRequest, http: Request) -> dict[str, Any]:
         """The size of a conversation as the model reads it.
 
         Raises:
             RequestError: the request is wrong.
             pydantic.ValidationError: its tools do not fit each other.
+            ClientDisconnectedError: the client went away.
         """
-        prompt = await self._chat.prepare(request.to_chat())
+        prompt = await self._chat.prepare(request.to_chat(), http)
         count = len(prompt.token_ids)
         return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
 

@@ -198,7 +198,7 @@ def _add_token_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings)
 
     @app.post("/detokenize", openapi_extra=_documented_body(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
-        return json_response(await tokens.detokenize(await read_body(http, DetokenizeRequest)))
+        return json_response(await tokens.detokenize(await read_body(http, DetokenizeRequest), http))
 
 
 def _add_message_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
@@ -217,7 +217,7 @@ def _add_message_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSetting
     @app.post("/v1/messages/count_tokens", openapi_extra=_documented_body(CountTokensRequest))
     async def count_message_tokens(http: Request) -> Response:
         try:
-            return json_response(await messages.count_tokens(await read_body(http, CountTokensRequest)))
+            return json_response(await messages.count_tokens(await read_body(http, CountTokensRequest), http))
         except ClientDisconnectedError:
             raise
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -45,12 +46,12 @@ class TokenizeRequest(ApiRequest):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Answer of POST /tokenize; `token_strs` only when asked for."""
+    """Answer of POST /tokenize; `token_strs` only when asked for. Long lists are JSON already."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+    tokens: Sequence[int] | msgspec.Raw
+    token_strs: Sequence[str] | msgspec.Raw | None = None
 
 
 class DetokenizeRequest(ApiRequest):

@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from starlette.requests import Request
 
 import ascend_vllm
 from ascend_vllm.engine.pooling_requests import truncate
+from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import ContentFormat, described_tool, render_chat
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
@@ -196,6 +197,17 @@ def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[Re
     return log_and_shape
 
 
+async def unless_gone(http: Request | None, num_characters: int, work: Awaitable[T]) -> T:
+    """What comes of work on a text; if it may take its time, the work ends when the client goes away.
+
+    Raises:
+        ClientDisconnectedError: it did.
+    """
+    if http is None or num_characters <= SHORT:
+        return await work
+    return await run_unless_disconnected(http.receive, work)
+
+
 def _unchanged(output: RequestOutput) -> RequestOutput:
     return output
 
@@ -342,17 +354,29 @@ class ServingBase:
         rendering = pool.render(tokenizer.special_tokens, options)
         return await (rendering if http is None else run_unless_disconnected(http.receive, rendering))
 
-    async def encode_prompt(self, request: GenerationRequest, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode_prompt(
+        self, request: GenerationRequest, text: str, add_special_tokens: bool, http: Request | None = None
+    ) -> list[int]:
         """Token ids of a prompt, off the event loop, cut if the request says so.
 
         Raises:
             RequestError: the text is far too long, which is seen before it is tokenised.
+            EngineBusyError: too many long texts wait to be tokenised.
+            ClientDisconnectedError: the client went away.
         """
-        if request.truncate_prompt_tokens is None:
-            limit = self.settings.max_model_len
-            return await self.tokenizer().encode_async(text, add_special_tokens, max_tokens=limit)
-        token_ids = await self.tokenizer().encode_async(text, add_special_tokens)
+        is_cut = request.truncate_prompt_tokens is not None
+        token_ids = await self.encode_text(text, add_special_tokens, http, any_length=is_cut)
+        if not is_cut:
+            return token_ids
         return self.cut_prompt(request, token_ids, self.tokenizer().encode("") if add_special_tokens else [])
+
+    async def encode_text(
+        self, text: str, add_special_tokens: bool, http: Request | None, *, any_length: bool = False
+    ) -> list[int]:
+        """`Tokenizer.encode_async` with the model's length, until the client goes away; raises as `encode_prompt`."""
+        limit = self.settings.max_model_len
+        encoding = self.tokenizer().encode_async(text, add_special_tokens, limit, any_length)
+        return await unless_gone(http, len(text), encoding)
 
     def cut_prompt(self, request: GenerationRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:
         """As many ids of a prompt as `truncate_prompt_tokens` keeps; -1 leaves room for one more.

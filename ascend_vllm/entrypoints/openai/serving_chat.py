@@ -56,11 +56,11 @@ class ServingChat(ServingBase):
 
         Args:
             request: of a client.
-            http: what it came with, if it can bring a chat template.
+            http: what it came with: preparing ends when the client goes away; None: nothing ends it.
 
         Raises:
             RequestError: the request is wrong.
-            ClientDisconnectedError: the client went away while its own template was rendered.
+            ClientDisconnectedError: the client went away while its long prompt was prepared.
         """
         self.check_model(request.model)
         request.check_supported()
@@ -75,7 +75,7 @@ class ServingChat(ServingBase):
             http=http,
         )
         request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
-        token_ids = await self.encode_prompt(request, text, request.add_special_tokens)
+        token_ids = await self.encode_prompt(request, text, request.add_special_tokens, http)
         return Prompt(token_ids, text)
 
     def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:

@@ -44,7 +44,7 @@ class ServingCompletion(ServingBase):
         """
         self.check_model(request.model)
         request.check_supported()
-        prompts = await self._prompts(request)
+        prompts = await self._prompts(request, http)
         max_tokens = [self._max_tokens(request, prompt) for prompt in prompts]
         response_id = self.response_id(request, "cmpl", http)
         answer = _Answer(self, request, response_id, prompts)
@@ -62,18 +62,18 @@ class ServingCompletion(ServingBase):
         clamp = request.max_tokens is None or request.truncate_prompt_tokens == -1
         return self.limit_tokens(len(prompt.token_ids), request.effective_max_tokens, clamp)
 
-    async def _prompts(self, request: CompletionRequest) -> list[Prompt]:
+    async def _prompts(self, request: CompletionRequest, http: Request) -> list[Prompt]:
         given = request.prompt
         if given is None or given == "":
             raise RequestError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         if not given:
             raise RequestError("You must pass at least one prompt", param="prompt")
         several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        return [await self._prompt(request, prompt) for prompt in several]
+        return [await self._prompt(request, prompt, http) for prompt in several]
 
-    async def _prompt(self, request: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    async def _prompt(self, request: CompletionRequest, prompt: str | list[int], http: Request) -> Prompt:
         if isinstance(prompt, str):
-            token_ids = await self.encode_prompt(request, prompt, request.add_special_tokens)
+            token_ids = await self.encode_prompt(request, prompt, request.add_special_tokens, http)
             text: str | None = prompt
         else:
             token_ids = self.cut_prompt(request, prompt, [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     VectorsRequest,
     missing_field,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings
+from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings, unless_gone
 from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected
 from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
 from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder, pair_up, similarity
@@ -156,29 +155,33 @@ class ServingPooling(ServingBase):
     ) -> tuple[str, list[float], list[Output]]:
         """The answer's id, the scores of all pairs, and what was computed for them."""
         self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
-        first = await self._shorten(first, "max_tokens_per_query", request.max_tokens_per_query)
-        second = await self._shorten(second, "max_tokens_per_doc", request.max_tokens_per_doc)
+        first = await self._shorten(http, first, "max_tokens_per_query", request.max_tokens_per_query)
+        second = await self._shorten(http, second, "max_tokens_per_doc", request.max_tokens_per_doc)
         pairs = pair_up(first, second)
         if is_cross_encoder(self._pooler):
-            prompts = [await self._pair_prompt(request, *pair) for pair in pairs]
+            prompts = [await self._pair_prompt(request, http, *pair) for pair in pairs]
             response_id, outputs = await self._pool(request, http, prompts, request.pooling_params(), "score")
             return response_id, [float(output.outputs.data[0]) for output in outputs], outputs
-        prompts = [await self._text_prompt(request, text, add_special_tokens=True) for text in [*first, *second]]
+        prompts = [
+            await self._text_prompt(request, http, text, add_special_tokens=True) for text in [*first, *second]
+        ]
         response_id, outputs = await self._pool(request, http, prompts, request.pooling_params(), "score")
         vectors: list[npt.NDArray[np.float32]] = [output.outputs.data for output in outputs]
         scores = [similarity(*pair) for pair in pair_up(vectors[: len(first)], vectors[len(first) :])]
         return response_id, scores, outputs
 
-    async def _shorten(self, texts: list[str], name: str, most: int | None) -> list[str]:
+    async def _shorten(self, http: Request, texts: list[str], name: str, most: int | None) -> list[str]:
         """Texts of so many tokens at most; 0 or None: as they are.
 
         Args:
+            http: whose client ends it by going away.
             texts: of one side.
             name: of the field, for errors.
             most: its value.
 
         Raises:
-            RequestError: it is negative, or no less than the model's length.
+            RequestError: it is negative, or no less than the model's length; or a text is too long.
+            EngineBusyError, ClientDisconnectedError: see `ServingBase.encode_prompt`.
         """
         if not most:
             return texts
@@ -187,7 +190,10 @@ class ServingPooling(ServingBase):
             raise RequestError(f"{name} must be a non-negative integer", name)
         if most >= limit:
             raise RequestError(f"{name} ({most}) must be less than max_model_len ({limit}).", name)
-        return [await self.tokenizer().shorten_async(text, most) for text in texts]
+        tokenizer = self.tokenizer()
+        for text in texts:
+            tokenizer.check_size(text, limit)
+        return [await unless_gone(http, len(text), tokenizer.shorten_async(text, most)) for text in texts]
 
     async def _pool_prompts(self, request: PromptsRequest, http: Request, prefix: str) -> tuple[str, list[Output]]:
         prompts = await self._prompts(request, http)
@@ -242,7 +248,7 @@ class ServingPooling(ServingBase):
                 template_kwargs=request.chat_template_kwargs or {},
                 http=http,
             )
-            return [await self._text_prompt(request, text, add_special_tokens=bool(special))]
+            return [await self._text_prompt(request, http, text, add_special_tokens=bool(special))]
         given = request.input
         if given is None:
             raise BodyError(missing_field("input"), "body.input")
@@ -250,27 +256,29 @@ class ServingPooling(ServingBase):
             raise RequestError("You must pass at least one prompt", param="input")
         several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         return [
-            await self._text_prompt(request, one, add_special_tokens=special is not False)
+            await self._text_prompt(request, http, one, add_special_tokens=special is not False)
             if isinstance(one, str)
             else Prompt(self._cut(request, one, []), None)
             for one in several
         ]
 
-    async def _text_prompt(self, request: PoolingApiRequest, text: str, *, add_special_tokens: bool) -> Prompt:
-        # a text that is cut may have any length
-        longest = self.settings.max_model_len if request.truncate_prompt_tokens is None else None
-        token_ids = await self.tokenizer().encode_async(text, add_special_tokens, max_tokens=longest)
+    async def _text_prompt(
+        self, request: PoolingApiRequest, http: Request, text: str, *, add_special_tokens: bool
+    ) -> Prompt:
+        is_cut = request.truncate_prompt_tokens is not None
+        token_ids = await self.encode_text(text, add_special_tokens, http, any_length=is_cut)
         return Prompt(self._cut(request, token_ids, self._empty_ids(add_special_tokens)), text)
 
-    async def _pair_prompt(self, request: PoolingApiRequest, first: str, second: str) -> Prompt:
-        limit = request.truncate_prompt_tokens
-        if limit is None:
-            longest = self.settings.max_model_len
-            await asyncio.to_thread(self.tokenizer().check_num_characters, first + second, longest)
-        else:
-            limit = truncation_limit(limit, self.settings.max_model_len)
-        token_ids = await self.tokenizer().encode_pair_async(first, second, limit, request.truncation_side or "right")
-        return Prompt(_need(token_ids), f"{first}\n{second}")
+    async def _pair_prompt(self, request: PoolingApiRequest, http: Request, first: str, second: str) -> Prompt:
+        limit, longest = request.truncate_prompt_tokens, self.settings.max_model_len
+        if limit is not None:
+            limit = truncation_limit(limit, longest)
+        side = request.truncation_side or "right"
+        encoding = self.tokenizer().encode_pair_async(first, second, limit, side, max_tokens=longest)
+        return Prompt(
+            _need(await unless_gone(http, len(first) + len(second), encoding)),
+            f"{first}\n{second}",
+        )
 
     def _empty_ids(self, add_special_tokens: bool) -> list[int]:
         """What surrounds every text."""

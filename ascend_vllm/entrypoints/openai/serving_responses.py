@@ -97,7 +97,7 @@ class ServingResponses:
             raise InvalidResponseError(_NO_STORE, "background")
         items = input_items(request.input)
         previous = self._previous(request)
-        answer = await self._prepare(request, items, previous)
+        answer = await self._prepare(request, items, previous, http)
         answer.trace_headers = self._chat.trace_headers(http)
         entry = None
         if self.store is not None and request.kept:
@@ -167,7 +167,7 @@ class ServingResponses:
         return self.store.get(response_id)
 
     async def _prepare(
-        self, request: ResponsesRequest, items: list[dict[str, Any]], previous: StoredResponse | None
+        self, request: ResponsesRequest, items: list[dict[str, Any]], previous: StoredResponse | None, http: Request
     ) -> _Answer:
         """Check everything that can be checked before the engine is asked."""
         conversation = [*(previous.conversation() if previous else ()), *items]
@@ -177,7 +177,7 @@ class ServingResponses:
         if not messages:
             raise RequestError("Cannot apply chat template to an empty conversation. Provide at least one message.")
         chat = request.to_chat(messages, continues_message(conversation), self._settings.max_model_len)
-        prompt = await self._chat.prepare(chat)
+        prompt = await self._chat.prepare(chat, http)
         # events need the output piece by piece; so do log-probabilities, to tell which belong to the text
         whole = not (request.stream or request.background or request.wants_logprobs)
         params = chat.sampling_params(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from ascend_vllm.entrypoints.openai.long_answers import encode_list
 from ascend_vllm.entrypoints.openai.protocol_misc import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import ServingBase
+from ascend_vllm.entrypoints.openai.serving_base import ServingBase, unless_gone
 from ascend_vllm.errors import RequestError
 
 
@@ -22,9 +23,10 @@ class ServingTokens(ServingBase):
         """Token ids of a prompt, or of a conversation under the chat template.
 
         Raises:
-            RequestError: both prompt and messages, or an unknown model.
-            ValidationError: neither.
-            ClientDisconnectedError: the client went away while its own template was rendered.
+            RequestError: both prompt and messages, an unknown model, or a text that is too long.
+            ValidationError: neither prompt nor messages.
+            EngineBusyError: too many long texts wait to be tokenised.
+            ClientDisconnectedError: the client went away.
         """
         self.check_model(request.model)
         if request.messages is None:
@@ -47,17 +49,22 @@ class ServingTokens(ServingBase):
                 http=http,
             )
         special = request.add_special_tokens
-        token_ids = await self.tokenizer().encode_async(
-            text, request.messages is None if special is None else special
+        token_ids = await self.encode_text(
+            text, request.messages is None if special is None else special, http, any_length=True
         )
-        tokens = self.tokenizer().convert_ids_to_tokens(token_ids) if request.return_token_strs else None
-        return TokenizeResponse(len(token_ids), self.settings.max_model_len, token_ids, tokens)
+        tokens = None
+        if request.return_token_strs:
+            tokens = await encode_list(await self.tokenizer().convert_ids_to_tokens_async(token_ids))
+        return TokenizeResponse(len(token_ids), self.settings.max_model_len, await encode_list(token_ids), tokens)
 
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+    async def detokenize(self, request: DetokenizeRequest, http: Request) -> DetokenizeResponse:
         """Text of token ids.
 
         Raises:
-            RequestError: an unknown model.
+            RequestError: an unknown model, or too many ids.
+            ClientDisconnectedError: the client went away.
         """
         self.check_model(request.model)
-        return DetokenizeResponse(await self.tokenizer().decode_async(request.tokens))
+        self.tokenizer().check_num_ids(request.tokens, self.settings.max_model_len)
+        decoding = self.tokenizer().decode_async(request.tokens)
+        return DetokenizeResponse(await unless_gone(http, len(request.tokens), decoding))
