@@ -9,7 +9,8 @@ The tree::
     ├── RequestError (also ValueError)      a request is wrong; HTTP 400
     │   ├── ModelNotFoundError              HTTP 404
     │   ├── DuplicateRequestError (also KeyError)   its id is that of a request that runs
-    │   └── EngineBusyError                 the queue is full, or too slow; HTTP 503
+    │   ├── EngineBusyError                 the queue is full, or too slow; HTTP 503
+    │   └── ServerStoppingError             the server ends before the answer is complete; HTTP 503
     ├── WorkerCallError                     a method of the workers that a client called has failed; HTTP 500
     └── EngineDeadError                     the engine core or a worker is gone; HTTP 500, /health answers 503
 """
@@ -70,6 +71,16 @@ class EngineBusyError(RequestError):
 
     status_code = 503
     error_type = "ServiceUnavailableError"
+
+
+class ServerStoppingError(RequestError):
+    """The server was told to stop, and the time that open requests get is over."""
+
+    status_code = 503
+    error_type = "ServiceUnavailableError"
+
+    def __init__(self) -> None:
+        super().__init__("The server is being shut down. Please try again later or on a different instance.")
 
 
 class DuplicateRequestError(RequestError, KeyError):

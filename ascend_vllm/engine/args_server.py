@@ -53,7 +53,8 @@ class HttpArgs:
     )
     ssl_ciphers: str | None = flag(
         None,
-        "The encryption methods that HTTPS may use up to TLS 1.2, in OpenSSL's notation.",
+        "The encryption methods that HTTPS may use in TLS 1.2, in OpenSSL's notation. Without it those with ECDHE "
+        "and AES-GCM or ChaCha20. Older versions than TLS 1.2 are refused in any case.",
         kind="nullable_str",
         example="--ssl-ciphers ECDHE-RSA-AES256-GCM-SHA384",
     )
@@ -115,6 +116,14 @@ class HttpArgs:
         example="--client-timeout-s 20",
     )
 
+    shutdown_timeout: float = flag(
+        20.0,
+        "The seconds that open requests get to end when the server is told to stop. After that streams end with an "
+        "error, and whole answers are refused with status 503.",
+        kind="float",
+        example="--shutdown-timeout 60",
+    )
+
     def check(self) -> None:
         """Checks what can be known before anything is started.
 
@@ -140,6 +149,8 @@ class HttpArgs:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ConfigError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout}.")
 
 
 @dataclasses.dataclass

@@ -97,6 +97,7 @@ class AsyncLLM:
         # as each of the cores counts them
         self._num_waiting = [0] * config.parallel.data_parallel_size
         self._is_ready = False
+        self._refusal: RequestError | None = None
         self._log_task: asyncio.Task[None] | None = None
         # set when requests have ended, for those that wait for it
         self._end_waiters: list[asyncio.Event] = []
@@ -469,6 +470,11 @@ class AsyncLLM:
         """
         return bool(await self._client.call_utility("reset_prefix_cache"))
 
+    def refuse(self, error: RequestError) -> None:
+        """Ends the requests that run with an error, and from now on every one that comes."""
+        self._refusal = error
+        self._on_death(error)
+
     def shutdown(self) -> None:
         """Ends the engine core; requests that run get an EngineDeadError. May be called again."""
         self._client.shutdown()
@@ -498,6 +504,8 @@ class AsyncLLM:
             request = await process()
         finally:
             del self._admitted[request_id]
+        if self._refusal is not None:
+            raise self._refusal
         queue = self._output.make_queue(request.params.output_kind, shape)
         self._output.add(request, queue)
         try:
@@ -568,7 +576,7 @@ class AsyncLLM:
             self._num_waiting[rank] = 0
             self._metrics.set_idle(rank)
 
-    def _on_death(self, error: EngineDeadError) -> None:
+    def _on_death(self, error: Exception) -> None:
         self._output.fail_all(error)
         self._tell_of_ends()
 

@@ -418,7 +418,7 @@ class OutputProcessor:
         return list(running)
 
     def fail_all(self, error: Exception) -> None:
-        """Ends all requests with an error: the engine is gone."""
+        """Ends all requests with an error."""
         with self._lock:
             states = list(self._requests.values())
             self._requests.clear()

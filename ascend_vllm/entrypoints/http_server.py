@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import pathlib
 import signal
 import socket
@@ -24,7 +25,7 @@ from ascend_vllm.entrypoints.http_protocol import (
     LimitedHttpProtocol,
 )
 from ascend_vllm.entrypoints.openai.middleware import BodyLimitMiddleware
-from ascend_vllm.errors import ConfigError
+from ascend_vllm.errors import ConfigError, ServerStoppingError
 from ascend_vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# seconds that open answers get to end after SIGTERM or Ctrl-C; container platforms kill after 30 by default
-_GRACEFUL_SHUTDOWN_S = 20
+# seconds that requests which are ended get to say so, before they are cancelled
+_LAST_WORDS_S = 2
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
-# uvicorn's own choice
-_DEFAULT_CIPHERS = "TLSv1"
 # how often the TLS files are looked at
 _TLS_POLL_S = 1.0
 # how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
@@ -88,18 +87,19 @@ class HttpServer(uvicorn.Server):
             access_log=access_log,
             backlog=_BACKLOG,
             timeout_keep_alive=envs.http_timeout_keep_alive_s(),
-            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
+            timeout_graceful_shutdown=math.ceil(args.shutdown_timeout) + _LAST_WORDS_S,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
-            ssl_ciphers=args.ssl_ciphers or _DEFAULT_CIPHERS,
+            ssl_ciphers=args.ssl_ciphers or tls.DEFAULT_CIPHERS,
             server_header=False,
         )
         super().__init__(config)
         self._sock = sock
         self._args = args
         self._example = example
+        self._engine: AsyncLLM | None = None
         self._tls_files = _tls_files(args) if args.enable_ssl_refresh else {}
         if args.disable_access_log_for_endpoints:
             paths = {path.strip() for path in args.disable_access_log_for_endpoints.split(",")}
@@ -111,6 +111,7 @@ class HttpServer(uvicorn.Server):
         Returns:
             Whether it ended in order, that is, the engine lives.
         """
+        self._engine = engine
         watches = [asyncio.create_task(self._watch(engine))]
         if self._tls_files:
             watches.append(asyncio.create_task(self._watch_tls_files()))
@@ -124,10 +125,31 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where: uvicorn is silent about sockets it was handed."""
+        if self.config.ssl is not None:
+            tls.refuse_old_versions(self.config.ssl)
         await super().startup(sockets)
         if self.started:
             self._log_started_message(sockets or ())
             self._show_example()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let open requests end, for as long as they may, then end them."""
+        end = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
+
+    async def _end_requests(self) -> None:
+        """Let those who still wait for an answer know that none will come."""
+        await asyncio.sleep(self._args.shutdown_timeout)
+        if self._engine is not None and self.server_state.tasks:
+            logger.warning(
+                "The %g s of --shutdown-timeout are over: %d requests end early",
+                self._args.shutdown_timeout,
+                len(self.server_state.tasks),
+            )
+            self._engine.refuse(ServerStoppingError())
 
     def _show_example(self) -> None:
         if self._example is None:

@@ -1,4 +1,4 @@
-"""The files that HTTPS needs: looked at before a model is loaded, and read again when they change."""
+"""HTTPS: what it encrypts with, and its files, looked at before a model is loaded and read again when they change."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from ascend_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.args_server import HttpArgs
+
+
+# up to TLS 1.2: forward secrecy, and encryption that authenticates; the suites of 1.3 are all like that
+DEFAULT_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
+
+def refuse_old_versions(context: ssl.SSLContext) -> None:
+    """Let nobody speak less than TLS 1.2, whatever the system's default is."""
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
 
 
 def load_files(context: ssl.SSLContext, certfile: str, keyfile: str | None, ca_certs: str | None) -> None:

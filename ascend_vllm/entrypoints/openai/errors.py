@@ -6,6 +6,7 @@ flat ``{"object": "error", message, type, param, code}`` of vLLM 0.6.3.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
-from ascend_vllm.errors import EngineDeadError, RequestError, WorkerCallError
+from ascend_vllm.errors import EngineDeadError, RequestError, ServerStoppingError, WorkerCallError
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -137,7 +138,7 @@ def error_response(error: BaseException) -> Response:
 
 
 class AnswerErrorsMiddleware:
-    """Answers whatever leaves `app` as an exception that has no handler of its own.
+    """Answers whatever leaves `app` as an exception that has no handler of its own, and requests that are cancelled.
 
     Starlette's own last resort answers, and raises the exception again all the same, so that the server closes the
     connection, perhaps before the client has read the answer, and with it the client's next request.
@@ -162,10 +163,12 @@ class AnswerErrorsMiddleware:
 
         try:
             await self._app(scope, receive, watched_send)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if has_begun or scope["type"] != "http":
                 raise
-            await self._answer(error)(scope, receive, send)
+            # nothing but the end of the server cancels a request
+            told = error if isinstance(error, Exception) else ServerStoppingError()
+            await self._answer(told)(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
