@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from ascend_vllm.entrypoints.parsers import tools
 from ascend_vllm.entrypoints.parsers.tools import (
     TOOL_PARSERS,
     ToolParser,
@@ -177,6 +179,76 @@ def test_random_cuts_of_random_mixtures(data: st.DataObject) -> None:
     assert (content, calls) == read(name, [text])
     if not calls:
         assert content == text
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(st.data())
+def test_long_texts_that_are_read_again(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """As above, where an opener whose call turns out to be none is followed by more than is read at a time."""
+    name = data.draw(st.sampled_from(sorted(TOOL_PARSERS)))
+    own = [case[1] for case in CASES if case[0] == name]
+    text = "".join(
+        data.draw(st.lists(st.sampled_from([*own, '{"id": ', "<tool_call>{", "[TOOL_CALLS]{", " "]), max_size=6))
+    )
+    monkeypatch.undo()
+    want = read(name, [text])
+    monkeypatch.setattr(tools, "_PIECE", data.draw(st.integers(1, 40)))
+    monkeypatch.setattr(tools, "_MAX_FALSE_STARTS", 1000)
+    size = data.draw(st.integers(1, 100))
+    assert read(name, [text[start : start + size] for start in range(0, len(text), size)]) == want
+
+
+# what is held back while more of it comes: format, what it begins with, what comes again and again
+HELD_BACK = [
+    ("hermes", "", " \n"),
+    ("hermes", "<tool_call>", " \n"),
+    ("hermes", "<tool_call>", "{<tool_call>"),
+    ("hermes", '<tool_call>{"name": "', "{a"),
+    ("hermes", '<tool_call>{"name": "', '\\"'),
+    ("hermes", '<tool_call>{"name": "f", "x": [', "{},"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}', " "),
+    ("llama3_json", '{"id": "', "{a"),
+    ("mistral", "[TOOL_CALLS]", "ab"),
+    ("mistral", "[TOOL_CALLS][", " "),
+    ("qwen3_xml", "<tool_call><function=", "ab"),
+    ("qwen3_xml", "<tool_call><function=f>", " "),
+    ("qwen3_xml", "<tool_call><function=f><parameter=", "ab"),
+    ("qwen3_xml", "<tool_call><function=f><parameter=a>", "</"),
+    ("required", '[{"name": "', "{a"),
+]
+
+
+def test_the_work_is_in_proportion_to_the_text() -> None:
+    """No text is read again with every token that follows: 100,000 of them took minutes, for everybody's streams."""
+    start = time.process_time()
+    for name, opening, again in HELD_BACK:
+        parser = make_parser(name)
+        parser.feed(opening)
+        for _ in range(20_000):
+            parser.feed(again)
+        parser.finish()
+    assert time.process_time() - start < 60, "some 5 s; each of many took more before"
+
+
+def test_false_starts_are_counted() -> None:
+    """Each opener without an end is looked at up to the end of the text, so that only so many are."""
+    opener = '<tool_call>{"id": "' + "x" * 5000
+    text = opener * 16 + f"<tool_call>{SECOND}</tool_call>"
+    assert read("hermes", [text]) == read("hermes", list(text)) == (opener * 16, TWO[1:])
+    text = opener * 17 + f"<tool_call>{SECOND}</tool_call>"
+    assert read("hermes", [text]) == read("hermes", list(text)) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_values_that_are_too_deep(name: str) -> None:
+    """What a model writes must not end in a RecursionError."""
+    deep = "[" * 100_000 + "]" * 100_000
+    if name == "hermes":
+        text = f'<tool_call>{{"id": {deep}, "name": "f"}}'
+        assert read(name, [text]) == (text, [])
+    else:
+        text = f"<tool_call><function=find><parameter=count>{deep}</parameter></function>"
+        assert read(name, [text]) == ("", [("find", json.dumps({"count": deep}))])
 
 
 def test_arguments_are_told_while_they_are_written() -> None:

@@ -133,7 +133,7 @@ class _Answer:
             return "max_tokens"
         if _stop_sequence(generated) is not None:
             return "stop_sequence"
-        return "tool_use" if self._parser is not None and self._parser.tool_calls else "end_turn"
+        return "tool_use" if self._parser is not None and self._parser.has_called else "end_turn"
 
     def _message_usage(self) -> MessageUsage:
         """Tokens so far; as Anthropic counts, those from the cache are not among the input."""
@@ -258,7 +258,7 @@ def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     try:
         value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         value = None
     if not isinstance(value, dict):
         value = {_INVALID_JSON: arguments}

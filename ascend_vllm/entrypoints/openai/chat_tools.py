@@ -151,6 +151,19 @@ def _name(choice: dict[str, Any]) -> Any:
     return choice["function"]["name"]
 
 
+@dataclasses.dataclass
+class _Call:
+    """A call that was found.
+
+    Attributes:
+        arguments: pieces of its arguments' JSON.
+    """
+
+    id: str | None
+    name: str
+    arguments: list[str]
+
+
 class ChoiceParser:
     """Reads the text of one choice: thoughts first, then content and calls.
 
@@ -162,10 +175,6 @@ class ChoiceParser:
         demanded: the model cannot but call a tool.
         called_reason: finish reason of a message whose calls were written to their end.
 
-    Attributes:
-        content: the content so far.
-        reasoning: the thoughts so far; None: they are not told.
-        tool_calls: the calls so far, as a whole message has them.
     """
 
     def __init__(
@@ -182,9 +191,34 @@ class ChoiceParser:
         self._parallel_calls = parallel_calls
         self._demanded = demanded
         self._called_reason = called_reason
-        self.content = ""
-        self.reasoning = "" if reasoning is not None and include_reasoning else None
-        self.tool_calls: list[dict[str, Any]] = []
+        self._tells_reasoning = reasoning is not None and include_reasoning
+        # pieces of what was found so far
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[_Call] = []
+
+    @property
+    def content(self) -> str:
+        """The content so far."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str | None:
+        """The thoughts so far; None: they are not told."""
+        return "".join(self._thoughts) if self._tells_reasoning else None
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls so far, as a whole message has them."""
+        return [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
+            for call in self._calls
+        ]
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are any."""
+        return bool(self._calls)
 
     def feed(self, text: str, final: bool) -> list[dict[str, Any]]:
         """Read the next piece of the text.
@@ -198,12 +232,12 @@ class ChoiceParser:
         """
         deltas: list[dict[str, Any]] = []
         thoughts, text = self._split(text, final)
-        if thoughts and self.reasoning is not None:
-            self.reasoning += thoughts
+        if thoughts and self._tells_reasoning:
+            self._thoughts.append(thoughts)
             deltas.append({"reasoning": thoughts})
         for found in self._find_calls(text, final):
             if found.content:
-                self.content += found.content
+                self._content.append(found.content)
                 deltas.append({"content": found.content})
             calls = [call for call in found.calls if self._parallel_calls or call.index == 0]
             deltas.extend({"tool_calls": [self._add_call(call)]} for call in calls)
@@ -211,12 +245,12 @@ class ChoiceParser:
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The message's finish reason: calls that were written to their end are one of their own."""
-        return self._called_reason if self.tool_calls and reason == "stop" else reason
+        return self._called_reason if self._calls and reason == "stop" else reason
 
     @property
     def message_content(self) -> str | None:
         """`content` as a whole message has it: none beside what the model chose to say instead."""
-        return self.content or (None if not self._demanded and (self.tool_calls or self.reasoning) else "")
+        return self.content or (None if not self._demanded and (self._calls or self._thoughts) else "")
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
         """Thoughts and what follows them."""
@@ -237,9 +271,8 @@ class ChoiceParser:
     def _add_call(self, call: ToolCallDelta) -> dict[str, Any]:
         """Take note of a call's news; its delta."""
         if call.name is None:
-            self.tool_calls[call.index]["function"]["arguments"] += call.arguments
+            self._calls[call.index].arguments.append(call.arguments)
             return {"index": call.index, "function": {"arguments": call.arguments}}
+        self._calls.append(_Call(call.id, call.name, [call.arguments]))
         function = {"name": call.name, "arguments": call.arguments}
-        self.tool_calls.append({"id": call.id, "type": "function", "function": function})
-        # a copy, for the arguments of the whole call grow
-        return {"index": call.index, "id": call.id, "type": "function", "function": dict(function)}
+        return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -17,7 +17,8 @@ class ReasoningParser:
     """
 
     def __init__(self, thinking: bool) -> None:
-        self._rest = ""
+        self._rest = ""  # text that is read but not told, behind `_blanks`
+        self._blanks: list[str] = []  # white space at the beginning, while the opening tag may come
         self._thinking: bool | None = True if thinking else None  # None: not known yet
         self._may_start = True  # the opening tag may come, even when it is not needed
 
@@ -46,13 +47,18 @@ class ReasoningParser:
     def _skip_start(self, final: bool) -> bool:
         """Drop the opening tag at the beginning; False: more text is needed to know."""
         text = self._rest.lstrip()
+        if len(text) < len(self._rest):
+            self._blanks.append(self._rest[: len(self._rest) - len(text)])
+            self._rest = text
         if text.startswith(THOUGHTS_START):
             self._rest = text[len(THOUGHTS_START) :]
             self._thinking = True
         elif not final and THOUGHTS_START.startswith(text):
             return False
-        elif self._thinking is None:
-            self._thinking = False
+        else:
+            self._rest = "".join([*self._blanks, text])
+            self._thinking = bool(self._thinking)
+        self._blanks.clear()
         self._may_start = False
         return True
 

@@ -2,7 +2,8 @@
 
 A parser is a machine that is fed text and tells at once what of it is sure: content, a call's name, pieces of its
 arguments. How the text is cut makes no difference to the sum of what it tells, so whole answers and streams use the
-same code. What looks like a call and turns out not to be one becomes content.
+same code. What looks like a call and turns out not to be one becomes content. The work is in proportion to the text,
+however it is cut and whatever it holds: no piece is read again and again while what follows it is waited for.
 
 Each model family has its format; `TOOL_PARSERS` names them. A plug-in file adds more::
 
@@ -17,6 +18,7 @@ Each model family has its format; `TOOL_PARSERS` names them. A plug-in file adds
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import importlib
 import runpy
@@ -36,6 +38,15 @@ TOOL_PARSERS: dict[str, str] = {
     "qwen3_coder": "ascend_vllm.entrypoints.parsers.tools_xml:Qwen3XmlToolParser",
     "qwen3_xml": "ascend_vllm.entrypoints.parsers.tools_xml:Qwen3XmlToolParser",
 }
+
+
+# Most characters of what a call begins with, up to its arguments, white space included: what goes on for longer is
+# none, so that looking at it again with every piece costs little.
+MAX_HEAD = 1024
+# a text is read in pieces of this size at most
+_PIECE = 4096
+# so many openers of something long that is no call; behind them no more calls are looked for
+_MAX_FALSE_STARTS = 16
 
 
 @dataclasses.dataclass(slots=True)
@@ -146,10 +157,15 @@ class MarkedToolParser(ToolParser):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self.rest = ""  # text that is read but not told
+        self.rest = ""  # text that is read but not told, behind `_blanks`
         self.opener: str | None = None  # of the call that is being read; "" for a bare one; None: in text
         self._lead = ""  # white space before the opener, told if the call turns out not to be one
         self._blank = True  # nothing but white space since the beginning or the last call
+        self._blanks: list[str] = []  # pieces of that white space
+        # texts that are still to be read, and how much of the first one is
+        self._unread: collections.deque[str] = collections.deque()
+        self._at = 0
+        self._num_false_starts = 0
 
     @abc.abstractmethod
     def read_call(self, final: bool) -> bool:
@@ -161,10 +177,13 @@ class MarkedToolParser(ToolParser):
 
     def advance(self, text: str, final: bool) -> None:
         """See `ToolParser.advance`."""
-        self.rest += text
-        while self.rest or self.opener is not None:
-            if not (self._read_text(final) if self.opener is None else self.read_call(final)):
-                return
+        self._unread.append(text)
+        self._read_pieces()
+        if final:
+            self._read("", final=True)
+            while self._unread:  # what is behind an opener whose call has no end
+                self._read_pieces()
+                self._read("", final=True)
 
     def end_call(self) -> bool:
         """The call is complete; `rest` is what follows it."""
@@ -179,9 +198,40 @@ class MarkedToolParser(ToolParser):
         self.rest = self.rest[size:]
         self.opener = None
         self._blank = False
+        if len(self.rest) > _PIECE:
+            self._num_false_starts += 1
+            self._read_again()
         return True
 
+    def _read_again(self) -> None:
+        """Give back what was read but not told, to be read in pieces."""
+        if self._at:
+            self._unread[0] = self._unread[0][self._at :]
+            self._at = 0
+        self._unread.appendleft(self.rest)
+        self.rest = ""
+
+    def _read_pieces(self) -> None:
+        """Read what is to be read."""
+        while self._unread:
+            text, start = self._unread[0], self._at
+            self._at += _PIECE
+            if self._at >= len(text):
+                self._unread.popleft()
+                self._at = 0
+            self._read(text[start : start + _PIECE], final=False)
+
+    def _read(self, text: str, final: bool) -> None:
+        self.rest += text
+        while self.rest or self._blanks or self.opener is not None:
+            if not (self._read_text(final) if self.opener is None else self.read_call(final)):
+                return
+
     def _read_text(self, final: bool) -> bool:
+        if self._num_false_starts > _MAX_FALSE_STARTS:
+            self.say(self._take_blanks() + self.rest)
+            self.rest = ""
+            return False
         if self._blank:
             return self._read_blank(final)
         found = [(at, opener) for opener in self.OPENERS if (at := self.rest.find(opener)) >= 0]
@@ -197,26 +247,36 @@ class MarkedToolParser(ToolParser):
     def _read_blank(self, final: bool) -> bool:
         """Read where only white space came since the beginning or the last call."""
         text = self.rest.lstrip()
-        lead = self.rest[: len(self.rest) - len(text)]
+        if len(text) < len(self.rest):
+            self._blanks.append(self.rest[: len(self.rest) - len(text)])
+            self.rest = text
         markers = self.OPENERS
         if self.num_calls:
             markers += self.SEPARATORS
             for separator in self.SEPARATORS:
                 if text.startswith(separator):
+                    self._blanks.clear()
                     self.rest = text[len(separator) :]
                     return True
         if text.startswith("{") and (self.BARE_AFTER_CALL if self.num_calls else self.BARE_AT_START):
-            return self._begin_call(lead, "", text)
+            return self._begin_call(self._take_blanks(), "", text)
         for opener in self.OPENERS:
             if text.startswith(opener):
-                return self._begin_call(lead, opener, text)
+                return self._begin_call(self._take_blanks(), opener, text)
         if not final and any(marker.startswith(text) for marker in markers):  # of an empty text too
             return False
         if not text and self.num_calls:
-            self.rest = ""
+            self._blanks.clear()
             return False
+        self.rest = self._take_blanks() + text
         self._blank = False
         return True
+
+    def _take_blanks(self) -> str:
+        """The white space that was held back."""
+        blanks = "".join(self._blanks)
+        self._blanks.clear()
+        return blanks
 
     def _begin_call(self, lead: str, opener: str, text: str) -> bool:
         self._lead, self.opener, self.rest = lead, opener, text[len(opener) :]

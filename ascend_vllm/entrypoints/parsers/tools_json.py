@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ascend_vllm.entrypoints.parsers.tools import MarkedToolParser
+from ascend_vllm.entrypoints.parsers.tools import MAX_HEAD, MarkedToolParser
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
 # an object up to the "{" of its arguments, if it begins in the usual order
@@ -81,6 +81,9 @@ class JsonToolParser(MarkedToolParser):
         self._state: Callable[[bool], bool] = self._read_head
         self._scanner: BracketScanner | None = None
         self._scanned = 0  # characters of `rest` that the scanner has seen
+        # of an object whose end is waited for: what was read before `rest`, and where in it the object begins
+        self._pieces: list[str] = []
+        self._start = 0
         self._in_object = False  # arguments are a member of an object that must be closed, too
 
     def read_call(self, final: bool) -> bool:
@@ -89,43 +92,58 @@ class JsonToolParser(MarkedToolParser):
 
     def _read_head(self, final: bool) -> bool:
         if self.opener and self.NAMED_HEAD is not None:
-            if named := self.NAMED_HEAD.match(self.rest):
+            if named := self.NAMED_HEAD.match(self.rest, 0, MAX_HEAD):
                 return self._begin_arguments(named[1], named.end(), in_object=False)
-            if not final and self.NAMED_START.fullmatch(self.rest):
+            if not final and len(self.rest) < MAX_HEAD and self.NAMED_START.fullmatch(self.rest):
                 return False
-        prelude = self.PRELUDE.match(self.rest) if self.opener else None
+        prelude = self.PRELUDE.match(self.rest, 0, MAX_HEAD) if self.opener else None
         start = prelude.end() if prelude else 0
         if start == len(self.rest) and not final:
             return False
         if not self.rest.startswith("{", start):
             return self._leave(self.refuse_call)
-        if head := _HEAD.match(self.rest, start):
+        if head := _HEAD.match(self.rest, start, start + MAX_HEAD):
             name = _load(f'"{head[1]}"')
             if not isinstance(name, str) or not name:
                 return self._leave(self.refuse_call)
             return self._begin_arguments(name, head.end(), in_object=True)
-        first_key = _FIRST_KEY.match(self.rest, start)
+        first_key = _FIRST_KEY.match(self.rest, start, start + MAX_HEAD)
         if first_key and first_key[1] not in _FIRST_KEYS:
             return self._leave(self.refuse_call)
-        return self._read_whole(start, final)
-
-    def _read_whole(self, start: int, final: bool) -> bool:
-        """Wait for the end of an object in another order."""
         if self._scanner is None:
-            self._scanner, self._scanned = BracketScanner(), start
+            self._scanner, self._scanned, self._start = BracketScanner(), start, start
+        if len(self.rest) >= start + MAX_HEAD:
+            self._state = self._read_whole  # it cannot be in the usual order any more
+        return self._read_whole(final)
+
+    def _read_whole(self, final: bool) -> bool:
+        """Wait for the end of an object in another order."""
+        assert self._scanner is not None
         found = self._scanner.find_end(self.rest[self._scanned :])
         if found < 0:
             self._scanned = len(self.rest)
-            return self._leave(self.refuse_call) if final else False
+            if final:
+                return self._refuse_whole()
+            if self._state == self._read_whole:
+                self._pieces.append(self.rest)
+                self.rest, self._scanned = "", 0
+            return False
         end = self._scanned + found
-        call = self._call_of(_load(self.rest[start:end]))
+        text = "".join([*self._pieces, self.rest[:end]])
+        call = self._call_of(_load(text[self._start :]))
         if call is None:
-            return self._leave(self.refuse_call)
+            return self._refuse_whole()
         name, arguments = call
         self.open_call(name)
         self.add_arguments(arguments)
+        self._pieces.clear()
         self.rest = self.rest[end:]
         return self._leave(self.end_call)
+
+    def _refuse_whole(self) -> bool:
+        self.rest = "".join([*self._pieces, self.rest])
+        self._pieces.clear()
+        return self._leave(self.refuse_call)
 
     def _call_of(self, value: Any) -> tuple[str, str] | None:
         """Name and arguments of an object, if it is a call; a bare one must have arguments."""
@@ -167,7 +185,7 @@ class JsonToolParser(MarkedToolParser):
         """Skip what follows the arguments in their object. Models forget its bracket now and then."""
         text = self.rest.lstrip()
         if self._scanner is None:
-            if not text:
+            if not text and len(self.rest) < MAX_HEAD:
                 return False
             if not text.startswith((",", "}")):
                 return self._leave(self.end_call)
@@ -187,10 +205,10 @@ class JsonToolParser(MarkedToolParser):
 
 
 def _load(text: str) -> Any:
-    """JSON's value, or None if it is none; control characters in strings are let pass."""
+    """JSON's value, or None if it is none or too deep; control characters in strings are let pass."""
     try:
         return json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ascend_vllm.entrypoints.parsers.tools import MarkedToolParser
+from ascend_vllm.entrypoints.parsers.tools import MAX_HEAD, MarkedToolParser, held_back
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)\s*>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>")
+_PARAMETER_END = "</parameter>"
 _END = re.compile(r"\s*</(?:function|tool_call)>")
 # what a call may go on with behind its head
 _TAGS = ("<parameter=", "</function>", "</tool_call>")
@@ -30,38 +31,64 @@ class Qwen3XmlToolParser(MarkedToolParser):
         self._schemas = {function.get("name"): _properties(function) for function in map(_function_of, tools)}
         self._name: str | None = None  # of the call that is being read
         self._num_parameters = 0
+        self._parameter: str | None = None  # name of the parameter whose value is being read
+        self._pieces: list[str] = []  # of the value
+        self._is_lost = False  # behind a parameter's tag that never ends
 
     def read_call(self, final: bool) -> bool:
         """See `MarkedToolParser.read_call`."""
-        return self._read_function(final) if self._name is None else self._read_parameter(final)
+        if self._is_lost:
+            self.rest = ""
+            return False
+        if self._name is None:
+            return self._read_function(final)
+        return self._read_tag(final) if self._parameter is None else self._read_value(self._parameter, final)
 
     def _read_function(self, final: bool) -> bool:
-        if head := _FUNCTION.match(self.rest):
+        if head := _FUNCTION.match(self.rest, 0, MAX_HEAD):
             self._name, self._num_parameters = head[1], 0
             self.open_call(self._name)
             self.rest = self.rest[head.end() :]
             return True
         text = self.rest.lstrip()
         begun = "<function=".startswith(text) or (text.startswith("<function=") and not re.search(r"[<>]", text[10:]))
-        return False if begun and not final else self.refuse_call()
+        return False if begun and not final and len(self.rest) < MAX_HEAD else self.refuse_call()
 
-    def _read_parameter(self, final: bool) -> bool:
-        # a value may be long: the plain search is what is repeated for every token of it
-        if "</parameter>" in self.rest and (parameter := _PARAMETER.match(self.rest)):
-            value = self._value_of(parameter[1], parameter[2])
-            start = ", " if self._num_parameters else "{"
-            self.add_arguments(f"{start}{json.dumps(parameter[1], ensure_ascii=False)}: {value}")
-            self._num_parameters += 1
-            self.rest = self.rest[parameter.end() :]
+    def _read_tag(self, final: bool) -> bool:
+        """Read the next parameter's head, or the end of the call."""
+        if head := _PARAMETER.match(self.rest, 0, MAX_HEAD):
+            self._parameter = head[1]
+            self.rest = self.rest[head.end() :]
             return True
-        if end := _END.match(self.rest):
+        if end := _END.match(self.rest, 0, MAX_HEAD):
             return self._end(self.rest[end.end() :])
         text = self.rest.lstrip()
+        if not text and len(self.rest) >= MAX_HEAD:
+            return self._end(self.rest)
         if any(tag.startswith(text) or text.startswith(tag) for tag in _TAGS):
             if final:  # the answer was cut short, and so are the arguments
                 self.rest = ""
+            self._is_lost = len(self.rest) >= MAX_HEAD
             return False
         return self._end(self.rest)
+
+    def _read_value(self, parameter: str, final: bool) -> bool:
+        """Read on in a parameter's value; it is told when it is complete."""
+        end = self.rest.find(_PARAMETER_END)
+        if end < 0:
+            kept = len(self.rest) - held_back(self.rest, (_PARAMETER_END,))
+            self._pieces.append(self.rest[:kept])
+            # without its end, the answer was cut short, and so are the arguments
+            self.rest = "" if final else self.rest[kept:]
+            return False
+        value = self._value_of(parameter, "".join([*self._pieces, self.rest[:end]]))
+        start = ", " if self._num_parameters else "{"
+        self.add_arguments(f"{start}{json.dumps(parameter, ensure_ascii=False)}: {value}")
+        self._num_parameters += 1
+        self._parameter = None
+        self._pieces.clear()
+        self.rest = self.rest[end + len(_PARAMETER_END) :]
+        return True
 
     def _end(self, rest: str) -> bool:
         self.add_arguments("}" if self._num_parameters else "{}")
@@ -80,7 +107,7 @@ class Qwen3XmlToolParser(MarkedToolParser):
             candidate = lowered if lowered in ("true", "false", "null") else plain
             try:
                 return json.dumps(json.loads(candidate), ensure_ascii=False)
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass  # the model did not keep to the schema: its text is all there is
         return json.dumps(text, ensure_ascii=False)
 
