@@ -12,6 +12,7 @@ from ascend_vllm.distributed.collectives import Alone, Collectives, GroupCollect
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.platforms.interface import Platform
+from ascend_vllm.platforms.listeners import deafen
 
 # for all workers to have come; whoever started them notices sooner if one of them died
 _MEETING_TIMEOUT = datetime.timedelta(minutes=10)
@@ -62,7 +63,17 @@ def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rende
     stages = [range(first, world_size, tp_size) for first in range(tp_size)]
     partitions = [partition for partition in (sharing, stages) if len(partition[0]) > 1]
     groups = iter(platform.process_groups(store, parallel.rank, partitions, _TIMEOUT))
+    if not platform.needs_store_later:
+        _close_to_others(store, parallel, rendezvous)
     kind = OrderedCollectives if platform.device_type == "cpu" else GroupCollectives
     return Groups(
         kind(next(groups), tp_size) if tp_size > 1 else Alone(), next(groups) if parallel.pp_size > 1 else None
     )
+
+
+def _close_to_others(store: TCPStore, parallel: ParallelContext, rendezvous: Rendezvous) -> None:
+    """Nobody connects with the store any more, which asks nobody who he is; returns when all workers have met."""
+    store.set(f"has met/{parallel.rank}", "")
+    if rendezvous.listening_socket is not None:
+        store.wait([f"has met/{rank}" for rank in range(parallel.world_size)])
+        deafen(rendezvous.listening_socket)

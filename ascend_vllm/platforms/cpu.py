@@ -18,6 +18,7 @@ from ascend_vllm.platforms.facts import CPU
 from ascend_vllm.platforms.host import LOOPBACK, available_memory_bytes, usable_cores
 from ascend_vllm.platforms.host_memory import allocate_on_first_use
 from ascend_vllm.platforms.interface import Platform
+from ascend_vllm.platforms.listeners import deafen, listening_sockets
 
 logger = init_logger(__name__)
 
@@ -40,6 +41,7 @@ class CpuPlatform(Platform):
     block_sizes = CPU.block_sizes
     default_block_size = CPU.default_block_size
     distributed_backend = "gloo"
+    needs_store_later = False
     cache_size_flags = "--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE"
 
     # workers that share the machine's memory, those of all engines
@@ -63,6 +65,7 @@ class CpuPlatform(Platform):
         """Gloo, over the interface with this machine's address: what its name resolves to does not matter."""
         # Any: torch's annotations of it are wrong
         gloo: Any = dist.ProcessGroupGloo
+        others = listening_sockets()
         groups = []
         for number, partition in enumerate(partitions):
             options = gloo._Options()
@@ -71,6 +74,9 @@ class CpuPlatform(Platform):
             ranks = next(ranks for ranks in partition if rank in ranks)
             own_store = PrefixStore(f"{number}/{ranks[0]}", store)
             groups.append(gloo(own_store, ranks.index(rank), len(ranks), options))
+        # all are connected with each other
+        for descriptor in listening_sockets() - others:
+            deafen(descriptor)
         return groups
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:  # noqa: ARG002 - the interface's

@@ -69,6 +69,7 @@ class Platform(abc.ABC):
         block_sizes: allowed --block-size values.
         default_block_size: the fastest of them.
         distributed_backend: torch.distributed's name of what connects several of these devices.
+        needs_store_later: workers may connect with the store again when they have found each other.
         cache_size_flags: what sets the size of the KV cache, for the text of an error.
         op_modules: prefix of the op modules that hold kernels for this device alone; None: there are none.
     """
@@ -80,6 +81,7 @@ class Platform(abc.ABC):
     default_block_size: int
     distributed_backend: str
     cache_size_flags: str
+    needs_store_later: bool = True
     op_modules: str | None = None
 
     @abc.abstractmethod

@@ -7,6 +7,7 @@ interface: to each other they look the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 import select
@@ -148,6 +149,9 @@ def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tu
                 streaming = post_raw(pair.first, "/v1/completions", _body("Hello", max_tokens=30000, stream=True))
                 received = read_events(streaming, 3)
         workers = [pair.worker(pair.first), pair.worker(pair.second)]
+        # nowhere but at the addresses that were given
+        for worker, host in zip(workers, hosts, strict=True):
+            assert {address for address, _ in _listeners(worker)} == {host.address}
         processes = [psutil.Process(pair.second.process.pid), *pair.first.children(), *pair.second.children()]
         memory = set().union(*map(shared_memory_of, processes))
         start = time.monotonic()
@@ -233,6 +237,21 @@ def _second_node(
         process.wait()
 
 
+def _listeners(worker: psutil.Process) -> list[tuple[str, int]]:
+    """Addresses and ports at which a worker listens, or seems to."""
+    # psutil knows those of this test's network namespace only
+    process = pathlib.Path(f"/proc/{worker.pid}")
+    own = {str(link.readlink()) for link in (process / "fd").iterdir()}
+    found = []
+    for line in (process / "net" / "tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in own:
+            address, port = local.split(":")
+            found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    assert found
+    return found
+
+
 def test_an_engine_ends_with_another_node(odd_model: str, tmp_path: pathlib.Path) -> None:
     config = _config(odd_model)
     with _second_node(config, tmp_path / "log") as node:
@@ -240,6 +259,11 @@ def test_an_engine_ends_with_another_node(odd_model: str, tmp_path: pathlib.Path
         try:
             workers = [psutil.Process(pid) for pid in executor.collective_rpc(worker_functions.process_id)]
             assert workers[1].ppid() == node.pid
+            # who connected there as often as a process may have files open ended the worker
+            for place in itertools.chain(*map(_listeners, workers)):
+                assert place[0] == "127.0.0.1"
+                with pytest.raises(TimeoutError):
+                    socket.create_connection(place, 0.2)
             # more than rings and sockets hold
             value = bytes(range(256)) * (64 << 10)
             assert executor.collective_rpc(worker_functions.echo, (value,)) == [value, value]
