@@ -48,6 +48,8 @@ PRESETS = {
     "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, 32768),
     "qwen2-1.5b": Shape(151936, 1536, 8960, 28, 12, 2, 32768),
     "tiny-5m": Shape(8192, 256, 704, 4, 4, 2, 4096),
+    # next to nothing to compute, but as many tokens as real models have
+    "tiny-152k": Shape(151936, 64, 176, 2, 2, 1, 4096),
 }
 
 

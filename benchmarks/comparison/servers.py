@@ -105,6 +105,22 @@ def vllm(program: str | None, options: Sequence[str] = (), tcmalloc: str | None 
     return Program("vllm", (found, "serve"), tuple(options), environment)
 
 
+def _forget_peak(process: psutil.Process) -> int:
+    with contextlib.suppress(OSError):  # it has ended by now
+        pathlib.Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+    return 0
+
+
+def _peak(process: psutil.Process) -> int:
+    """VmHWM, in bytes."""
+    try:
+        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
 def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -141,6 +157,11 @@ class Server:
     def url(self) -> str:
         """The server's address."""
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """Where the server listens on 127.0.0.1."""
+        return self._port
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when /health answers 200.
@@ -203,6 +224,19 @@ class Server:
         """Memory that the server's processes hold, shared pages divided among those that share them."""
         return int(self._sum(lambda process: process.memory_full_info().pss))
 
+    def begin_peak(self) -> None:
+        """From now on `peak_bytes` tells the peak since now."""
+        self._sum(_forget_peak)
+
+    def peak_bytes(self) -> int:
+        """The most memory that the server's processes held, each at its own time, shared pages counted for each."""
+        return int(self._sum(_peak))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server's process is gone."""
+        return self._process.poll() is not None
+
     def wait_idle(self, timeout_s: float = 60.0) -> bool:
         """Returns when the server's processes have left the cores: some wait for the next step in a busy loop.
 
@@ -220,11 +254,21 @@ class Server:
     def _cpu_s(self) -> float:
         return self._sum(lambda process: sum(process.cpu_times()[:2]))
 
+    def kill(self) -> None:
+        """Ends the server's processes by force."""
+        for process in [*self._family(), self._process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _family(self) -> list[psutil.Process]:
+        """The processes that the server started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._process.pid).children(recursive=True)
+        return []
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Ends the server in order, and by force what is left of its processes."""
-        family = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self._process.pid).children(recursive=True)
+        family = self._family()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,0 +1,354 @@
+"""What one client's requests cost the others: latencies beside each attack, against those of a quiet server.
+
+    python scripts/make_random_model.py /tmp/tiny-152k --preset tiny-152k
+    python benchmarks/bench_fairness.py --model /tmp/tiny-152k --json result.json
+    python benchmarks/bench_fairness.py --model /tmp/tiny-152k --rows bad-words n-1024 --seconds 5
+
+A row is one client that sends what benchmarks/fairness/attacks.py has under its name, for some seconds. Another one
+asks for small completions (embeddings of a pooling model) and for /health all the while, at fixed times; what it
+waits is compared with what it waited before and after. Its 99th percentile may be at most three times the quiet one
+and 250 ms.
+All three are processes of their own, and the attacker has the lowest priority: on a machine with few cores the
+others should not notice what sending costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from comparison import machine, report, servers
+from fairness.attacks import ATTACKS, GENERATE, PLAIN, POOLING, Attack
+
+ALLOWED_RATIO, ALLOWED_S = 3.0, 0.25
+_HERE = pathlib.Path(__file__).resolve().parent / "fairness"
+_START_S = 300.0
+# how long a server may need to come to rest behind an attack
+_REST_S = 60.0
+# for a process to say what it found
+_FINISH_S = 120.0
+_WATCH_S = 0.2
+_WORK = ("completion", "health")
+_TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+_PYTHON_M = (sys.executable, "-m")
+# what the rows of a setup run on: the program, and what the victim asks it for
+_SETUPS = {
+    GENERATE: (servers.ours(_TOOLS), "generate"),
+    POOLING: (servers.ours(("--runner", "pooling")), "pooling"),
+    PLAIN: (
+        servers.Program("ascend-vllm /generate", (*_PYTHON_M, "ascend_vllm.entrypoints.api_server", "--model")),
+        "plain",
+    ),
+}
+
+
+class Helper:
+    """A process that begins and ends its work when it is told, and then says what it found."""
+
+    def __init__(self, program: str, *words: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / program), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise servers.ServerError(f"{program} {' '.join(words)} did not begin.")
+
+    def tell(self) -> None:
+        """Lets it begin, then lets it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def result(self) -> dict[str, Any]:
+        """What it says at its end."""
+        found, _ = self._process.communicate(timeout=_FINISH_S)
+        return json.loads(found)
+
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class MemoryWatch:
+    """Follows the memory of a server's processes, and ends them before they take the machine's.
+
+    Args:
+        server: whose.
+        most: bytes at which they are ended.
+
+    Attributes:
+        peak: most bytes so far.
+        has_ended_server: whether it came to that.
+    """
+
+    def __init__(self, server: servers.Server, most: int) -> None:
+        self._server = server
+        self._most = most
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+        self.peak = 0
+        self.has_ended_server = False
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_WATCH_S):
+            self.peak = max(self.peak, self._server.peak_bytes())
+            if self.peak > self._most and not self.has_ended_server:
+                self.has_ended_server = True
+                self._server.kill()
+
+    def __enter__(self) -> MemoryWatch:
+        self._server.begin_peak()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What the victim found in some time."""
+
+    latencies: dict[str, list[float]]
+    failures: dict[str, int]
+
+    def percentile(self, work: str, share: float) -> float:
+        """The latency, in seconds, that a share of the answers came within."""
+        ordered = sorted(self.latencies[work])
+        return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+    def figures(self, work: str) -> dict[str, float]:
+        """Median, 99th percentile and maximum, in milliseconds."""
+        shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+        return {name: self.percentile(work, share) * 1e3 for name, share in shares.items()}
+
+
+def joined(samples: Sequence[Sample]) -> Sample:
+    """Several times as one."""
+    latencies = {work: [value for sample in samples for value in sample.latencies[work]] for work in _WORK}
+    return Sample(latencies, {})
+
+
+@dataclasses.dataclass
+class RowResult:
+    """One row: what was waited before and after (`quiet`) and beside the attack.
+
+    Attributes:
+        memory_mb: peak of the server's processes above what they held before.
+        attacker: what the attacker says of itself.
+        remarks: what else was wrong.
+    """
+
+    attack: Attack
+    quiet: Sample
+    attacked: Sample
+    memory_mb: float
+    attacker: dict[str, Any]
+    remarks: list[str]
+
+    def allowed_ms(self, work: str) -> float:
+        """What the 99th percentile may be."""
+        return 1e3 * (ALLOWED_RATIO * self.quiet.percentile(work, 0.99) + ALLOWED_S)
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether the others noticed little, and everything was answered."""
+        fast = all(self.attacked.figures(work)["p99_ms"] <= self.allowed_ms(work) for work in _WORK)
+        return fast and not self.remarks and not self.attacked.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        work = {
+            name: {
+                "quiet": self.quiet.figures(name),
+                "attacked": self.attacked.figures(name),
+                "allowed_p99_ms": self.allowed_ms(name),
+                "num_attacked": len(self.attacked.latencies[name]),
+            }
+            for name in _WORK
+        }
+        return {
+            "name": self.attack.name,
+            "is_fair": self.is_fair,
+            **work,
+            "failures": self.attacked.failures,
+            "memory_mb": self.memory_mb,
+            "attacker": self.attacker,
+            "remarks": self.remarks,
+        }
+
+    def line(self) -> str:
+        """For people."""
+        cells = [f"{self.attack.name:18}"]
+        for work in _WORK:
+            quiet, attacked = self.quiet.figures(work), self.attacked.figures(work)
+            values = (quiet["p50_ms"], quiet["p99_ms"], attacked["p50_ms"], attacked["p99_ms"], attacked["max_ms"])
+            cells.append(" ".join(f"{value:7.0f}" for value in (*values, self.allowed_ms(work))))
+        failures = {f"victim {status}": count for status, count in self.attacked.failures.items()}
+        said = [f"{count}×{status}" for status, count in self.attacker["statuses"].items()]
+        cells += [f"{self.memory_mb:7.0f}", f"{'fair' if self.is_fair else 'UNFAIR':6}", " ".join(said)]
+        return " | ".join([*cells, *self.remarks, *([str(failures)] if failures else [])])
+
+
+def heads() -> str:
+    """Above the lines."""
+    names = ("q p50", "q p99", "p50", "p99", "max", "allowed")
+    work = " ".join(f"{name:>7}" for name in names)
+    titles = f"{'':18} | {'completions, ms':47} | {'/health, ms':47} |"
+    return f"{titles}\n{'row':18} | {work} | {work} | {'MB more':>7} | {'':6} | answers to the attacker"
+
+
+class Fairness:
+    """The rows, one after the other.
+
+    Args:
+        args: the command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._machine = machine.describe()
+        self._commands: dict[str, str] = {}
+        self.results: list[RowResult] = []
+
+    def run(self, rows: Sequence[Attack]) -> None:
+        """Measures rows, setup by setup; a server that an attack has ended is started again for the next row."""
+        print(heads(), flush=True)
+        for setup in _SETUPS:
+            waiting = [row for row in rows if row.setup == setup]
+            while waiting:
+                with self._server(setup) as server:
+                    before = self._quiet(server, setup)
+                    while waiting and not server.has_ended:
+                        before = self._measure(server, waiting.pop(0), before)
+                        if before is None:
+                            break
+
+    @contextlib.contextmanager
+    def _server(self, setup: str) -> Iterator[servers.Server]:
+        program, _ = _SETUPS[setup]
+        flags = shlex.split(self._args.server_args)
+        self._commands[setup] = program.shown(str(self._args.model), flags)
+        with servers.Server(program, str(self._args.model), flags) as server:
+            server.wait_ready(_START_S)
+            # everything is done once before anything counts
+            self._sample(server, setup, 1.0)
+            yield server
+
+    def _quiet(self, server: servers.Server, setup: str) -> Sample:
+        return self._sample(server, setup, self._args.quiet_seconds)
+
+    def _sample(self, server: servers.Server, setup: str, seconds: float) -> Sample:
+        victim = Helper("victim.py", str(server.port), _SETUPS[setup][1])
+        with contextlib.closing(victim):
+            victim.tell()
+            time.sleep(seconds)
+            victim.tell()
+            return Sample(**victim.result())
+
+    def _measure(self, server: servers.Server, attack: Attack, before: Sample) -> Sample | None:
+        """Takes a row; what was found behind it, None if the server is not to be used again."""
+        attacker = Helper("attacker.py", str(server.port), attack.name)
+        victim = Helper("victim.py", str(server.port), _SETUPS[attack.setup][1])
+        resident = server.resident_bytes()
+        watch = MemoryWatch(server, int(self._args.max_memory_gib * 2**30))
+        with contextlib.closing(attacker), contextlib.closing(victim), watch:
+            victim.tell()
+            attacker.tell()
+            time.sleep(self._args.seconds)
+            victim.tell()
+            attacker.tell()
+            found, attacked = attacker.result(), Sample(**victim.result())
+        remarks = []
+        after: Sample | None = None
+        if watch.has_ended_server:
+            remarks.append(f"ended at {self._args.max_memory_gib:g} GiB")
+        elif server.has_ended:
+            remarks.append("the server ended")
+        elif not server.wait_idle(_REST_S):
+            remarks.append(f"the server computes {_REST_S:.0f} s later")
+        else:
+            after = self._quiet(server, attack.setup)
+        quiet = joined([before, *([after] if after else [])])
+        self.results.append(RowResult(attack, quiet, attacked, (watch.peak - resident) / 1e6, found, remarks))
+        print(self.results[-1].line(), flush=True)
+        self._save()
+        return after
+
+    def content(self) -> dict[str, Any]:
+        """The result for JSON."""
+        return {
+            "kind": "fairness",
+            "note": self._args.note,
+            "machine": self._machine,
+            "command": report.command_line("bench_fairness.py", sys.argv[1:]),
+            "servers": self._commands,
+            "seconds": self._args.seconds,
+            "allowed": {"ratio": ALLOWED_RATIO, "ms": ALLOWED_S * 1e3},
+            "rows": [result.as_dict() for result in self.results],
+        }
+
+    def _save(self) -> None:
+        if self._args.json is not None:
+            report.save(self._args.json, self.content())
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="directory of a small model with many tokens")
+    add("--rows", nargs="+", choices=[attack.name for attack in ATTACKS], help="default: all")
+    add("--seconds", type=float, default=12, help="of each attack (default: %(default)s)")
+    add("--quiet-seconds", type=float, default=6, help="between two attacks (default: %(default)s)")
+    add("--max-memory-gib", type=float, default=6, help="a server that takes more is ended (default: %(default)s)")
+    add(
+        "--server-args",
+        default="--max-model-len 4096",
+        help="flags of the server, in one word (default: %(default)s)",
+    )
+    add("--note", default="", help="kept with the result, such as what else the machine did")
+    add("--json", type=pathlib.Path, help="write the result here, after every row")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures, prints the table, writes the file; exits with 1 if a row is unfair."""
+    args = _parse_args()
+    rows = [attack for attack in ATTACKS if args.rows is None or attack.name in args.rows]
+    print(machine.one_line(machine.describe()))
+    fairness = Fairness(args)
+    try:
+        fairness.run(rows)
+    except servers.ServerError as error:
+        raise SystemExit(str(error)) from error
+    unfair = [result.attack.name for result in fairness.results if not result.is_fair]
+    print(
+        f"{len(rows) - len(unfair)} of {len(rows)} rows are fair."
+        + (f" Unfair: {', '.join(unfair)}" if unfair else "")
+    )
+    if unfair:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    # a run that is ended from outside still ends the processes that it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
+    main()

@@ -1,0 +1,1 @@
+"""Parts of bench_fairness.py: the attacks, and the processes that send them and time the others."""

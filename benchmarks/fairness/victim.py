@@ -1,0 +1,122 @@
+"""The others: a client that asks for little and notes how long each answer took.
+
+It sends at fixed times, whether earlier answers have come or not, and counts from the time at which it should have
+sent: a server that stands still for a second is late for everything of that second. It begins at the first line of
+its standard input and ends at the second, then waits for what is still open, and prints JSON.
+
+    python benchmarks/fairness/victim.py 8000 < lines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from fairness.wire import HOST, MODEL, get, post
+
+# an answer that takes longer counts as this, and as failed
+LONGEST_S = 60.0
+# more are not asked for at once: each of them counts as late already
+_MOST_OPEN = 200
+
+_COMPLETION = {"model": MODEL, "prompt": "one two three", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+_PLAIN = {"prompt": "one two three", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+_EMBEDDING = {"model": MODEL, "input": "one two three"}
+_HEALTH = (get("/health"), 0.05)
+# server → what it is asked: the request, and the seconds from one to the next
+WORK = {
+    "generate": {"completion": (post("/v1/completions", _COMPLETION), 0.1), "health": _HEALTH},
+    "pooling": {"completion": (post("/v1/embeddings", _EMBEDDING), 0.1), "health": _HEALTH},
+    "plain": {"completion": (post("/generate", _PLAIN), 0.1), "health": _HEALTH},
+}
+
+
+class Victim:
+    """One client of a server.
+
+    Args:
+        port: where the server listens.
+
+    Attributes:
+        latencies: seconds by what was asked for.
+        failures: answers other than 200, and connections that ended, by status (0: no answer).
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._open: set[asyncio.Task[None]] = set()
+        self.latencies: dict[str, list[float]] = {}
+        self.failures: dict[int, int] = {}
+
+    async def send(self, name: str, request: bytes, interval_s: float) -> None:
+        """Asks for the same again and again until it is cancelled."""
+        latencies = self.latencies.setdefault(name, [])
+        due = time.perf_counter()
+        while True:
+            if len(self._open) < _MOST_OPEN:
+                task = asyncio.create_task(self._time(request, due, latencies))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
+            due += interval_s
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+    async def finish(self) -> None:
+        """Waits for every answer."""
+        while self._open:
+            await asyncio.wait(self._open)
+        for _, writer in self._idle:
+            writer.close()
+
+    async def _time(self, request: bytes, due: float, latencies: list[float]) -> None:
+        status = 0
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            status = await asyncio.wait_for(self._ask(request), LONGEST_S)
+        latencies.append(time.perf_counter() - due)
+        if status != 200:
+            self.failures[status] = self.failures.get(status, 0) + 1
+
+    async def _ask(self, request: bytes) -> int:
+        while True:
+            fresh = not self._idle
+            reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(HOST, self._port)
+            try:
+                writer.write(request)
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = int(head.partition(b"content-length: ")[2].partition(b"\r")[0] or 0)
+                await reader.readexactly(length)
+            except (OSError, asyncio.IncompleteReadError):
+                writer.close()
+                if fresh:
+                    raise
+                # a connection that was kept alive and has been closed by now
+                continue
+            except BaseException:
+                writer.close()
+                raise
+            self._idle.append((reader, writer))
+            return int(head[9:12])
+
+
+async def run(port: int, kind: str) -> dict[str, object]:
+    """Everything between the two lines; the figures."""
+    loop = asyncio.get_running_loop()
+    print("ready", flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+    victim = Victim(port)
+    tasks = [asyncio.create_task(victim.send(name, *work)) for name, work in WORK[kind].items()]
+    await loop.run_in_executor(None, sys.stdin.readline)
+    for task in tasks:
+        task.cancel()
+    await victim.finish()
+    return {"latencies": victim.latencies, "failures": victim.failures}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(int(sys.argv[1]), sys.argv[2]))))
