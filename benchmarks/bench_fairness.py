@@ -123,8 +123,9 @@ class MemoryWatch:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What the victim found in some time."""
+    """What the victim found in some time; see `victim.Victim`."""
 
+    due: dict[str, list[float]]
     latencies: dict[str, list[float]]
     failures: dict[str, int]
 
@@ -142,7 +143,7 @@ class Sample:
 def joined(samples: Sequence[Sample]) -> Sample:
     """Several times as one."""
     latencies = {work: [value for sample in samples for value in sample.latencies[work]] for work in _WORK}
-    return Sample(latencies, {})
+    return Sample({}, latencies, {})
 
 
 @dataclasses.dataclass
@@ -281,8 +282,8 @@ class Fairness:
             remarks.append(f"ended at {self._args.max_memory_gib:g} GiB")
         elif server.has_ended:
             remarks.append("the server ended")
-        elif not server.wait_idle(_REST_S):
-            remarks.append(f"the server computes {_REST_S:.0f} s later")
+        elif not (server.wait_finished(_REST_S) and server.wait_idle(_REST_S)):
+            remarks.append(f"the server still computes after {_REST_S:.0f} s")
         else:
             after = self._quiet(server, attack.setup)
         quiet = joined([before, *([after] if after else [])])

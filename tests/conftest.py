@@ -55,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
+    parser.addoption("--all-shapes", action="store_true", help="every costly value in every field, which takes hours")
     parser.addoption("--all-kills", action="store_true", help="every process is killed once, in every layout")
     parser.addoption(
         "--server-flags",
@@ -97,3 +98,9 @@ def _environment_for_server_flags(request: pytest.FixtureRequest) -> Iterator[No
 def num_fuzzed_requests(request: pytest.FixtureRequest) -> int:
     """How many hostile requests the servers get; 100,000 is for a run by hand."""
     return int(request.config.getoption("--fuzzed-requests"))
+
+
+@pytest.fixture(scope="session")
+def whole_product(request: pytest.FixtureRequest) -> bool:
+    """Whether every field gets every costly value, instead of one."""
+    return bool(request.config.getoption("--all-shapes"))

@@ -237,6 +237,21 @@ class Server:
         """Whether the server's process is gone."""
         return self._process.poll() is not None
 
+    def wait_finished(self, timeout_s: float) -> bool:
+        """Returns when no request runs or waits, by the server's metrics; at once if it has none.
+
+        Returns:
+            False: there still are some after so long, or the server does not answer.
+        """
+        end = time.perf_counter() + timeout_s
+        while time.perf_counter() < end:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                text = self._get("/metrics")[1]
+                if not re.search(r"^vllm:num_requests_(running|waiting)\{.*\} [^0]", text, re.MULTILINE):
+                    return True
+            time.sleep(_IDLE_S)
+        return False
+
     def wait_idle(self, timeout_s: float = 60.0) -> bool:
         """Returns when the server's processes have left the cores: some wait for the next step in a busy loop.
 

@@ -44,7 +44,8 @@ class Victim:
         port: where the server listens.
 
     Attributes:
-        latencies: seconds by what was asked for.
+        due: when what was asked for was due, by its name; seconds of the clock that processes share.
+        latencies: seconds from then to the answer's end, likewise.
         failures: answers other than 200, and connections that ended, by status (0: no answer).
     """
 
@@ -52,16 +53,17 @@ class Victim:
         self._port = port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._open: set[asyncio.Task[None]] = set()
+        self.due: dict[str, list[float]] = {}
         self.latencies: dict[str, list[float]] = {}
         self.failures: dict[int, int] = {}
 
     async def send(self, name: str, request: bytes, interval_s: float) -> None:
         """Asks for the same again and again until it is cancelled."""
-        latencies = self.latencies.setdefault(name, [])
+        self.latencies[name], self.due[name] = [], []
         due = time.perf_counter()
         while True:
             if len(self._open) < _MOST_OPEN:
-                task = asyncio.create_task(self._time(request, due, latencies))
+                task = asyncio.create_task(self._time(name, request, due))
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)
             due += interval_s
@@ -74,11 +76,12 @@ class Victim:
         for _, writer in self._idle:
             writer.close()
 
-    async def _time(self, request: bytes, due: float, latencies: list[float]) -> None:
+    async def _time(self, name: str, request: bytes, due: float) -> None:
         status = 0
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             status = await asyncio.wait_for(self._ask(request), LONGEST_S)
-        latencies.append(time.perf_counter() - due)
+        self.due[name].append(due)
+        self.latencies[name].append(time.perf_counter() - due)
         if status != 200:
             self.failures[status] = self.failures.get(status, 0) + 1
 
@@ -115,7 +118,7 @@ async def run(port: int, kind: str) -> dict[str, object]:
     for task in tasks:
         task.cancel()
     await victim.finish()
-    return {"latencies": victim.latencies, "failures": victim.failures}
+    return {"due": victim.due, "latencies": victim.latencies, "failures": victim.failures}
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def test_rows_beside_a_victim(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
 def test_a_pause_is_unfair() -> None:
     """A server that stands still for a second is late for everything of that second, not for one answer."""
     program = load_benchmark("bench_fairness")
-    quiet = program.Sample({"completion": [0.02] * 100, "health": [0.01] * 200}, {})
-    late = program.Sample({"completion": [0.02] * 90 + [0.9] * 10, "health": [0.01] * 200}, {})
+    quiet = program.Sample({}, {"completion": [0.02] * 100, "health": [0.01] * 200}, {})
+    late = program.Sample({}, {"completion": [0.02] * 90 + [0.9] * 10, "health": [0.01] * 200}, {})
     (attack, *_) = load_benchmark("fairness.attacks").ATTACKS
     attacker = {"statuses": {"200": 3}}
     for sample, fair in ((quiet, True), (late, False)):
