@@ -8,7 +8,7 @@ The tree::
     ├── ModelLoadError                      a model directory cannot be served; names the file and the tensor
     ├── RequestError (also ValueError)      a request is wrong; HTTP 400
     │   ├── ModelNotFoundError              HTTP 404
-    │   ├── DuplicateRequestError (also KeyError)   its id is that of a request that runs
+    │   ├── DuplicateRequestError (also KeyError)   its id is that of a request that runs; HTTP 409
     │   ├── EngineBusyError                 the queue is full, or too slow; HTTP 503
     │   └── ServerStoppingError             the server ends before the answer is complete; HTTP 503
     ├── WorkerCallError                     a method of the workers that a client called has failed; HTTP 500
@@ -86,6 +86,8 @@ class ServerStoppingError(RequestError):
 class DuplicateRequestError(RequestError, KeyError):
     """A request of the same id runs; vLLM 0.6.3 raises a KeyError here."""
 
+    status_code = 409
+    error_type = "ConflictError"
     # a KeyError's would quote the sentence
     __str__ = Exception.__str__
 

@@ -5,6 +5,7 @@ A tiny model calls no tools and thinks no thoughts: what it would write is writt
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,24 @@ class ScriptedEngine:
     ) -> AsyncGenerator[Any, None]:
         async for output in self.generate(prompt, params, request_id):
             yield shape(output)
+
+
+class PatientEngine(ScriptedEngine):
+    """An engine that writes its text and waits for `may_end` before the last piece of it."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        super().__init__(pieces)
+        self.may_end = asyncio.Event()
+        self.reached_end = asyncio.Semaphore(0)
+
+    async def generate(
+        self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in super().generate(prompt, params, request_id):
+            if output.finished:
+                self.reached_end.release()
+                await self.may_end.wait()
+            yield output
 
 
 def client_of(engine: ScriptedEngine, **flags: Any) -> httpx.AsyncClient:

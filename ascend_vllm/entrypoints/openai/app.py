@@ -21,6 +21,7 @@ from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
+from ascend_vllm.entrypoints.openai.caller import api_keys
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
     AnswerErrorsMiddleware,
@@ -54,6 +55,7 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     ScoreRequest,
 )
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
+from ascend_vllm.entrypoints.openai.request_ids import RequestIdClaimsMiddleware
 from ascend_vllm.entrypoints.openai.serving_base import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest, ServingChatBatch
@@ -237,11 +239,11 @@ def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettin
             query = RetrieveQuery.model_validate(dict(http.query_params))
         except ValidationError as error:
             raise validation_error(error, "query") from error
-        return await serving.retrieve(response_id, query.stream, query.starting_after)
+        return await serving.retrieve(response_id, http, query.stream, query.starting_after)
 
     @app.post("/v1/responses/{response_id}/cancel")
-    async def cancel_response(response_id: str) -> Response:
-        return await serving.cancel(response_id)
+    async def cancel_response(response_id: str, http: Request) -> Response:
+        return await serving.cancel(response_id, http)
 
 
 def _add_measures(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, registry: CollectorRegistry) -> None:
@@ -294,9 +296,7 @@ def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     if args.middleware:
         # what they raise becomes an answer here, which what follows gives its headers
         app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
-    key = envs.api_key()
-    # an empty --api-key is none
-    keys = [key] if key else [key for key in args.api_key or () if key]
+    keys = api_keys(args)
     if keys:
         app.add_middleware(ApiKeyMiddleware, keys=keys, key_scope=args.api_key_scope)
     if args.enable_request_id_headers:
@@ -366,6 +366,7 @@ def build_app(
     _install_openapi(app, _DOCUMENTED_BODIES)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
+    app.add_middleware(RequestIdClaimsMiddleware)
     _add_measures(app, engine, settings, registry)
     if args.enable_server_load_tracking:
         app.add_middleware(ServerLoadMiddleware, load=load)

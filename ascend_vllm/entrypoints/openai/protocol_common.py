@@ -18,6 +18,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ascend_vllm import envs
+from ascend_vllm.entrypoints.openai.request_ids import ChosenId
 from ascend_vllm.entrypoints.openai.structured_fields import (
     ResponseFormat,
     StructuralTagFormat,
@@ -152,7 +153,7 @@ class GenerationRequest(ApiRequest):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = False
-    request_id: str | None = None
+    request_id: ChosenId | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None

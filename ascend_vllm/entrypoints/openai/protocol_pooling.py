@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from ascend_vllm.entrypoints.openai.errors import BodyError
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, Usage
+from ascend_vllm.entrypoints.openai.request_ids import ChosenId
 from ascend_vllm.errors import RequestError
 from ascend_vllm.pooling_params import PoolingParams, PoolingTask
 
@@ -31,7 +32,7 @@ class PoolingApiRequest(ApiRequest):
 
     model: str | None = None
     user: str | None = None
-    request_id: str | None = None
+    request_id: ChosenId | None = None
     priority: int = 0
     cache_salt: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None

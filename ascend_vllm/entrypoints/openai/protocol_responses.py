@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import INT64_MAX, INT64_MIN, ApiRequest
+from ascend_vllm.entrypoints.openai.request_ids import ChosenId
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -158,7 +159,7 @@ class ResponsesRequest(ApiRequest):
     include_stop_str_in_output: bool = False
     logit_bias: dict[str, float] | None = None
     include_reasoning: bool = True
-    request_id: Annotated[str, Field(min_length=1)] | None = None
+    request_id: Annotated[ChosenId, Field(min_length=1)] | None = None
     priority: int = 0
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -343,31 +344,34 @@ class RawMessage(msgspec.Struct):
 
 
 class ResponsesResponse(msgspec.Struct, kw_only=True):
-    """A response, as far as it is known; `error` only if it failed."""
+    """A response, as far as it is known; `error` only if it failed.
+
+    What it repeats of its request is encoded already.
+    """
 
     id: str
     created_at: int
     error: ResponseError | msgspec.UnsetType = msgspec.UNSET
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
-    metadata: dict[str, str] | None
+    metadata: msgspec.Raw
     model: str
     object: str = "response"
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
     temperature: float
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    tool_choice: msgspec.Raw
+    tools: msgspec.Raw
     top_p: float
     background: bool
     max_output_tokens: int | None
     max_tool_calls: int | None
     previous_response_id: str | None
     prompt: None = None
-    reasoning: dict[str, Any] | None
+    reasoning: msgspec.Raw
     service_tier: str
     status: Status
-    text: dict[str, Any] | None
+    text: msgspec.Raw
     top_logprobs: int | None
     truncation: str
     usage: ResponseUsage | None = None
@@ -386,28 +390,44 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
             id=response_id,
             created_at=created_at,
             instructions=request.instructions,
-            metadata=request.metadata,
+            metadata=_raw(request.metadata, "metadata"),
             model=model,
             output=[],
             parallel_tool_calls=request.parallel_tool_calls is not False,
             temperature=params.temperature,
-            tool_choice=request.effective_tool_choice,
-            tools=[_shown_tool(tool) for tool in request.tools],
+            tool_choice=_raw(request.effective_tool_choice, "tool_choice"),
+            tools=_raw([_shown_tool(tool) for tool in request.tools], "tools"),
             top_p=params.top_p,
             background=bool(request.background),
             max_output_tokens=params.max_tokens,
             max_tool_calls=request.max_tool_calls,
             previous_response_id=request.previous_response_id,
-            reasoning=None if request.reasoning is None else request.reasoning.model_dump(),
+            reasoning=_raw(None if request.reasoning is None else request.reasoning.model_dump(), "reasoning"),
             service_tier=request.service_tier or "auto",
             status="queued" if request.background else "in_progress",
-            text=None if request.text is None else request.text.shown(),
+            text=_raw(None if request.text is None else request.text.shown(), "text"),
             top_logprobs=params.logprobs,
             truncation=request.truncation or "disabled",
             user=request.user,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
         )
+
+
+def encode_part(value: Any, field: str) -> bytes:
+    """A part of a request as JSON.
+
+    Raises:
+        RequestError: it is nested too deeply.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError as error:
+        raise RequestError(f"`{field}` is nested too deeply.", field) from error
+
+
+def _raw(value: Any, field: str) -> msgspec.Raw:
+    return msgspec.Raw(encode_part(value, field))
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:

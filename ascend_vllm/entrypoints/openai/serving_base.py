@@ -18,6 +18,7 @@ from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import ContentFormat, described_tool, render_chat
+from ascend_vllm.entrypoints.openai.caller import EVERYBODY, api_keys, caller_of
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
@@ -25,6 +26,7 @@ from ascend_vllm.entrypoints.openai.protocol_common import (
     PromptTokensDetails,
     Usage,
 )
+from ascend_vllm.entrypoints.openai.request_ids import NamedRequest, claims_of, header_id
 from ascend_vllm.entrypoints.openai.streaming import (
     StreamResponse,
     merge,
@@ -79,6 +81,7 @@ class ServingSettings:
         keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
         log_outputs: log the text of every answer.
         trace: the engine traces requests.
+        has_api_keys: callers are told apart by their keys.
     """
 
     model_names: tuple[str, ...]
@@ -100,6 +103,7 @@ class ServingSettings:
     keep_alive_s: float = 0.0
     log_outputs: bool = False
     trace: bool = False
+    has_api_keys: bool = False
 
     @classmethod
     def from_args(
@@ -131,6 +135,7 @@ class ServingSettings:
             keep_alive_s=args.sse_keep_alive_interval,
             log_outputs=args.enable_log_outputs,
             trace=config.observability.otlp_traces_endpoint is not None,
+            has_api_keys=bool(api_keys(args)),
         )
 
 
@@ -170,11 +175,6 @@ class _EngineRequest:
     prompt: Prompt
     params: SamplingParams
     headers: Mapping[str, str] | None
-
-
-def _chosen_id(request: GenerationRequest, http: Request) -> str | None:
-    """The id that the client chose for its request, if it did."""
-    return request.request_id or http.headers.get("x-request-id")
 
 
 def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[RequestOutput], T]:
@@ -422,9 +422,35 @@ class ServingBase:
             )
         return requested
 
-    def response_id(self, request: GenerationRequest, prefix: str, http: Request) -> str:
-        """The id of the answer to a request: what the client chose, if it did, behind the prefix."""
-        return f"{prefix}-{_chosen_id(request, http) or secrets.token_hex(8)}"
+    def response_id(self, request: NamedRequest, prefix: str, http: Request) -> str:
+        """The id of the answer to a request: what the client chose, if it did, behind the prefix.
+
+        It is the request's from here on.
+
+        Raises:
+            DuplicateRequestError: the request names itself like another one that lives.
+            RequestError: the header's id is none.
+        """
+        return f"{prefix}-{self.claim_id(request, http) or header_id(http) or secrets.token_hex(8)}"
+
+    def claim_id(self, request: NamedRequest, http: Request) -> str | None:
+        """The name that a request has in its body, taken for it; None: it has none.
+
+        Raises:
+            DuplicateRequestError: another one that lives has it.
+        """
+        if request.request_id:
+            claims_of(http).take(self.caller(http), request.request_id)
+        return request.request_id
+
+    def caller(self, http: Request) -> bytes:
+        """Who sends a request, by its API key."""
+        return caller_of(http.headers) if self.settings.has_api_keys else EVERYBODY
+
+    def engine_id(self, request: NamedRequest, response_id: str, http: Request) -> str:
+        """What the ids in the engine begin with; with a random end, for clients repeat the ids they choose."""
+        is_chosen = request.request_id or header_id(http)
+        return f"{response_id}-{secrets.token_hex(4)}" if is_chosen else response_id
 
     def start_request(
         self,
@@ -496,8 +522,8 @@ class ServingBase:
         prompts: Sequence[Prompt],
         max_tokens: Sequence[int],
     ) -> list[_EngineRequest]:
-        """The engine requests; their ids get a random end, for clients repeat the ids they choose."""
-        engine_id = f"{response_id}-{secrets.token_hex(4)}" if _chosen_id(request, http) else response_id
+        """The engine requests."""
+        engine_id = self.engine_id(request, response_id, http)
         headers = self.trace_headers(http)
         return [
             _EngineRequest(
@@ -570,7 +596,9 @@ class ServingBase:
         body = shape(_chain(first, outputs))
         if interval_s:
             body = with_keep_alive(body, interval_s)
-        return StreamResponse(body, "text/event-stream", lambda: _close(first, outputs))
+        return StreamResponse(
+            body, "text/event-stream", lambda: _close(first, outputs), on_end=claims_of(http).release
+        )
 
     def _log_request(self, engine_id: str, prompt: Prompt, params: SamplingParams | PoolingParams) -> None:
         size = self.settings.max_log_len

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -202,13 +201,9 @@ class ServingPooling(ServingBase):
     async def _pool(
         self, request: PoolingApiRequest, http: Request, prompts: Sequence[Prompt], params: PoolingParams, prefix: str
     ) -> tuple[str, list[Output]]:
-        """The answer's id, and the engine's results in the order of the prompts.
-
-        The engine's ids get a random end, for clients repeat the ids they choose.
-        """
-        chosen = request.request_id or http.headers.get("x-request-id")
-        response_id = f"{prefix}-{chosen or secrets.token_hex(8)}"
-        engine_id = f"{response_id}-{secrets.token_hex(4)}" if chosen else response_id
+        """The answer's id, and the engine's results in the order of the prompts."""
+        response_id = self.response_id(request, prefix, http)
+        engine_id = self.engine_id(request, response_id, http)
         generators = []
         for index, prompt in enumerate(prompts):
             if self.settings.log_requests:

@@ -26,15 +26,20 @@ from ascend_vllm.entrypoints.openai.protocol_responses import (
     ResponsesRequest,
     ResponsesResponse,
     ResponseUsage,
+    encode_part,
 )
+from ascend_vllm.entrypoints.openai.request_ids import claims_of
 from ascend_vllm.entrypoints.openai.responses_events import OutputItems
 from ascend_vllm.entrypoints.openai.responses_input import continues_message, input_items, to_messages
 from ascend_vllm.entrypoints.openai.responses_store import (
+    MAX_CONVERSATION,
     EventLog,
     InvalidResponseError,
     ResponseNotFoundError,
     ResponseStore,
     StoredResponse,
+    StoreFullError,
+    Turn,
 )
 from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
@@ -96,36 +101,43 @@ class ServingResponses:
         if request.background and self.store is None:
             raise InvalidResponseError(_NO_STORE, "background")
         items = input_items(request.input)
-        previous = self._previous(request)
+        caller = self._chat.caller(http)
+        previous = self._previous(request, caller)
         answer = await self._prepare(request, items, previous, http)
         answer.trace_headers = self._chat.trace_headers(http)
         entry = None
         if self.store is not None and request.kept:
-            size = len(await http.body()) + len(answer.prompt.text or "")
-            entry = StoredResponse(answer.response, items, previous, size)
+            entry = StoredResponse(answer.response, encode_part(items, "input"), previous, caller)
         if entry is not None and request.background:
-            return self._begin_background(answer, entry, stream=bool(request.stream))
+            num_other_bytes = max(0, len(await http.body()) - entry.turn.size)
+            entry.begin_running(
+                len(answer.prompt.token_ids), len(answer.prompt.text or ""), num_other_bytes, request.wants_logprobs
+            )
+            return self._begin_background(answer, entry, http, stream=bool(request.stream))
         outputs = [answer.generate()]
         if request.stream:
             return await self._chat.open_stream(http, outputs, lambda pieces: self._stream(answer, pieces, entry))
         await run_unless_disconnected(http.receive, answer.collect(merge(outputs)))
+        if entry is None:
+            return json_response(answer.response)
         self._keep(entry)
-        return json_response(answer.response)
+        return _encoded_response(entry)
 
-    async def retrieve(self, response_id: str, stream: bool, starting_after: int | None) -> Response:
+    async def retrieve(self, response_id: str, http: Request, stream: bool, starting_after: int | None) -> Response:
         """A stored response as it is now.
 
         Args:
             response_id: of the response.
+            http: whose caller has made it.
             stream: send the events of a background stream instead, from the first one on.
             starting_after: number of the last event that the client has.
 
         Raises:
             RequestError: there is no such response, or it has no events.
         """
-        entry = self._stored(response_id)
+        entry = self._stored(response_id, self._chat.caller(http))
         if not stream:
-            return json_response(entry.response)
+            return _encoded_response(entry)
         if entry.events is None:
             raise InvalidResponseError(
                 f"Response with id '{response_id}' has no events: it was not made with `background` and `stream`.",
@@ -133,41 +145,48 @@ class ServingResponses:
             )
         return _follow(entry.events, -1 if starting_after is None else starting_after)
 
-    async def cancel(self, response_id: str) -> Response:
+    async def cancel(self, response_id: str, http: Request) -> Response:
         """End a background response early.
 
         Raises:
             RequestError: there is no such response, or it does not run.
         """
-        entry = self._stored(response_id)
-        if entry.task is None or not entry.running:
+        entry = self._stored(response_id, self._chat.caller(http))
+        if entry.task is None or entry.response is None:
             raise InvalidResponseError("Cannot cancel a synchronous response.", "response_id")
         entry.response.status = "cancelled"
         entry.task.cancel()
         # closing the outputs aborts the request in the engine
         await asyncio.gather(entry.task, return_exceptions=True)
-        if entry.events is not None:  # a task that had not begun has no end of its own
-            entry.events.end()
-        return json_response(entry.response)
+        self._keep(entry)  # a task that had not begun has no end of its own
+        return _encoded_response(entry)
 
-    def _previous(self, request: ResponsesRequest) -> StoredResponse | None:
+    def _previous(self, request: ResponsesRequest, caller: bytes) -> Turn | None:
+        """The end of the conversation that a request goes on with."""
         if request.previous_response_id is None:
             return None
-        previous = self._stored(request.previous_response_id)
-        if previous.running:
+        previous = self._stored(request.previous_response_id, caller)
+        if previous.response is not None:
             raise InvalidResponseError(
                 f"Response with id '{request.previous_response_id}' is still {previous.response.status}.",
                 "previous_response_id",
             )
-        return previous
+        if previous.turn.conversation_size > MAX_CONVERSATION:
+            raise InvalidResponseError(
+                f"The conversation up to the response with id '{request.previous_response_id}' has "
+                f"{previous.turn.conversation_size} bytes; at most {MAX_CONVERSATION} can be gone on with. Send what "
+                "matters of it as `input`.",
+                "previous_response_id",
+            )
+        return previous.turn
 
-    def _stored(self, response_id: str) -> StoredResponse:
+    def _stored(self, response_id: str, caller: bytes) -> StoredResponse:
         if self.store is None:
             raise ResponseNotFoundError(response_id)
-        return self.store.get(response_id)
+        return self.store.get(response_id, caller)
 
     async def _prepare(
-        self, request: ResponsesRequest, items: list[dict[str, Any]], previous: StoredResponse | None, http: Request
+        self, request: ResponsesRequest, items: list[dict[str, Any]], previous: Turn | None, http: Request
     ) -> _Answer:
         """Check everything that can be checked before the engine is asked."""
         conversation = [*(previous.conversation() if previous else ()), *items]
@@ -184,8 +203,10 @@ class ServingResponses:
             self._chat.sampling_defaults, self._max_tokens(request, len(prompt.token_ids)), force_logprobs=False
         )
         params.output_kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
-        chosen = request.request_id
-        if chosen is not None and self.store is not None and chosen in self.store:
+        # the prompt says it all; what is large of it should not stay as long as the answer takes
+        chat.messages = []
+        chosen = self._chat.claim_id(request, http)
+        if chosen is not None and self.store is not None and self.store.has(chosen, self._chat.caller(http)):
             raise RequestError(f"There is a response with the id '{chosen}' already.", "request_id")
         return _Answer(self._chat, request, chat, prompt, params, chosen or f"resp_{secrets.token_hex(8)}")
 
@@ -201,8 +222,10 @@ class ServingResponses:
             requested = self._chat.sampling_defaults.get("max_tokens")
         return self._chat.limit_tokens(num_prompt_tokens, requested, clamp=True)
 
-    def _keep(self, entry: StoredResponse | None) -> None:
-        if entry is not None and self.store is not None:
+    def _keep(self, entry: StoredResponse) -> None:
+        """A response has ended, in whatever way."""
+        if self.store is not None and entry.response is not None:
+            entry.end()
             self.store.put(entry)
 
     async def _stream(
@@ -211,28 +234,40 @@ class ServingResponses:
         async with contextlib.aclosing(answer.stream(pieces)) as events:
             async for data in events:
                 yield b"".join(data)
-        self._keep(entry)
+        if entry is not None:
+            self._keep(entry)
 
-    def _begin_background(self, answer: _Answer, entry: StoredResponse, stream: bool) -> Response:
-        """Generate whether or not anybody listens."""
+    def _begin_background(self, answer: _Answer, entry: StoredResponse, http: Request, stream: bool) -> Response:
+        """Generate whether or not anybody listens.
+
+        Raises:
+            StoreFullError: there is no room for another one.
+        """
+        if self.store is None:
+            raise InvalidResponseError(_NO_STORE, "background")
         entry.events = EventLog() if stream else None
-        begun = json_response(answer.response)
-        entry.task = asyncio.create_task(self._run(answer, entry), name=f"response-{answer.response.id}")
-        self._keep(entry)
-        return begun if entry.events is None else _follow(entry.events)
+        self.store.begin(entry)
+        claims = claims_of(http).hand_over()
+        entry.task = asyncio.create_task(self._run(answer, entry, self.store), name=f"response-{entry.id}")
+        entry.task.add_done_callback(lambda _: claims.release())
+        return _encoded_response(entry) if entry.events is None else _follow(entry.events)
 
-    async def _run(self, answer: _Answer, entry: StoredResponse) -> None:
+    async def _run(self, answer: _Answer, entry: StoredResponse, store: ResponseStore) -> None:
         pieces = merge([answer.generate()])
         try:
             async with contextlib.aclosing(answer.stream(pieces)) as events:
                 async for data in events:
-                    if entry.events is not None:
-                        entry.events.extend(data)
+                    entry.add_events(data)
+                    store.grow(entry)
+        except StoreFullError as error:
+            entry.add_events(answer.fail(error))
         finally:
             await pieces.aclose()
-            if entry.events is not None:
-                entry.events.end()
-            self._keep(entry)  # it counts for more now
+            self._keep(entry)
+
+
+def _encoded_response(entry: StoredResponse) -> Response:
+    return Response(entry.encoded(), media_type="application/json")
 
 
 def _follow(events: EventLog, starting_after: int = -1) -> StreamResponse:
@@ -266,7 +301,8 @@ class _Answer:
             request, params, response_id=response_id, created_at=unix_time(), model=serving.model_name
         )
         self._serving = serving
-        self._request = request
+        self._shows_messages = request.enable_response_messages
+        self._num_top_logprobs = request.top_logprobs or 0
         self._chat = chat
         self._params = params
         self._parser = serving.settings.parsers.make(chat, prompt.text or "", "responses")
@@ -308,11 +344,15 @@ class _Answer:
                     closing = await self._finish(output)
                     yield [*closing, self._whole("response.completed")]
         except Exception as error:
-            status, failure = to_http_error(error)
-            self.response.status = "failed"
-            code = "invalid_prompt" if status < 500 else "server_error"
-            self.response.error = ResponseError(code, failure["message"])
-            yield [self._whole("response.failed")]
+            yield self.fail(error)
+
+    def fail(self, error: Exception) -> list[bytes]:
+        """Nothing more will come of the answer; the last event."""
+        status, failure = to_http_error(error)
+        self.response.status = "failed"
+        code = "invalid_prompt" if status < 500 else "server_error"
+        self.response.error = ResponseError(code, failure["message"])
+        return [self._whole("response.failed")]
 
     def _whole(self, name: str) -> bytes:
         return self._items.whole(name, self.response)
@@ -330,13 +370,13 @@ class _Answer:
     def _take_text(self, generated: CompletionOutput) -> list[bytes]:
         """Take in what was generated; the events of it."""
         self._num_tokens += len(generated.token_ids)
-        if self._request.enable_response_messages:
+        if self._shows_messages:
             self._texts.append(generated.text)
             self._token_ids.extend(generated.token_ids)
         if self._logprobs is not None and generated.logprobs is not None:
-            num_top = self._request.top_logprobs or 0
             as_ids = self._serving.settings.return_tokens_as_token_ids
-            self._logprobs += chat_logprobs(generated.token_ids, generated.logprobs, num_top, as_ids).content
+            shown = chat_logprobs(generated.token_ids, generated.logprobs, self._num_top_logprobs, as_ids)
+            self._logprobs += shown.content
         final = generated.finish_reason is not None
         if self._parser is not None:
             deltas = self._parser.feed(generated.text, final)
@@ -361,7 +401,7 @@ class _Answer:
             response.status, response.incomplete_details = "incomplete", IncompleteDetails()
         else:
             response.status = "completed"
-        if self._request.enable_response_messages:
+        if self._shows_messages:
             response.input_messages = [RawMessage(self.prompt.text or "", self.prompt.token_ids)]
             response.output_messages = [RawMessage("".join(self._texts), self._token_ids)]
         return events

@@ -56,6 +56,7 @@ class StreamResponse(Response):
         body: the pieces; it tells its client about errors itself.
         media_type: content-type, or None for none.
         on_close: called at the end in any case, also if the body never began.
+        on_end: called when the body has come to its end, before the client can know.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class StreamResponse(Response):
         body: AsyncGenerator[bytes, None],
         media_type: str | None,
         on_close: Callable[[], Awaitable[None]],
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self._body = body
         self._on_close = on_close
+        self._on_end = on_end
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -84,6 +87,8 @@ class StreamResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._body:
             await send({"type": "http.response.body", "body": data, "more_body": True})
+        if self._on_end is not None:
+            self._on_end()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -1,0 +1,128 @@
+"""Ids that clients choose for their requests: what they may be, and who has one at the moment.
+
+The field `request_id` of a body is the client's own name for one request: while the request lives, no other one of
+the same caller has it. The header ``X-Request-Id`` is not: proxies set it and repeat it when they try again, and
+services hand it on to everything that one request of theirs makes them ask. Several requests may have it at a time,
+as in vLLM; in the engine, where ids get a random end, they are told apart all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+from pydantic import AfterValidator
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ascend_vllm.errors import DuplicateRequestError, RequestError
+
+# ids come back in answers, in headers and in the log
+MAX_ID_LENGTH = 256
+
+_HEADER = "x-request-id"
+_SCOPE_KEY = "ascend_vllm.claims"
+
+
+def _finding(request_id: str) -> str | None:
+    """What is wrong with an id; None: nothing is."""
+    if len(request_id) > MAX_ID_LENGTH:
+        return f"must have at most {MAX_ID_LENGTH} characters, but has {len(request_id)}"
+    return None if request_id.isprintable() else "must consist of printable characters"
+
+
+def _checked(request_id: str) -> str:
+    finding = _finding(request_id)
+    if finding is not None:
+        raise ValueError(f"A request's id {finding}.")
+    return request_id
+
+
+# the field of a body
+ChosenId = Annotated[str, AfterValidator(_checked)]
+
+
+def header_id(http: Request) -> str | None:
+    """The id in the request's header, if there is one.
+
+    Raises:
+        RequestError: it is too long, or has characters that cannot be printed.
+    """
+    request_id = http.headers.get(_HEADER)
+    finding = None if request_id is None else _finding(request_id)
+    if finding is not None:
+        raise RequestError(f"The header X-Request-Id {finding}.", "X-Request-Id")
+    return request_id
+
+
+class NamedRequest(Protocol):
+    """A body that may name its request."""
+
+    request_id: str | None
+
+
+class Claims:
+    """The ids that one request has taken, until it gives them back.
+
+    Args:
+        living: those of all requests, each with its caller.
+    """
+
+    def __init__(self, living: set[tuple[bytes, str]]) -> None:
+        self._living = living
+        self._taken: list[tuple[bytes, str]] = []
+
+    def take(self, caller: bytes, request_id: str) -> None:
+        """Take an id.
+
+        Args:
+            caller: see `caller.caller_of`; the others' ids are not in the way of its own.
+            request_id: what the client chose.
+
+        Raises:
+            DuplicateRequestError: a request of the caller that has not ended has it.
+        """
+        if (caller, request_id) in self._living:
+            raise DuplicateRequestError(
+                f"A request with the id '{request_id}' is running already. Wait for its end, or choose another "
+                "`request_id`.",
+                "request_id",
+            )
+        self._living.add((caller, request_id))
+        self._taken.append((caller, request_id))
+
+    def release(self) -> None:
+        """Give the ids back. May be called again."""
+        self._living.difference_update(self._taken)
+        self._taken.clear()
+
+    def hand_over(self) -> Claims:
+        """The same ids in other hands, which give them back when a request ends that outlives its answer."""
+        other = Claims(self._living)
+        other._taken, self._taken = self._taken, []
+        return other
+
+
+def claims_of(http: Request) -> Claims:
+    """The ids of a request that came through the middleware."""
+    claims: Claims = http.scope[_SCOPE_KEY]
+    return claims
+
+
+class RequestIdClaimsMiddleware:
+    """Gives every request room for the ids it takes, and frees them when its answer ends, in whatever way.
+
+    Args:
+        app: what answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._living: set[tuple[bytes, str]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        claims = scope[_SCOPE_KEY] = Claims(self._living)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            claims.release()
