@@ -97,10 +97,12 @@ class NodeDoor:
         self.host = str(self._socket.getsockname()[0])
         self._secret = given or _tell_new_secret()
         self._poll = select.poll()
+        listening = self._socket.fileno()
+        self._poll.register(listening, select.POLLIN)
         # oldest first, by their descriptors
         self._strangers: dict[int, Stranger] = {}
         self._log = _StrangerLog()
-        threading.Thread(target=self._receive, name="wait-for-nodes", daemon=True).start()
+        threading.Thread(target=self._receive, args=(listening,), name="wait-for-nodes", daemon=True).start()
 
     def wait(self) -> list[NodeLink]:
         """Returns when all nodes are there, in the order of their ranks.
@@ -118,7 +120,7 @@ class NodeDoor:
                         f"{_nodes(missing)} of --nnodes {self._parallel.nnodes} did not come to --master-addr "
                         f"{self._parallel.master_addr} --master-port {self._parallel.master_port} within "
                         f"{limit_s:g} seconds (ASCEND_VLLM_NODE_WAIT_S). Start each with the same command as this "
-                        "one and its own --node-rank, and see what its log says."
+                        "one, the same secret and its own --node-rank, and see what its log says."
                     )
             if self._problem is not None:
                 raise ConfigError(self._problem)
@@ -156,10 +158,8 @@ class NodeDoor:
 
     # ---- threads -------------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
+    def _receive(self, listening: int) -> None:
         """Hears all strangers, and has those that are nodes greeted."""
-        listening = self._socket.fileno()
-        self._poll.register(listening, select.POLLIN)
         try:
             while True:
                 ready = {descriptor for descriptor, _ in self._poll.poll(self._ms_to_deadline())}
