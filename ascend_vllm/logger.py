@@ -12,6 +12,7 @@ import sys
 
 from ascend_vllm import envs
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.log_lines import keep_safe
 
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
@@ -64,6 +65,10 @@ def name_process(name: str) -> None:
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module; pass ``__name__``. The package's handler is set up once."""
+    """The logger of a module; pass ``__name__``. The package's handler is set up once.
+
+    Each message becomes one line, see `log_lines`; a traceback behind it keeps its lines.
+    """
     _configure_root()
+    keep_safe(name)
     return logging.getLogger(name)

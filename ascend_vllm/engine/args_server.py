@@ -323,7 +323,7 @@ class FrontendArgs(HttpArgs):
     max_log_len: int | None = flag(
         None,
         "The largest number of characters or token ids of a prompt that are written to the log. "
-        "Without it prompts are logged whole.",
+        "Without it as much is written as a line of 8192 characters holds.",
         kind="int",
         example="--max-log-len 100",
     )

@@ -26,6 +26,7 @@ from ascend_vllm.entrypoints.http_protocol import (
 )
 from ascend_vllm.entrypoints.openai.middleware import BodyLimitMiddleware
 from ascend_vllm.errors import ConfigError, ServerStoppingError
+from ascend_vllm.log_lines import keep_safe
 from ascend_vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ logger = init_logger(__name__)
 _LAST_WORDS_S = 2
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
+# what logs with the words of clients
+_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "asyncio")
 # how often the TLS files are looked at
 _TLS_POLL_S = 1.0
 # how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
@@ -96,6 +99,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
+        keep_safe(*_LOGGERS)
         self._sock = sock
         self._args = args
         self._example = example

@@ -210,7 +210,8 @@ class RemoteWorkers(abc.ABC):
         error = (self._find_death() if failure.call_id is None else None) or failure.error()
         if not isinstance(error, AscendVllmError):
             what = "failed in a step" if failure.call_id is None else "failed to start"
-            logger.error("Worker %d %s:\n%s", rank, what, failure.trace)
+            for line in (f"{what}:", *failure.trace.splitlines()):
+                logger.error("Worker %d %s", rank, line)
         self._die(error)
 
     def _not_understood(self, error: Exception) -> None:

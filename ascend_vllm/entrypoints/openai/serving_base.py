@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 from starlette.requests import Request
 
 import ascend_vllm
+from ascend_vllm import log_lines
 from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.engine.tracing import trace_headers
@@ -75,7 +76,7 @@ class ServingSettings:
         enable_cum_log_probs: compute log-probabilities for every completion.
         force_include_usage: every stream ends with its usage.
         log_requests: log each request's parameters.
-        max_log_len: characters or ids of a prompt that are logged; None: all.
+        max_log_len: characters or ids of a prompt that are logged.
         fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
         parsers: what reads tool calls and thoughts.
         keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
@@ -97,7 +98,7 @@ class ServingSettings:
     enable_cum_log_probs: bool = False
     force_include_usage: bool = False
     log_requests: bool = False
-    max_log_len: int | None = None
+    max_log_len: int = log_lines.MAX_CHARACTERS
     fingerprint: str = ""
     parsers: ChatParsers = dataclasses.field(default_factory=ChatParsers)
     keep_alive_s: float = 0.0
@@ -129,7 +130,7 @@ class ServingSettings:
             enable_cum_log_probs=args.enable_cum_log_probs,
             force_include_usage=args.enable_force_include_usage,
             log_requests=log_requests,
-            max_log_len=args.max_log_len,
+            max_log_len=cls.max_log_len if args.max_log_len is None else args.max_log_len,
             fingerprint=f"ascend-vllm-{ascend_vllm.__version__}-{digest}",
             parsers=parsers,
             keep_alive_s=args.sse_keep_alive_interval,
