@@ -174,9 +174,10 @@ def omp_num_threads() -> int | None:
     return int(value) if value.isdecimal() and int(value) > 0 else None
 
 
-def max_n_sequences() -> int:
-    """`VLLM_MAX_N_SEQUENCES`: the largest `n` that a request may ask for; default 16384."""
-    return int(os.environ.get("VLLM_MAX_N_SEQUENCES", "16384"))
+def max_n_sequences() -> int | None:
+    """`VLLM_MAX_N_SEQUENCES`: the largest `n` of a request, and `--max-sequences-per-request` without that flag."""
+    value = os.environ.get("VLLM_MAX_N_SEQUENCES")
+    return int(value) if value else None
 
 
 def http_timeout_keep_alive_s() -> int:

@@ -6,10 +6,14 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from ascend_vllm import envs
 from ascend_vllm.engine.arg_fields import flag, refuse_unsupported
 from ascend_vllm.engine.arg_parser import LoRAModule
 from ascend_vllm.errors import ConfigError
 
+DEFAULT_MAX_SEQUENCES = 1024
+# lists of more prompts are refused before they are checked
+_MAX_SEQUENCES = 65_536
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
 
@@ -108,6 +112,13 @@ class HttpArgs:
         kind="length",
         example="--max-body-bytes 2M",
     )
+    max_sequences_per_request: int | None = flag(
+        None,
+        "The largest number of sequences that one request may ask for: its prompts, texts or conversations times n "
+        "or best_of. Without it the environment variable VLLM_MAX_N_SEQUENCES says it, else it is 1024.",
+        kind="int",
+        example="--max-sequences-per-request 64",
+    )
     client_timeout_s: float = flag(
         60.0,
         "The seconds a client may take to send a request, with a second more for every 1000 bytes of it, and the "
@@ -124,6 +135,11 @@ class HttpArgs:
         example="--shutdown-timeout 60",
     )
 
+    @property
+    def sequence_limit(self) -> int:
+        """Most sequences of a request, by flag, variable or default."""
+        return self.max_sequences_per_request or envs.max_n_sequences() or DEFAULT_MAX_SEQUENCES
+
     def check(self) -> None:
         """Checks what can be known before anything is started.
 
@@ -131,6 +147,9 @@ class HttpArgs:
             ConfigError: a value is wrong, or needs another flag.
             UnsupportedFlagError: a feature is asked for that does not exist.
         """
+        most = self.max_sequences_per_request
+        if most is not None and not 1 <= most <= _MAX_SEQUENCES:
+            raise ConfigError(f"--max-sequences-per-request must be between 1 and {_MAX_SEQUENCES}, got {most}.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
         if self.ssl_cert_reqs not in (0, 1, 2):

@@ -50,6 +50,8 @@ _BUSY = (
 _BACKLOG = (
     "The engine has reached its prefill token backlog limit. Please try again later or on a different instance."
 )
+# of a request: every step of its rows looks at all of them
+MAX_BAD_WORD_TOKENS = 8192
 # of `AsyncLLM.pause_generation`
 PAUSE_MODES = ("abort", "wait", "keep")
 
@@ -87,7 +89,7 @@ class AsyncLLM:
             envs.keep_tokenizers_in_their_thread()
             # While the core imports torch and reads the weights.
             self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
-            self._input = InputProcessor(config, self.tokenizer)
+            self._input = InputProcessor(config, self.tokenizer, MAX_BAD_WORD_TOKENS)
         except BaseException:
             self._client.shutdown()
             raise

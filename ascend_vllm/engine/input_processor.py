@@ -121,12 +121,16 @@ class InputProcessor:
     Args:
         config: of the engine.
         tokenizer: None under --skip-tokenizer-init: prompts must be token ids then.
+        max_bad_word_tokens: of a request; None: any number.
 
     Attributes:
         max_model_len: most tokens of a sequence; the engine lowers it if the KV cache holds less.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer | None, max_bad_word_tokens: int | None = None
+    ) -> None:
+        self._max_bad_word_tokens = max_bad_word_tokens
         self.max_model_len = config.scheduler.max_model_len
         self._tokenizer = tokenizer
         self._model = config.model
@@ -394,7 +398,15 @@ class InputProcessor:
                 f"bad_words has token ids {wrong} that the model does not have. Vocabulary size: {self._vocab_size}",
                 "bad_words",
             )
-        return [list(word) for word in dict.fromkeys(map(tuple, bad_words)) if word]
+        distinct = [list(word) for word in dict.fromkeys(map(tuple, bad_words)) if word]
+        limit, count = self._max_bad_word_tokens, sum(map(len, distinct))
+        if limit is not None and count > limit:
+            raise RequestError(
+                f"bad_words have {count} tokens, with and without a space before each word; at most {limit} are "
+                "possible. Leave some out.",
+                "bad_words",
+            )
+        return distinct
 
     def _check_prompt(self, token_ids: list[int], limit: int) -> None:
         """Refuses a prompt that is empty, of more than `limit` tokens, or of ids that the model does not have."""

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 import ascend_vllm
-from ascend_vllm.engine.args_server import GenerateServerArgs
+from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES, GenerateServerArgs
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.generate_mindie import MindieFormat
 from ascend_vllm.entrypoints.openai.errors import (
@@ -24,12 +24,13 @@ from ascend_vllm.entrypoints.openai.errors import (
     json_response,
     to_http_error,
 )
-from ascend_vllm.entrypoints.openai.protocol_common import check_num_sequences
+from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes
 from ascend_vllm.entrypoints.openai.streaming import (
     ClientDisconnectedError,
     StreamResponse,
     run_unless_disconnected,
 )
+from ascend_vllm.entrypoints.openai.validation import check_num_values
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -51,22 +52,30 @@ _PLACE = re.compile(r"`\$\.(\w+)")
 _FIRST_WORD = re.compile(r"(\w+) ")
 
 
-def parse_request(body: bytes) -> tuple[str, bool, SamplingParams]:
+def parse_request(body: bytes, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> tuple[str, bool, SamplingParams]:
     """Prompt, whether to stream, and sampling parameters of a body; its content-type does not matter.
+
+    Args:
+        body: of a request.
+        max_sequences: most sequences that it may ask for.
 
     Raises:
         RequestError: not JSON, no prompt, an unknown field, or a value out of range.
     """
+    check_num_values(body)
     fields = decode_json(body)
     if not isinstance(fields, dict):
         raise BodyError("The request body must be a JSON object.", "body")
+    check_sizes(fields)
     prompt = fields.pop("prompt", None)
     if not isinstance(prompt, str):
         raise RequestError("`prompt` must be given as a string.", param="prompt")
     stream = fields.pop("stream", None) or False
     if not isinstance(stream, bool):
         raise RequestError("`stream` must be true or false.", param="stream")
-    return prompt, stream, _sampling_params(fields, stream)
+    params = _sampling_params(fields, stream)
+    check_params(params, max_sequences)
+    return prompt, stream, params
 
 
 def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
@@ -84,7 +93,6 @@ def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
         params = msgspec.convert(fields, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), _field_of(error, known)) from error
-    check_num_sequences(params.num_sequences)
     params.output_kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
     return params
 
@@ -133,11 +141,18 @@ class GenerateFormat(Protocol):
 
 
 class VllmFormat:
-    """vLLM's: prompt and text together, everything so far in every frame; ASCII alone in streams."""
+    """vLLM's: prompt and text together, everything so far in every frame; ASCII alone in streams.
+
+    Args:
+        max_sequences: most sequences that a request may ask for.
+    """
+
+    def __init__(self, max_sequences: int) -> None:
+        self._max_sequences = max_sequences
 
     def parse(self, body: bytes) -> tuple[str, bool, SamplingParams]:
         """See `parse_request`."""
-        return parse_request(body)
+        return parse_request(body, self._max_sequences)
 
     def whole(self, prompt: str, output: RequestOutput) -> Response:
         """``{"text":["<prompt><output>", …]}``."""
@@ -210,8 +225,8 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
 
 def _make_format(engine: AsyncLLM, args: GenerateServerArgs) -> GenerateFormat:
     if args.generate_format == "mindie":
-        return MindieFormat(engine.config.model.vocab_size, engine.max_model_len)
-    return VllmFormat()
+        return MindieFormat(engine.config.model.vocab_size, engine.max_model_len, args.sequence_limit)
+    return VllmFormat(args.sequence_limit)
 
 
 def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:

@@ -14,8 +14,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.entrypoints.openai.errors import AnswerErrorsMiddleware, HttpError, decode_json, json_response
-from ascend_vllm.entrypoints.openai.protocol_common import check_num_sequences, log_unknown_fields
+from ascend_vllm.entrypoints.openai.protocol_common import log_unknown_fields
+from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes
+from ascend_vllm.entrypoints.openai.validation import check_num_values
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -89,9 +92,11 @@ class MindieFormat:
     Args:
         vocab_size: of the model.
         max_model_len: most tokens of prompt and output together; MindIE's maxIterTimes.
+        max_sequences: most sequences that a request may ask for.
     """
 
-    def __init__(self, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> None:
+        self._max_sequences = max_sequences
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
@@ -101,9 +106,11 @@ class MindieFormat:
         Raises:
             RequestError: not JSON, no prompt, or a value of the wrong type or out of range.
         """
+        check_num_values(body)
         fields = decode_json(body)
         if not isinstance(fields, dict):
             raise RequestError("The request body must be a JSON object.", "body")
+        check_sizes(fields)
         given = {name: value for name, value in fields.items() if value is not None}
         try:
             request = msgspec.convert(given, MindieRequest)
@@ -111,7 +118,9 @@ class MindieFormat:
             raise RequestError(str(error)) from error
         self._check(request)
         log_unknown_fields(given.keys() - MindieRequest.__struct_fields__)
-        return request.prompt, request.stream, _sampling_params(request)
+        params = _sampling_params(request)
+        check_params(params, self._max_sequences)
+        return request.prompt, request.stream, params
 
     def whole(self, prompt: str, output: RequestOutput) -> Response:
         """``{"text":["<prompt><output>", …]}``."""
@@ -162,7 +171,6 @@ def _sampling_params(request: MindieRequest) -> SamplingParams:
         params = SamplingParams(**fields, seed=seed, top_k=-1 if request.top_k is None else request.top_k)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
-    check_num_sequences(params.num_sequences)
     params.output_kind = kind
     return params
 

@@ -26,7 +26,6 @@ from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
     AnswerErrorsMiddleware,
     BodyError,
-    decode_json,
     error_response,
     install_error_handlers,
     json_response,
@@ -66,6 +65,7 @@ from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
 from ascend_vllm.entrypoints.openai.small_routes import add_small_routes
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.entrypoints.openai.tool_metrics import ToolCallCollector
+from ascend_vllm.entrypoints.openai.validation import read_model
 from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder
 from ascend_vllm.errors import EngineDeadError
 
@@ -98,22 +98,13 @@ async def read_body(http: Request, model: type[B]) -> B:
     """The request's body as `model`.
 
     Raises:
-        BodyError: it is not a JSON object.
+        RequestError: it is not a JSON object, or too large in one of its parts.
         pydantic.ValidationError: it does not fit the model.
     """
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise BodyError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
-    body = await http.body()
-    # null is no body
-    value = decode_json(b"" if body.strip() == b"null" else body)
-    if not isinstance(value, dict):
-        raise BodyError(
-            "1 validation error:\n  {'type': 'model_attributes_type', 'loc': 'body', 'msg': 'Input should be a "
-            "valid dictionary or object to extract fields from'}",
-            "body",
-        )
-    return model.model_validate(value)
+    return await read_model(await http.body(), model)
 
 
 def _documented_body(model: type[BaseModel]) -> dict[str, Any]:

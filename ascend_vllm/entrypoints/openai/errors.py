@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,8 +27,9 @@ logger = init_logger(__name__)
 # what an answer repeats of a wrong request: enough to find the place, not a whole prompt
 _MAX_SHOWN_ERRORS = 10
 _MAX_INPUT_CHARACTERS = 200
+_MAX_MESSAGE_CHARACTERS = 8192
 # what pydantic calls the members of a union in the place of a finding
-_UNION_MEMBER = re.compile(r"str|(list|dict|literal)\[.*\]|constrained-\w+|[A-Z]\w+")
+_UNION_MEMBER = re.compile(r"str|(list|dict|literal|function-wrap)\[.*\]|constrained-\w+|[A-Z]\w+")
 _FIELD_IN_TEXT = re.compile(r"`(\w+)`")
 
 
@@ -50,7 +51,8 @@ def to_http_error(error: BaseException) -> HttpError:
     if isinstance(error, ValidationError):
         error = validation_error(error)
     if isinstance(error, RequestError):
-        return HttpError(error.status_code, error_body(str(error), error.error_type, error.status_code, error.param))
+        message = shortened(str(error), _MAX_MESSAGE_CHARACTERS)
+        return HttpError(error.status_code, error_body(message, error.error_type, error.status_code, error.param))
     if isinstance(error, EngineDeadError | WorkerCallError):
         return HttpError(
             error.status_code,
@@ -93,9 +95,40 @@ def _location(loc: tuple[int | str, ...], root: str) -> str:
     return ".".join([root, *(str(part) for part in loc if not _UNION_MEMBER.fullmatch(str(part)))])
 
 
+def shortened(text: str, most: int) -> str:
+    """A text, or its beginning if it has more characters than that."""
+    return text if len(text) <= most else text[:most] + "…"
+
+
 def _shortened(value: Any) -> Any:
-    text = repr(value)
-    return value if len(text) <= _MAX_INPUT_CHARACTERS else text[:_MAX_INPUT_CHARACTERS] + "…"
+    """A value of JSON, or the beginning of how Python writes it; takes no longer for a long one."""
+    text = ""
+    for piece in _written(value):
+        text += piece
+        if len(text) > _MAX_INPUT_CHARACTERS:
+            return shortened(text, _MAX_INPUT_CHARACTERS)
+    return value
+
+
+def _written(value: Any) -> Iterator[str]:
+    """How Python writes a value of JSON, piece by piece."""
+    if isinstance(value, list):
+        yield "["
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _written(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (name, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _written(name)
+            yield ": "
+            yield from _written(item)
+        yield "}"
+    else:
+        # of a longer text its beginning is all that will be shown
+        yield repr(value[: _MAX_INPUT_CHARACTERS + 1] if isinstance(value, str) else value)
 
 
 def decode_json(body: bytes) -> Any:

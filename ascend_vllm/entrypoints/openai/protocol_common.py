@@ -9,6 +9,7 @@ name instead of being ignored: see `UNSUPPORTED_FIELDS`.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.openai.request_ids import ChosenId
+from ascend_vllm.entrypoints.openai.request_limits import MAX_PROMPTS, check_beams, check_sequences
 from ascend_vllm.entrypoints.openai.structured_fields import (
     ResponseFormat,
     StructuralTagFormat,
@@ -68,15 +70,21 @@ _BEAM_SEARCH = _SAMPLING | {"temperature": 0.0, "early_stopping": None}
 _logged_fields: set[str] = set()
 # of a field's name
 _MAX_LOGGED_CHARACTERS = 100
+_MAX_LOGGED_AT_ONCE = 100
+_MAX_LOGGED_FIELDS = 1000
 
 
 def log_unknown_fields(names: Iterable[str]) -> None:
     """Say once of each name that a request had it and that it had no effect."""
-    unknown = {name[:_MAX_LOGGED_CHARACTERS] for name in names} - _logged_fields
-    # the set only ever grows by what was logged; the limits keep a hostile client from filling it
-    if unknown and len(_logged_fields) < 1000:
+    # the limits keep a hostile client from filling the set, and the log with one line
+    room = _MAX_LOGGED_FIELDS - len(_logged_fields)
+    if room <= 0:
+        return
+    some = itertools.islice(names, _MAX_LOGGED_AT_ONCE)
+    unknown = sorted({name[:_MAX_LOGGED_CHARACTERS] for name in some} - _logged_fields)[:room]
+    if unknown:
         _logged_fields.update(unknown)
-        logger.warning("Ignored fields of a request that this server does not know: %s", sorted(unknown))
+        logger.warning("Ignored fields of a request that this server does not know: %s", unknown)
 
 
 def random_id(prefix: str) -> str:
@@ -275,8 +283,9 @@ class GenerationRequest(ApiRequest):
         Raises:
             RequestError: a value is out of range; the text names the field.
         """
-        check_num_sequences(self.n or 1)
-        check_num_sequences(self.best_of or 1, "best_of")
+        check_sequences(1, self.n, self.best_of, envs.max_n_sequences() or MAX_PROMPTS)
+        if self.use_beam_search:
+            check_beams(self.best_of or self.n or 1, len(self.stop_token_ids or ()))
         logprobs = self.requested_logprobs()
         if self.use_beam_search:
             # a search has rules of its own: the server's defaults are for sampling
@@ -324,17 +333,6 @@ class GenerationRequest(ApiRequest):
             raise RequestError(str(error), name if name in type(self).model_fields else None) from error
 
 
-def check_num_sequences(count: int, field: str = "n") -> None:
-    """Refuse a number of sequences that would exhaust the server.
-
-    Raises:
-        RequestError: it is above `VLLM_MAX_N_SEQUENCES`.
-    """
-    limit = envs.max_n_sequences()
-    if count > limit:
-        raise RequestError(f"{field} must be at most {limit}, got {count}.", param=field)
-
-
 def parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
     """JSON's string keys as token ids, values clamped to −100 … 100.
 
@@ -345,6 +343,7 @@ def parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float] | 
         return None
     wrong = [key for key in logit_bias if not key.strip().lstrip("+-").isdecimal()]
     if wrong:
+        wrong = [key[:_MAX_LOGGED_CHARACTERS] for key in wrong[:_MAX_LOGGED_AT_ONCE]]
         raise RequestError(
             f"logit_bias contains key(s) that cannot be converted to integer token IDs: {wrong}", param="logit_bias"
         )

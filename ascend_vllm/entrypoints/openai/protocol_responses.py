@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import INT64_MAX, INT64_MIN, ApiRequest
 from ascend_vllm.entrypoints.openai.request_ids import ChosenId
+from ascend_vllm.entrypoints.openai.validation import validated
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -260,7 +261,7 @@ class ResponsesRequest(ApiRequest):
             fields["response_format"] = self.text.format.response_format()
         if self.truncation == "auto":
             fields["truncate_prompt_tokens"] = max(1, max_model_len - (self.max_output_tokens or max_model_len // 4))
-        return ChatCompletionRequest.model_validate(fields)
+        return validated(ChatCompletionRequest, fields)
 
     def _chat_thinking(self) -> dict[str, Any]:
         kwargs = dict(self.chat_template_kwargs or {})

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 import ascend_vllm
 from ascend_vllm import log_lines
+from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.engine.tracing import trace_headers
@@ -28,6 +29,7 @@ from ascend_vllm.entrypoints.openai.protocol_common import (
     Usage,
 )
 from ascend_vllm.entrypoints.openai.request_ids import NamedRequest, claims_of, header_id
+from ascend_vllm.entrypoints.openai.request_limits import check_lists, check_sequences
 from ascend_vllm.entrypoints.openai.streaming import (
     StreamResponse,
     merge,
@@ -83,6 +85,7 @@ class ServingSettings:
         log_outputs: log the text of every answer.
         trace: the engine traces requests.
         has_api_keys: callers are told apart by their keys.
+        max_sequences: most sequences that a request may ask for.
     """
 
     model_names: tuple[str, ...]
@@ -105,6 +108,7 @@ class ServingSettings:
     log_outputs: bool = False
     trace: bool = False
     has_api_keys: bool = False
+    max_sequences: int = DEFAULT_MAX_SEQUENCES
 
     @classmethod
     def from_args(
@@ -137,6 +141,7 @@ class ServingSettings:
             log_outputs=args.enable_log_outputs,
             trace=config.observability.otlp_traces_endpoint is not None,
             has_api_keys=bool(api_keys(args)),
+            max_sequences=args.sequence_limit,
         )
 
 
@@ -423,6 +428,20 @@ class ServingBase:
             )
         return requested
 
+    def check_sequences(self, request: GenerationRequest, num_prompts: int, field: str = "prompt") -> None:
+        """Refuse a request for too many sequences, or with long lists for many, before anything is made for it.
+
+        Args:
+            request: of a client.
+            num_prompts: prompts or conversations that it has.
+            field: holds them.
+
+        Raises:
+            RequestError: tells the limit.
+        """
+        check_sequences(num_prompts, request.n, request.best_of, self.settings.max_sequences, field)
+        check_lists(request, num_prompts)
+
     def response_id(self, request: NamedRequest, prefix: str, http: Request) -> str:
         """The id of the answer to a request: what the client chose, if it did, behind the prefix.
 
@@ -526,14 +545,10 @@ class ServingBase:
         """The engine requests."""
         engine_id = self.engine_id(request, response_id, http)
         headers = self.trace_headers(http)
+        # but for the number of tokens they are the same for all prompts, and may hold long lists
+        params = request.sampling_params(self.sampling_defaults, min(max_tokens), self.forces_logprobs)
         return [
-            _EngineRequest(
-                request,
-                f"{engine_id}-{index}",
-                prompt,
-                request.sampling_params(self.sampling_defaults, limit, self.forces_logprobs),
-                headers,
-            )
+            _EngineRequest(request, f"{engine_id}-{index}", prompt, params.clone(max_tokens=limit), headers)
             for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
         ]
 

@@ -64,6 +64,7 @@ class ServingChat(ServingBase):
         """
         self.check_model(request.model)
         request.check_supported()
+        self.check_sequences(request, 1, "messages")
         self.settings.parsers.prepare(request)
         text = await self.render(
             request.messages,

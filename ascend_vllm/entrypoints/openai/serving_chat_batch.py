@@ -11,8 +11,10 @@ from starlette.responses import Response
 from ascend_vllm.entrypoints.openai.errors import json_response
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatCompletionResponse, ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, PromptTokensDetails, Usage
+from ascend_vllm.entrypoints.openai.request_limits import check_sequences
 from ascend_vllm.entrypoints.openai.serving_chat import ChatAnswer, ServingChat
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.openai.validation import validated
 from ascend_vllm.errors import RequestError
 
 
@@ -34,7 +36,9 @@ class ChatBatchRequest(ApiRequest):
             raise RequestError("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n")
         if fields.get("stream"):
             raise RequestError("Batch chat completions do not support `stream`.", "stream")
-        return [ChatCompletionRequest(messages=messages, **fields) for messages in self.messages]
+        first = validated(ChatCompletionRequest, fields | {"messages": self.messages[0]})
+        # what the fields say is checked once; each conversation gets a request of its own
+        return [first.model_copy(update={"messages": messages}) for messages in self.messages]
 
 
 class ServingChatBatch:
@@ -56,7 +60,10 @@ class ServingChatBatch:
             EngineDeadError: the engine is gone.
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
-        chat, requests = self._chat, batch.to_chat()
+        chat = self._chat
+        check_sequences(len(batch.messages), None, None, chat.settings.max_sequences, "messages")
+        requests = batch.to_chat()
+        chat.check_sequences(requests[0], len(requests), "messages")
         prompts = [await chat.prepare(request, http) for request in requests]
         max_tokens = [
             chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)

@@ -35,6 +35,7 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     VectorsRequest,
     missing_field,
 )
+from ascend_vllm.entrypoints.openai.request_limits import check_sequences
 from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings, unless_gone
 from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected
 from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
@@ -154,6 +155,9 @@ class ServingPooling(ServingBase):
     ) -> tuple[str, list[float], list[Output]]:
         """The answer's id, the scores of all pairs, and what was computed for them."""
         self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
+        # a model for pairs reads each of them, any other one each text
+        num_prompts = max(len(first), len(second)) if is_cross_encoder(self._pooler) else len(first) + len(second)
+        check_sequences(num_prompts, None, None, self.settings.max_sequences, "documents")
         first = await self._shorten(http, first, "max_tokens_per_query", request.max_tokens_per_query)
         second = await self._shorten(http, second, "max_tokens_per_doc", request.max_tokens_per_doc)
         pairs = pair_up(first, second)
@@ -250,6 +254,7 @@ class ServingPooling(ServingBase):
         if given == []:
             raise RequestError("You must pass at least one prompt", param="input")
         several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        check_sequences(len(several), None, None, self.settings.max_sequences, "input")
         return [
             await self._text_prompt(request, http, one, add_special_tokens=special is not False)
             if isinstance(one, str)

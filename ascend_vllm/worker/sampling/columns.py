@@ -126,6 +126,7 @@ class SamplingColumns:
         self.allowed_ids = np.zeros((num_slots, -(-vocab_size // 32)), np.int32)
         # slot → sequences of ids that the output must not contain, of the rows that have some
         self.bad_words: dict[int, BadWordTable] = {}
+        self._last_words: tuple[list[list[int]], BadWordTable] | None = None
         # slot → the user's own functions, of the rows that have some
         self.processors: dict[int, list[LogitsProcessor]] = {}
         self._tables = (self.stop_ids, self.logit_bias)
@@ -170,7 +171,7 @@ class SamplingColumns:
             self.processors[slot] = [LogitsProcessor.of(function) for function in params.logits_processors]
         self.bad_words.pop(slot, None)
         if row.bad_words:
-            self.bad_words[slot] = BadWordTable.of(row.bad_words)
+            self.bad_words[slot] = self._bad_word_table(row.bad_words)
         self.features[slot] = self._features_of(row, has_bias=bool(known.any()), has_stop_ids=len(stop_ids) > 0)
 
     def clear(self, slot: int) -> None:
@@ -197,6 +198,12 @@ class SamplingColumns:
                 self.bad_words.pop(target, None)
                 if words is not None:
                     self.bad_words[target] = words
+
+    def _bad_word_table(self, words: list[list[int]]) -> BadWordTable:
+        """The sequences of a request enter one after the other with the same words, and share their table."""
+        if self._last_words is None or self._last_words[0] != words:
+            self._last_words = (words, BadWordTable.of(words))
+        return self._last_words[1]
 
     def _known(self, token_ids: Iterable[int]) -> Int64Array:
         ids = np.fromiter(token_ids, np.int64)

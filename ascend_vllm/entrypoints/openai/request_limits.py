@@ -1,0 +1,213 @@
+"""How large the parts of a request may be, and who asks for how many sequences.
+
+What a request costs, in time and in memory, is linear in its size; these limits say how large that may get. They are
+far above what clients send, are looked at before anything else is done with a body, and hold for the servers alone:
+`LLM` and `SamplingParams` take what the machine can bear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ascend_vllm import envs
+from ascend_vllm.errors import RequestError
+from ascend_vllm.sampling_params import SamplingParams
+
+# fields at the top of a body, of which those that nobody knows are kept and logged
+MAX_FIELDS = 1024
+# prompts, texts or conversations in a list; --max-sequences-per-request says how many of them are served
+MAX_PROMPTS = 65_536
+# messages, parts, tools, properties of schemas: entries of all that is nested in a body, together
+MAX_NESTED_ENTRIES = 65_536
+# entries of the lists that sampling reads, over all prompts of a request: each prompt has them by itself
+MAX_SAMPLING_ENTRIES = 1 << 20
+# candidates that a step of a beam search compares
+MAX_BEAM_CANDIDATES = 1 << 21
+# fields with many prompts; a list of numbers is one prompt
+_PROMPTS = frozenset(
+    {"prompt", "input", "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items", "tokens"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limit:
+    """Of one field.
+
+    Attributes:
+        entries: of the list or object.
+        what: they are.
+        characters: of all strings in it together, or of the string that it is.
+    """
+
+    entries: int
+    what: str
+    characters: int | None = None
+
+
+LIMITS: dict[str, _Limit] = {
+    "stop": _Limit(1024, "strings", 65_536),
+    "stop_sequences": _Limit(1024, "strings", 65_536),
+    "bad_words": _Limit(1024, "words", 65_536),
+    "stop_token_ids": _Limit(1024, "token ids"),
+    "logit_bias": _Limit(16_384, "token ids"),
+    # as many as the largest vocabularies have
+    "allowed_token_ids": _Limit(1 << 19, "token ids"),
+    "cache_salt": _Limit(1, "text", 4096),
+    "user": _Limit(1, "text", 65_536),
+    "model": _Limit(1, "name", 4096),
+}
+# those that the engine gets with each prompt
+_PER_PROMPT = ("stop", "bad_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """Refuses a body that is too large in one of its parts.
+
+    Args:
+        fields: the body's, as JSON has them.
+
+    Raises:
+        RequestError: tells the limit and names the field.
+    """
+    if len(fields) > MAX_FIELDS:
+        raise RequestError(f"The request has {len(fields)} fields; it may have at most {MAX_FIELDS}.")
+    room = MAX_NESTED_ENTRIES
+    for name, value in fields.items():
+        limit = LIMITS.get(name)
+        if limit is not None:
+            _check_field(name, value, limit)
+        elif isinstance(value, list | dict):
+            if name in _PROMPTS and isinstance(value, list) and _are_prompts(name, value):
+                continue
+            room = _room_after(value, room)
+            if room < 0:
+                raise RequestError(
+                    f"{name} makes the request too large: lists and objects in it may have at most "
+                    f"{MAX_NESTED_ENTRIES} entries in all.",
+                    name,
+                )
+
+
+def check_sequences(num_prompts: int, n: int | None, best_of: int | None, limit: int, field: str = "prompt") -> None:
+    """Refuses a request for too many sequences, before anything is made for them.
+
+    Args:
+        num_prompts: prompts, texts, pairs of texts or conversations.
+        n, best_of: as the request has them; what is out of their ranges is for others to say.
+        limit: --max-sequences-per-request.
+        field: holds the prompts.
+
+    Raises:
+        RequestError: it names the field.
+    """
+    name, per_prompt = max((("n", n or 1), ("best_of", best_of or 1)), key=lambda pair: pair[1])
+    if per_prompt > limit:
+        raise RequestError(f"{name} must be at most {limit}, got {per_prompt}.", name)
+    total = num_prompts * max(1, per_prompt)
+    if total > limit:
+        each = f"{num_prompts} prompts with {name}={per_prompt} are {total}" if per_prompt > 1 else f"got {total}"
+        raise RequestError(
+            f"A request may ask for at most {limit} sequences (--max-sequences-per-request), {each}. Send several "
+            "requests.",
+            field,
+        )
+
+
+def check_lists(fields: Any, num_prompts: int) -> None:
+    """Refuses lists that are long and many: each prompt takes those of its request with it.
+
+    Args:
+        fields: a request of whichever kind; it need not have all fields that have a limit.
+        num_prompts: of the request.
+
+    Raises:
+        RequestError: it names the longest list.
+    """
+    lengths = {
+        name: len(value) for name in _PER_PROMPT if isinstance(value := getattr(fields, name, None), list | dict)
+    }
+    total = num_prompts * sum(lengths.values())
+    if total > MAX_SAMPLING_ENTRIES:
+        name = max(lengths, key=lambda one: lengths[one])
+        raise RequestError(
+            f"{name} has {lengths[name]} entries for each of {num_prompts} prompts; lists may have at most "
+            f"{MAX_SAMPLING_ENTRIES} entries over all prompts of a request. Send several requests.",
+            name,
+        )
+
+
+def check_beams(num_beams: int, num_stop_ids: int) -> None:
+    """Refuses a beam search whose steps would be long: each beam brings candidates for all of them.
+
+    Args:
+        num_beams: of the search.
+        num_stop_ids: ids that end a beam, beside the end-of-sequence token.
+
+    Raises:
+        RequestError: it names the field.
+    """
+    most = MAX_BEAM_CANDIDATES // max(1, num_beams * num_beams) - 2
+    if num_stop_ids > max(0, most):
+        raise RequestError(
+            f"stop_token_ids may have at most {max(0, most)} ids in a beam search with {num_beams} beams, got "
+            f"{num_stop_ids}.",
+            "stop_token_ids",
+        )
+
+
+def check_params(params: SamplingParams, max_sequences: int) -> None:
+    """Refuses sampling parameters of one prompt that ask for too much.
+
+    Args:
+        params: as the request has them.
+        max_sequences: most sequences that it may ask for.
+
+    Raises:
+        RequestError: it names the field.
+    """
+    most = envs.max_n_sequences()
+    limit = max_sequences if most is None else min(most, max_sequences)
+    check_sequences(1, params.n, params.best_of, limit)
+    if params.use_beam_search:
+        check_beams(params.num_sequences, len(params.stop_token_ids or ()))
+
+
+def has_more_entries(value: Any, most: int) -> bool:
+    """Whether all lists and objects in a value together have more entries; takes the time of `most` at most."""
+    return _room_after(value, most) < 0
+
+
+def _check_field(name: str, value: Any, limit: _Limit) -> None:
+    if isinstance(value, list | dict) and len(value) > limit.entries:
+        raise RequestError(f"{name} may have at most {limit.entries} {limit.what}, got {len(value)}.", name)
+    if limit.characters is None:
+        return
+    texts = value if isinstance(value, list) else [value]
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    if size > limit.characters:
+        raise RequestError(f"{name} may have at most {limit.characters} characters in all, got {size}.", name)
+
+
+def _are_prompts(name: str, value: list[Any]) -> bool:
+    """Whether a list is one prompt of token ids, or has strings or such prompts; not too many of them."""
+    if not value or isinstance(value[0], int | float):
+        return True
+    if not isinstance(value[0], str | list):
+        return False
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"{name} may have at most {MAX_PROMPTS} entries, got {len(value)}.", name)
+    return True
+
+
+def _room_after(value: Any, room: int) -> int:
+    """What is left of so many entries after those of a value; negative as soon as they are used up."""
+    stack = [value]
+    while stack and room >= 0:
+        item = stack.pop()
+        if isinstance(item, list | dict):
+            room -= len(item)
+            if room >= 0:
+                stack.extend(item.values() if isinstance(item, dict) else item)
+    return room
