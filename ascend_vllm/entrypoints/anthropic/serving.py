@@ -24,10 +24,11 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.sse import encode_json
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
 # for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice

@@ -22,8 +22,9 @@ from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatResponseMessage,
 )
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 

@@ -18,8 +18,9 @@ from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase, ServingSettings, UsageCounter
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase, ServingSettings
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
