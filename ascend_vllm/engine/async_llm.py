@@ -21,13 +21,14 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.core_receiver import LoopTask
 from ascend_vllm.engine.data_parallel_client import DataParallelClient
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
-from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics
+from ascend_vllm.engine.metrics import LOG_INTERVAL_S, EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
 from ascend_vllm.engine.output_queue import OutputQueue
 from ascend_vllm.engine.pooling_state import pooling_output
+from ascend_vllm.engine.queue_limits import QueueLimits
 from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
-from ascend_vllm.errors import DuplicateRequestError, EngineBusyError, EngineDeadError, RequestError
+from ascend_vllm.errors import DuplicateRequestError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
@@ -43,12 +44,6 @@ T = TypeVar("T")
 
 _NO_PROCESSORS = (
     "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in another process."
-)
-_BUSY = (
-    "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
-)
-_BACKLOG = (
-    "The engine has reached its prefill token backlog limit. Please try again later or on a different instance."
 )
 # of a request: every step of its rows looks at all of them
 MAX_BAD_WORD_TOKENS = 8192
@@ -94,10 +89,7 @@ class AsyncLLM:
             self._client.shutdown()
             raise
         self._output = OutputProcessor.from_config(config, self.tokenizer)
-        # request id → sequences of requests between admission and the output processor (being tokenised)
-        self._admitted: dict[str, int] = {}
-        # as each of the cores counts them
-        self._num_waiting = [0] * config.parallel.data_parallel_size
+        self._limits = QueueLimits(config, self._output, self._metrics)
         self._is_ready = False
         self._refusal: RequestError | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -498,14 +490,10 @@ class AsyncLLM:
         await self.check_health()
         if not self._is_ready:
             await self.ready()
-        if request_id in self._output or request_id in self._admitted:
+        if request_id in self._output or request_id in self._limits:
             raise DuplicateRequestError(f"Request {request_id} already exists.", "request_id")
-        self._check_queue()
-        self._admitted[request_id] = num_sequences
-        try:
+        with self._limits.admit(request_id, num_sequences):
             request = await process()
-        finally:
-            del self._admitted[request_id]
         if self._refusal is not None:
             raise self._refusal
         queue = self._output.make_queue(request.params.output_kind, shape)
@@ -517,26 +505,6 @@ class AsyncLLM:
             self._abort(request_id)
             raise
         return queue
-
-    def _check_queue(self) -> None:
-        """Refuses a request if too many wait: beyond those that can run, or by the core's own count.
-
-        Raises:
-            EngineBusyError: too many requests wait, or too many of their tokens.
-        """
-        most_tokens = self.config.scheduler.max_num_queued_tokens
-        if most_tokens is not None and self._output.num_prefill_tokens >= most_tokens:
-            self._metrics.count_rejection(BACKLOG_FULL)
-            raise EngineBusyError(_BACKLOG)
-        limit = self.config.scheduler.max_num_queued_reqs
-        if limit is None:
-            return
-        in_flight = self._output.num_sequences + sum(self._admitted.values())
-        beyond_running = in_flight - self.config.scheduler.max_num_seqs * self.config.parallel.data_parallel_size
-        num_waiting = sum(self._num_waiting)
-        if beyond_running >= limit or (num_waiting > 0 and num_waiting >= limit):
-            self._metrics.count_rejection()
-            raise EngineBusyError(_BUSY)
 
     def _abort(self, request_id: str, queue: OutputQueue[Any] | None = None) -> None:
         """Ends a request; with a queue, only if it is still the one with this queue."""
@@ -566,7 +534,7 @@ class AsyncLLM:
         processed.publish()
         self._client.abort_requests(processed.stopped_ids)
         if outputs.stats is not None:
-            self._num_waiting[rank] = outputs.stats.num_waiting
+            self._limits.num_waiting[rank] = outputs.stats.num_waiting
         self._metrics.record(outputs.stats, stats, rank)
         self._note_idle(rank)
 
@@ -575,7 +543,7 @@ class AsyncLLM:
         if self._end_waiters:
             self._tell_of_ends()
         if self._client.is_idle(rank):
-            self._num_waiting[rank] = 0
+            self._limits.num_waiting[rank] = 0
             self._metrics.set_idle(rank)
 
     def _on_death(self, error: Exception) -> None:
