@@ -11,7 +11,7 @@ from ascend_vllm.core.request import NO_SLOT, Request
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.types.step import SchedulerOutput
 
-# so much of the slots is not for further sequences of requests
+# what part of the slots a single request leaves to others
 _KEPT_PART = 8
 
 
@@ -43,7 +43,8 @@ class Rows:
         # slot 0 lies on top at first
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.num_reserved = 0
-        self.max_further = max(1, num_slots - max(1, num_slots // _KEPT_PART))
+        # beside the first sequence of their request
+        self.max_further = max(1, num_slots - max(1, num_slots // _KEPT_PART) - 1)
         self._num_further = 0
         # freed since the last step that was handed out
         self._freed: list[int] = []

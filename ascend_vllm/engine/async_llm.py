@@ -193,6 +193,7 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        is_further: bool = False,
     ) -> AsyncGenerator[T, None]:
         """`generate`, but what `shape` makes of each output is yielded.
 
@@ -200,12 +201,14 @@ class AsyncLLM:
             prompt, sampling_params, request_id, trace_headers, priority, cache_salt: as of `generate`.
             shape: called with each output in turn, in the output thread as long as they are read as fast as they
                 come, otherwise where they are read. It must not wait; what it raises ends the request.
+            is_further: the caller sends several requests for one of its own, and this is not the first: those of
+                others can be let in before it.
 
         Raises:
             Exception: what `generate` or `shape` raised.
         """
         process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt)
-        return self._outputs(request_id, process, sampling_params.num_sequences, shape)
+        return self._outputs(request_id, process, sampling_params.num_sequences, shape, is_further)
 
     def encode(
         self,
@@ -214,6 +217,7 @@ class AsyncLLM:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        is_further: bool = False,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Pools a prompt; yields the result, once. For pooling models.
 
@@ -225,6 +229,7 @@ class AsyncLLM:
             request_id: must not be in use.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
+            is_further: as of `generate_shaped`.
 
         Raises:
             RequestError: the request is wrong, and nothing was queued; or it was aborted.
@@ -234,7 +239,7 @@ class AsyncLLM:
         process = functools.partial(
             self._input.process_async, request_id, prompt, pooling_params, priority, cache_salt=cache_salt
         )
-        return self._outputs(request_id, process, 1, pooling_output)
+        return self._outputs(request_id, process, 1, pooling_output, is_further)
 
     def _processing(
         self, prompt: PromptType, params: SamplingParams, id_: str, trace: Any, priority: int, salt: Any, **extra: Any
@@ -257,9 +262,10 @@ class AsyncLLM:
         process: Callable[[], Awaitable[ProcessedRequest]],
         num_sequences: int,
         shape: Callable[[RequestOutput], T] | None,
+        is_further: bool = False,
     ) -> AsyncGenerator[T, None]:
         """Sends a request and yields what comes of it, to its end; it is aborted if nobody waits for that."""
-        queue = await self._add_request(request_id, process, num_sequences, shape)
+        queue = await self._add_request(request_id, process, num_sequences, shape, is_further)
         try:
             while not queue.has_ended:
                 yield await queue.get()
@@ -485,6 +491,7 @@ class AsyncLLM:
         process: Callable[[], Awaitable[ProcessedRequest]],
         num_sequences: int,
         shape: Callable[[RequestOutput], T] | None,
+        is_further: bool,
     ) -> OutputQueue[T]:
         """Sends a request, once `process` has checked and tokenised it."""
         await self.check_health()
@@ -500,6 +507,7 @@ class AsyncLLM:
         self._output.add(request, queue)
         try:
             for core_request in request.core_requests:
+                core_request.is_further |= is_further
                 self._client.add_request(core_request)
         except EngineDeadError:
             self._abort(request_id)

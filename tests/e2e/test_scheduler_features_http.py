@@ -391,3 +391,29 @@ def test_a_sliding_window_keeps_few_blocks() -> None:
         assert max(blocks_in_use) <= 4
         assert wait_until(lambda: is_idle(http))
     assert found[:200] == expected.tolist()
+
+
+# ---- room for others --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "n": 40}),
+        ("/v1/completions", {"prompt": ["Hello"] * 40}),
+        ("/v1/chat/completions/batch", {"messages": [[{"role": "user", "content": "Hello"}]] * 40}),
+    ],
+)
+def test_a_request_of_many_sequences_lets_another_one_pass(path: str, fields: dict[str, Any]) -> None:
+    with client_of([*LONG_FLAGS, "--max-num-seqs", "8", "--num-gpu-blocks-override", "2048"]) as client:
+        body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 400, **fields}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            large = pool.submit(client.post, path, json=body)
+            # the first sequence, which may have ended by now, and six others
+            assert wait_until(lambda: metric(client, "num_requests_running") >= 6)
+            small = client.post("/v1/completions", json=GREEDY | {"prompt": "Hello", "max_tokens": 4})
+            assert small.status_code == 200
+            # and five times as many sequences waited before it
+            assert not large.done() and metric(client, "num_requests_waiting") > 0
+            answer = large.result()
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 40, answer.text

@@ -179,6 +179,8 @@ class _EngineRequest:
     prompt: Prompt
     params: SamplingParams
     headers: Mapping[str, str] | None
+    # not the first prompt of the request
+    is_further: bool = False
 
 
 def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[RequestOutput], T]:
@@ -512,7 +514,7 @@ class ServingBase:
         # but for the number of tokens they are the same for all prompts, and may hold long lists
         params = request.sampling_params(self.sampling_defaults, min(max_tokens), self.forces_logprobs)
         return [
-            _EngineRequest(request, f"{engine_id}-{index}", prompt, params.clone(max_tokens=limit), headers)
+            _EngineRequest(request, f"{engine_id}-{index}", prompt, params.clone(max_tokens=limit), headers, index > 0)
             for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
         ]
 
@@ -528,6 +530,7 @@ class ServingBase:
             priority=part.request.priority or 0,
             cache_salt=part.request.cache_salt,
             trace_headers=part.headers,
+            is_further=part.is_further,
         )
         if part.params.structured_outputs is not None:
             outputs = _name_constraint(outputs, part.request.constraint_field)

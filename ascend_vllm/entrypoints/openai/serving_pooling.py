@@ -219,6 +219,7 @@ class ServingPooling(ServingBase):
                     f"{engine_id}-{index}",
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    is_further=index > 0,
                 )
             )
 
