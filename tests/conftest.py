@@ -56,6 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
     parser.addoption("--all-shapes", action="store_true", help="every costly value in every field, which takes hours")
+    parser.addoption(
+        "--soak-seconds", type=float, default=30, help="how long servers are kept under all kinds of load"
+    )
     parser.addoption("--all-kills", action="store_true", help="every process is killed once, in every layout")
     parser.addoption(
         "--server-flags",
@@ -104,3 +107,9 @@ def num_fuzzed_requests(request: pytest.FixtureRequest) -> int:
 def whole_product(request: pytest.FixtureRequest) -> bool:
     """Whether every field gets every costly value, instead of one."""
     return bool(request.config.getoption("--all-shapes"))
+
+
+@pytest.fixture(scope="session")
+def soak_seconds(request: pytest.FixtureRequest) -> float:
+    """How long the soak lasts; 1200 is for a run by hand."""
+    return float(request.config.getoption("--soak-seconds"))

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -164,7 +165,7 @@ class Server:
             raise RuntimeError(f"expected one engine core, found {cores}; log:\n{self.log}")
         return cores[0]
 
-    def wait_ready(self, timeout_s: float = 90.0, verify: str | bool = True) -> None:
+    def wait_ready(self, timeout_s: float = 90.0, verify: ssl.SSLContext | bool = True) -> None:
         """Wait until /health answers 200.
 
         Raises:
@@ -244,16 +245,25 @@ def command_of(process: psutil.Process) -> list[str]:
 
 @contextlib.contextmanager
 def running(
-    module: str, arguments: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = 90.0
+    module: str,
+    arguments: Sequence[str],
+    env: dict[str, str] | None = None,
+    timeout_s: float = 90.0,
+    context: ssl.SSLContext | None = None,
 ) -> Iterator[Server]:
     """A server that is ready, ended in order afterwards.
+
+    Args:
+        module, arguments, env: see `Server`.
+        timeout_s: for it to be ready.
+        context: whom to trust, of a server with TLS flags.
 
     Raises:
         RuntimeError: it did not start, did not end with code 0, or left processes behind.
     """
-    server = Server(module, arguments, env)
+    server = Server(module, arguments, env, scheme="https" if context else "http")
     try:
-        server.wait_ready(timeout_s)
+        server.wait_ready(timeout_s, context or True)
         yield server
         ended_early = server.process.poll() is not None
         code = server.terminate()

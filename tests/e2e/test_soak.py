@@ -1,0 +1,264 @@
+"""Everything at once, for a while: nothing is left of it.
+
+pytest tests/e2e/test_soak.py --soak-seconds 1200 -s
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import pathlib
+import ssl
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+import psutil
+import pytest
+
+from tests.certificates import make_certificates
+from tests.e2e.soak_traffic import MODEL, Client, GenerateClient, OpenAIClient, PoolingClient, PriorityClient
+from tests.server import (
+    GENERATE_SERVER,
+    OPENAI_SERVER,
+    Server,
+    is_alive,
+    is_idle,
+    needs_openssl,
+    running,
+    wait_until,
+)
+from tests.tiny_models import tiny_model
+
+FLAGS = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12"]
+# little enough that running requests must make room for one another
+SMALL_CACHE = ["--kv-cache-memory-bytes", "1M"]
+CACHE = ["--kv-cache-memory-bytes", "16M"]
+QUIET = ["--disable-uvicorn-access-log"]
+NAME = ["--served-model-name", MODEL]
+# above this many seconds there is a server for each parser of tool calls
+LONG_S = 300
+SAMPLE_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """A server and its clients.
+
+    Attributes:
+        name: for people.
+        module: its program.
+        flags: beside those that all have.
+        client: what asks it.
+        clients: how many of them.
+        has_tls: whether it is asked over HTTPS.
+        is_extra: whether it is for long runs only.
+    """
+
+    name: str
+    module: str
+    flags: Sequence[str]
+    client: type[Client]
+    clients: int
+    has_tls: bool = False
+    is_extra: bool = False
+
+
+def _tools(parser: str) -> list[str]:
+    return ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+
+
+ARRANGEMENTS = (
+    Arrangement(
+        "priorities",
+        OPENAI_SERVER,
+        [*_tools("hermes"), "--scheduling-policy", "priority", *SMALL_CACHE, *NAME, *QUIET],
+        PriorityClient,
+        5,
+    ),
+    Arrangement(
+        "tls",
+        OPENAI_SERVER,
+        [*_tools("qwen3_coder"), "--enable-prefix-caching", "--enable-chunked-prefill", *CACHE, *NAME, *QUIET],
+        OpenAIClient,
+        3,
+        has_tls=True,
+    ),
+    Arrangement("pooling", OPENAI_SERVER, ["--runner", "pooling", *CACHE, *NAME, *QUIET], PoolingClient, 1),
+    Arrangement("generate", GENERATE_SERVER, CACHE, GenerateClient, 1),
+    *(
+        Arrangement(parser, OPENAI_SERVER, [*_tools(parser), *flags, *NAME, *QUIET], OpenAIClient, 2, is_extra=True)
+        for parser, flags in {
+            "llama3_json": [*CACHE, "--num-scheduler-steps", "4"],
+            "mistral": [*SMALL_CACHE, "--preemption-mode", "swap"],
+            "internlm": [*CACHE, "--disable-async-output-proc"],
+        }.items()
+    ),
+)
+
+
+@dataclasses.dataclass
+class State:
+    """What a server's processes hold.
+
+    Attributes:
+        memory_mb: resident, shared pages counted for each.
+        files: open files and sockets.
+        threads: of all processes.
+        processes: how many.
+    """
+
+    memory_mb: float
+    files: int
+    threads: int
+    processes: int
+
+    @classmethod
+    def of(cls, server: Server) -> State:
+        """Now."""
+        memory, files, threads, processes = 0.0, 0, 0, 0
+        for process in [psutil.Process(server.process.pid), *server.children()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                memory += process.memory_info().rss / 1e6
+                files += process.num_fds()
+                threads += process.num_threads()
+                processes += 1
+        return cls(memory, files, threads, processes)
+
+
+class Subject:
+    """A running server of an arrangement, and what was seen of it.
+
+    Attributes:
+        counts: requests by kind.
+        wrong: what clients found.
+        states: one a second.
+    """
+
+    def __init__(self, arrangement: Arrangement, server: Server, context: ssl.SSLContext | None) -> None:
+        self.arrangement = arrangement
+        self.server = server
+        self._context = context
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+        self.states: list[State] = []
+
+    def clients(self) -> list[Client]:
+        """Its clients, which have not begun."""
+        name, kind = self.arrangement.name, self.arrangement.client
+        return [
+            kind(self.server, f"{name} {index}", self._context, self.counts, self.wrong)
+            for index in range(self.arrangement.clients)
+        ]
+
+    @property
+    def has_seen_everything(self) -> bool:
+        """Whether every kind of request was made."""
+        return set(self.arrangement.client.KINDS) <= set(self.counts)
+
+    def come_to_rest(self) -> None:
+        """Waits for the end of everything that was begun.
+
+        Raises:
+            AssertionError: there is none.
+        """
+        if self.arrangement.module == GENERATE_SERVER:
+            return
+        with httpx.Client(base_url=self.server.url, verify=self._context or True, timeout=30) as http:
+            assert wait_until(lambda: is_idle(http), 120), http.get("/metrics").text
+
+    def findings(self, before: State, after: State) -> list[str]:
+        """What is wrong, each with the server's name."""
+        found = list(self.wrong)
+        # a process for templates or a worker of a thread pool is made when it is first needed
+        for name, spare in (("files", 12), ("threads", 12), ("processes", 1)):
+            grown = getattr(after, name) - getattr(before, name)
+            found += [f"{grown} more {name} than in the beginning"] if grown > spare else []
+        # what a client finds ends the soak, which is too short then
+        found += self._memory_findings() if len(self.states) > 9 else []
+        zombies = [child for child in psutil.Process(self.server.process.pid).children(True) if not is_alive(child)]
+        found += [f"zombies {zombies}"] if zombies else []
+        lines = [line for line in self.server.log.splitlines() if "ERROR" in line or "Traceback" in line]
+        found += [f"in the log: {line}" for line in lines[:5]]
+        return [f"{self.arrangement.name}: {finding}" for finding in found]
+
+    def _memory_findings(self) -> list[str]:
+        third = len(self.states) // 3
+        middle, end = self.states[third : 2 * third], self.states[2 * third :]
+        held = [statistics.median(state.memory_mb for state in part) for part in (middle, end)]
+        print(f"{self.arrangement.name:12} {held[0]:6.0f} → {held[1]:6.0f} MB, {self.counts.total()} requests")
+        # in a short run everything is done for the first time in the middle of it still
+        if held[1] > 1.05 * held[0] + 10:
+            return [f"memory grew from {held[0]:.0f} MB in the middle third to {held[1]:.0f} MB in the last"]
+        return []
+
+
+@contextlib.contextmanager
+def subject(arrangement: Arrangement, certificates: pathlib.Path) -> Iterator[Subject]:
+    """A server that is ended in order: with exit code 0, without a process left."""
+    flags = ["--model", tiny_model("qwen2"), *FLAGS, *arrangement.flags]
+    context = None
+    if arrangement.has_tls:
+        flags += [
+            "--ssl-keyfile",
+            str(certificates / "server.key"),
+            "--ssl-certfile",
+            str(certificates / "server.pem"),
+        ]
+        context = ssl.create_default_context(cafile=certificates / "ca.pem")
+    with running(arrangement.module, flags, context=context) as server:
+        yield Subject(arrangement, server, context)
+
+
+async def soak(subjects: Sequence[Subject], seconds: float) -> None:
+    """Lets all clients ask for so long, then leave: what they have asked for by then is given up.
+
+    It lasts longer if a kind of request has not come by then, and ends with the first wrong answer.
+    """
+    tasks = [asyncio.create_task(client.run()) for one in subjects for client in one.clients()]
+    end = time.monotonic() + seconds
+    while not any(one.wrong for one in subjects):
+        if time.monotonic() > end and all(one.has_seen_everything for one in subjects):
+            break
+        await asyncio.sleep(SAMPLE_S)
+        for one in subjects:
+            one.states.append(State.of(one.server))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    # the event loop closes what they have left
+    await asyncio.sleep(0.2)
+
+
+@pytest.mark.slow
+@needs_openssl
+def test_soak(tmp_path: pathlib.Path, soak_seconds: float) -> None:
+    make_certificates(tmp_path)
+    chosen = [arrangement for arrangement in ARRANGEMENTS if seconds_allow(arrangement, soak_seconds)]
+    with contextlib.ExitStack() as stack:
+        subjects = [stack.enter_context(subject(arrangement, tmp_path)) for arrangement in chosen]
+        # everything once: threads, caches and processes that are made when they are first needed
+        asyncio.run(soak(subjects, min(10.0, soak_seconds / 4)))
+        for one in subjects:
+            one.come_to_rest()
+            one.states.clear()
+        before = [State.of(one.server) for one in subjects]
+        asyncio.run(soak(subjects, soak_seconds))
+        for one in subjects:
+            one.come_to_rest()
+        # the last connections are closed
+        time.sleep(1)
+        findings = [
+            finding
+            for one, state in zip(subjects, before, strict=True)
+            for finding in one.findings(state, State.of(one.server))
+        ]
+        assert not findings, "\n".join(findings)
+
+
+def seconds_allow(arrangement: Arrangement, seconds: float) -> bool:
+    """Whether a run of this length has an arrangement."""
+    return not arrangement.is_extra or seconds >= LONG_S
