@@ -22,6 +22,7 @@ from ascend_vllm.engine.pooling_requests import (
     truncate,
     truncation_limit,
 )
+from ascend_vllm.engine.stop_strings import StopAutomaton, prepare_stop_search
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError
 from ascend_vllm.pooling_params import PoolingParams
@@ -75,6 +76,8 @@ class ProcessedRequest:
             in the life of the engine, so that late outputs of an aborted request never meet a new one with the same
             id.
         trace_headers: by which its trace belongs to the caller's; None: to nobody's.
+        stops: what its sequences look for; kept here so that it is made once, and not where others wait for it. None:
+            there is nothing to keep.
     """
 
     request_id: str
@@ -84,6 +87,7 @@ class ProcessedRequest:
     arrival_time: float
     core_requests: list[EngineCoreRequest]
     trace_headers: Mapping[str, str] | None = None
+    stops: StopAutomaton | None = None
 
 
 @dataclasses.dataclass
@@ -190,9 +194,10 @@ class InputProcessor:
                 any_length=draft.params.truncate_prompt_tokens is not None,
             )
         words = _with_and_without_space(draft.params)
-        return self._build(
-            draft, [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
-        )
+        bad_words = [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
+        request = self._build(draft, bad_words)
+        request.stops = await prepare_stop_search(request.params.stop_strings)
+        return request
 
     def _draft(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ascend_vllm.engine.detokenization import IncrementalDetokenizer, NoDetokenizer
 from ascend_vllm.engine.request_stats import FinishedSequence
+from ascend_vllm.engine.stop_strings import make_stop_search
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import CompletionOutput, Logprob, PositionLogprobs
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -76,12 +77,13 @@ class SequenceState:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-        self._stops = params.stop_strings
+        stops = params.stop_strings
+        self._stops = make_stop_search(stops) if stops else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         # While it runs, text that may turn out to be the beginning of a stop string is kept back; if the stop
         # string is part of the text, it may be sent at once.
-        self._held_back = 0 if self._include_stop else max(map(len, self._stops), default=1) - 1
+        self._held_back = 0 if self._include_stop else max(map(len, stops), default=1) - 1
         self._num_logprobs = params.logprobs
         self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self._is_scored = is_scored or params.logprobs is not None
@@ -117,7 +119,7 @@ class SequenceState:
         token_ids, reason = output.new_token_ids, output.finish_reason
         # STOP means that the last token ended the sequence: its text is not part of the text.
         num_with_text = len(token_ids) - (reason is FinishReason.STOP and not self._include_stop)
-        if self._stops or self._is_scored:
+        if self._stops is not None or self._is_scored:
             for position, token_id in enumerate(token_ids):
                 piece = self._detokenizer.push((token_id,)) if position < num_with_text else ""
                 self.text += piece
@@ -175,15 +177,18 @@ class SequenceState:
 
     def _find_stop(self, num_new_chars: int) -> bool:
         """Looks for a stop string that ends in the new text; cuts the text there."""
-        if len(self.token_ids) < self._min_tokens:
+        if self._stops is None:
             return False
-        for stop in self._stops:
-            start = self.text.find(stop, max(0, len(self.text) - num_new_chars - len(stop) + 1))
-            if start >= 0:
-                self.text = self.text[: start + len(stop) if self._include_stop else start]
-                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                return True
-        return False
+        if len(self.token_ids) < self._min_tokens:
+            self._stops.push(self.text, num_new_chars)
+            return False
+        found = self._stops.find(self.text, num_new_chars)
+        if found is None:
+            return False
+        stop, start = found
+        self.text = self.text[: start + len(stop) if self._include_stop else start]
+        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return True
 
     def _append_logprobs(self, entry: TokenLogprobs, piece: str) -> None:
         """Shapes one position: the sampled token, then the most likely ones.

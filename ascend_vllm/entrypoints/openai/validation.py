@@ -27,6 +27,7 @@ _SHORT_BODY = 64 * 1024
 _SHORT_VALUE = 256
 # what JSON makes of a body takes many times its size: each list or object, and each entry, is a Python object
 _MAX_CONTAINERS = 1 << 17
+_MAX_MEMBERS = 1 << 18
 _MAX_VALUES = 1 << 23
 
 _Ids = list[Annotated[int, msgspec.Meta(ge=0)]]
@@ -64,23 +65,27 @@ def check_num_values(body: bytes) -> None:
     Raises:
         BodyError: it does.
     """
-    num_containers, num_values = _count_values(body)
-    if num_containers > _MAX_CONTAINERS or num_values > _MAX_VALUES:
-        # texts may have these characters as well
-        unquoted = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
-        num_containers, num_values = _count_values(unquoted)
-    if num_containers > _MAX_CONTAINERS or num_values > _MAX_VALUES:
-        raise BodyError(
-            f"The request body has {num_containers} lists and objects, and {num_values} values; it may have at most "
-            f"{_MAX_CONTAINERS} and {_MAX_VALUES}. Send several requests.",
-            "body",
-        )
+    if not _exceeding(body):
+        return
+    # texts may have these characters as well
+    unquoted = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+    exceeding = _exceeding(unquoted)
+    if exceeding:
+        raise BodyError(f"The request body has too many {exceeding}. Send several requests.", "body")
 
 
-def _count_values(json: bytes) -> tuple[int, int]:
-    """Lists and objects, and all values or a few more, if no texts are among them."""
-    num_containers = json.count(b"[") + json.count(b"{")
-    return num_containers, num_containers + json.count(b",")
+def _exceeding(json: bytes) -> str | None:
+    """What JSON without texts has too many of, with the number and the limit; None: of nothing."""
+    num_containers, num_members = json.count(b"[") + json.count(b"{"), json.count(b":")
+    counts = {
+        "lists and objects": (num_containers, _MAX_CONTAINERS),
+        "members of objects": (num_members, _MAX_MEMBERS),
+        "values": (num_containers + json.count(b","), _MAX_VALUES),
+    }
+    for name, (count, most) in counts.items():
+        if count > most:
+            return f"{name}, {count}; it may have at most {most}"
+    return None
 
 
 def _read(body: bytes, model: type[B]) -> B:

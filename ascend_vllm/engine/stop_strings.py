@@ -1,0 +1,207 @@
+"""Finds the strings that end a text, in time that does not depend on how many there are."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+# So many are looked for one by one with str.find, which is faster than any search in Python.
+_FEW = 4
+# building the search takes time that others should not wait for, from so many characters on
+_LONG = 1024
+
+# above every code point
+_CODES = 0x110000
+_NONE = -1
+
+
+class StopSearch(Protocol):
+    """Looks for a request's stop strings in the text of one sequence, as it grows."""
+
+    def push(self, text: str, num_new: int) -> None:
+        """Takes note of new characters in which nothing is looked for.
+
+        Args:
+            text: all of it.
+            num_new: characters that were added since the last call.
+        """
+
+    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
+        """The first of the strings, in their order, that ends in the new characters, and where it begins.
+
+        Of several places of this string it is the first. Arguments as of `push`.
+        """
+
+
+class _OneByOne:
+    """Search of a few strings."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+
+    def push(self, text: str, num_new: int) -> None:
+        """Nothing is remembered."""
+
+    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
+        """See `StopSearch.find`."""
+        for stop in self._stops:
+            start = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
+            if start >= 0:
+                return stop, start
+        return None
+
+
+class StopAutomaton:
+    """Many strings as one automaton (Aho and Corasick, "Efficient string matching", 1975).
+
+    Its states are the strings' beginnings. They are numbered as they come up, so that most of them continue with the
+    next number; only where strings part is there a table. Whoever searches holds a state: the longest beginning that
+    the text ends with.
+
+    Args:
+        stops: none of them empty. About a dozen bytes are kept for each character.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        # [states] the character that leads to the next number; _NONE: none does
+        self._next_code = array("i", [_NONE])
+        # state × _CODES + character → state, where it is not the next number
+        self._branches: dict[int, int] = {}
+        # [states] the first of the strings, by number, that ends here
+        self._best = array("i", [len(stops)])
+        for number, stop in enumerate(stops):
+            self._add(stop, number)
+        # [states] the longest other beginning that this one ends with
+        self._fallback = self._make_fallbacks()
+
+    def search(self, state: int, piece: str) -> tuple[int, tuple[str, int] | None]:
+        """Goes on with a piece of text.
+
+        Args:
+            state: 0 at the beginning of a text.
+            piece: what comes next.
+
+        Returns:
+            The new state; the first string, in their order, that ends in the piece, and how many characters of the
+            piece come up to its end; None: none does.
+        """
+        next_code, branches, fallback, best = self._next_code, self._branches, self._fallback, self._best
+        found, found_end = len(self._stops), 0
+        for end, code in enumerate(map(ord, piece), 1):
+            while True:
+                if next_code[state] == code:
+                    state += 1
+                    break
+                branch = branches.get(state * _CODES + code)
+                if branch is not None:
+                    state = branch
+                    break
+                if state == 0:
+                    break
+                state = fallback[state]
+            if best[state] < found:
+                found, found_end = best[state], end
+        return state, None if found == len(self._stops) else (self._stops[found], found_end)
+
+    def _add(self, stop: str, number: int) -> None:
+        state = 0
+        for code in map(ord, stop):
+            if self._next_code[state] == code:
+                state += 1
+                continue
+            key = state * _CODES + code
+            branch = self._branches.get(key)
+            if branch is None:
+                branch = len(self._next_code)
+                if branch == state + 1:
+                    self._next_code[state] = code
+                else:
+                    self._branches[key] = branch
+                self._next_code.append(_NONE)
+                self._best.append(len(self._stops))
+            state = branch
+        self._best[state] = min(self._best[state], number)
+
+    def _make_fallbacks(self) -> array[int]:
+        """Shorter beginnings first, since longer ones fall back to them."""
+        fallback = array("i", bytes(4 * len(self._next_code)))
+        branches: dict[int, list[tuple[int, int]]] = {}
+        for key, child in self._branches.items():
+            branches.setdefault(key // _CODES, []).append((key % _CODES, child))
+        states = [0]
+        for state in states:
+            children = branches.get(state, [])
+            if self._next_code[state] != _NONE:
+                children = [*children, (self._next_code[state], state + 1)]
+            for code, child in children:
+                target = self._step(fallback, fallback[state], code) if state else 0
+                fallback[child] = target
+                self._best[child] = min(self._best[child], self._best[target])
+                states.append(child)
+        return fallback
+
+    def _step(self, fallback: array[int], state: int, code: int) -> int:
+        while True:
+            if self._next_code[state] == code:
+                return state + 1
+            branch = self._branches.get(state * _CODES + code)
+            if branch is not None:
+                return branch
+            if state == 0:
+                return 0
+            state = fallback[state]
+
+
+class _AllAtOnce:
+    """Search of many strings in the text of one sequence."""
+
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self._automaton = automaton
+        self._state = 0
+
+    def push(self, text: str, num_new: int) -> None:
+        """See `StopSearch.push`."""
+        self.find(text, num_new)
+
+    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
+        """See `StopSearch.find`."""
+        begin = len(text) - num_new
+        self._state, found = self._automaton.search(self._state, text[begin:])
+        return None if found is None else (found[0], begin + found[1] - len(found[0]))
+
+
+# the sequences and prompts of a request, and requests of one client, have the same strings
+_automata: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = weakref.WeakValueDictionary()
+
+
+def make_stop_search(stops: Sequence[str]) -> StopSearch:
+    """The search of a new sequence, which is best kept as long as others with the same strings may begin.
+
+    Args:
+        stops: of the request, none of them empty.
+    """
+    if len(stops) <= _FEW:
+        return _OneByOne(stops)
+    return _AllAtOnce(_automaton(tuple(stops)))
+
+
+async def prepare_stop_search(stops: Sequence[str]) -> StopAutomaton | None:
+    """What `make_stop_search` needs, made beside the event loop if it takes time; held as long as it is needed."""
+    if len(stops) <= _FEW:
+        return None
+    key = tuple(stops)
+    known = _automata.get(key)
+    if known is not None or sum(map(len, key)) <= _LONG:
+        return known or _automaton(key)
+    return await asyncio.to_thread(_automaton, key)
+
+
+def _automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    automaton = _automata.get(stops)
+    if automaton is None:
+        automaton = _automata[stops] = StopAutomaton(stops)
+    return automaton
