@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
@@ -81,7 +80,6 @@ class AsyncLLM:
         self._client = DataParallelClient(config, self._on_outputs, self._on_death)
         self._client.start()
         try:
-            envs.keep_tokenizers_in_their_thread()
             # While the core imports torch and reads the weights.
             self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
             self._input = InputProcessor(config, self.tokenizer, MAX_BAD_WORD_TOKENS)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ascend_vllm import envs
 from ascend_vllm.errors import EngineBusyError
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ SHORT = 16 * 1024
 # and up to this many tenths of a second
 MEDIUM = 256 * 1024
 # characters that may wait for their thread; short texts are as many as there are requests
-_MAX_WAITING_MEDIUM = 128 * 1024 * 1024
+MAX_WAITING = 128 * 1024 * 1024
 _MAX_WAITING_LONG = 32 * 1024 * 1024
 # how much less of a busy processor the thread for the longest texts gets
 _NICE_LONG = 10
@@ -58,7 +59,7 @@ class TextThread:
     """
 
     def __init__(self, name: str, nice: int = 0, max_waiting: int | None = None) -> None:
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, name, _add_niceness, (nice,))
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, name, _prepare_thread, (nice,))
         self._max_waiting = max_waiting
         self._lock = threading.Lock()
         self._waiting: collections.OrderedDict[_Work, None] = collections.OrderedDict()
@@ -140,10 +141,10 @@ class TextThreads:
 
     def __init__(self, name: str, one: bool = False) -> None:
         if one:
-            short = medium = long = TextThread(name, max_waiting=_MAX_WAITING_MEDIUM)
+            short = medium = long = TextThread(name, max_waiting=MAX_WAITING)
         else:
             short = TextThread(name)
-            medium = TextThread(f"{name}-medium", max_waiting=_MAX_WAITING_MEDIUM)
+            medium = TextThread(f"{name}-medium", max_waiting=MAX_WAITING)
             long = TextThread(f"{name}-long", _NICE_LONG, _MAX_WAITING_LONG)
         self.short, self.medium, self.long = short, medium, long
 
@@ -159,8 +160,9 @@ class TextThreads:
             thread.close()
 
 
-def _add_niceness(nice: int) -> None:
-    """Gives the thread that calls less of a busy processor. Linux has a niceness for each thread."""
+def _prepare_thread(nice: int) -> None:
+    """Lets the thread that calls work alone, with less of a busy processor; Linux has a niceness for each thread."""
+    envs.keep_tokenizers_in_their_thread()
     if nice == 0:
         return
     thread = threading.get_native_id()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.engine.detokenization import (
@@ -12,12 +12,14 @@ from ascend_vllm.engine.detokenization import (
     IncrementalDetokenizer,
     WindowDetokenizer,
 )
-from ascend_vllm.engine.text_threads import MEDIUM, SHORT, TextThread, TextThreads
+from ascend_vllm.engine.text_threads import MAX_WAITING, MEDIUM, SHORT, TextThread, TextThreads
 from ascend_vllm.errors import RequestError
 from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
 
 # The longest UTF-8 character has 4 bytes; a prompt's last 4 tokens hold all that may be incomplete at its end.
 _BYTE_PROMPT_TAIL = 4
@@ -70,6 +72,7 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self._one_thread = one_thread or not self.is_fast
         self._threads = TextThreads("tokenizer", one=self._one_thread)
+        self._templates = TextThread("chat-template", max_waiting=MAX_WAITING)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Tokenizer:
@@ -350,9 +353,22 @@ class Tokenizer:
         """`convert_ids_to_tokens` off the event loop; raises `EngineBusyError` as `encode_async`."""
         return await self._thread_of_ids(token_ids).run(len(token_ids), self.convert_ids_to_tokens, token_ids)
 
+    async def render_async(self, size: int, render: Callable[[], T]) -> T:
+        """What a function returns that renders a chat template, called off the event loop.
+
+        Args:
+            size: characters and values of the conversation: long ones wait for each other alone.
+            render: holds the interpreter; other threads get their turn.
+
+        Raises:
+            EngineBusyError: too many long ones wait already.
+        """
+        return await (self._threads.short if size <= SHORT else self._templates).run(size, render)
+
     def close(self) -> None:
         """Ends the threads; the synchronous calls keep working."""
         self._threads.close()
+        self._templates.close()
 
     def _thread_of_ids(self, token_ids: Sequence[int]) -> TextThread:
         """Where ids become text: much of it holds the interpreter, which no thread of low priority should."""

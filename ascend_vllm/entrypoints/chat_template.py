@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -170,13 +171,14 @@ def _without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     said = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "developer"]
     if not said:
         return list(messages)
-    rest = [message for message in messages if message not in said]
-    if rest and rest[0].get("role") == "system":
+    rest = [message for message in messages if not isinstance(message, Mapping) or message.get("role") != "developer"]
+    if rest and isinstance(rest[0], Mapping) and rest[0].get("role") == "system":
         said.insert(0, rest.pop(0))
     texts = ["\n".join(_parse_content(message.get("content"), "this model")) for message in said]
     return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
 
 
+@functools.lru_cache(maxsize=16)
 def detect_content_format(template: str) -> Literal["string", "openai"]:
     """What a template expects of a message's content: "openai" if it loops over the parts of contents."""
     try:
@@ -266,6 +268,8 @@ def _parse_tool_call(call: Any) -> Any:
         return call
     try:
         value = json.loads(arguments) if arguments else {}
+    except RecursionError as error:
+        raise RequestError("The arguments of a tool call are nested too deeply.", "messages") from error
     except ValueError as error:
         raise RequestError(f"The arguments of a tool call are not JSON: {error}", "messages") from error
     return {**call, "function": {**function, "arguments": value}}

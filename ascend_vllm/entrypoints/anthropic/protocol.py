@@ -130,6 +130,15 @@ class CountTokensRequest(ApiRequest):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the messages' contents, those in tools' results too, or messages if there are more of these."""
+        contents = [message.content for message in self.messages]
+        blocks = [block for content in contents if not isinstance(content, str) for block in content]
+        inner = (block.content for block in blocks if block.content is not None)
+        num_blocks = len(blocks) + sum(len(content) for content in inner if not isinstance(content, str))
+        return max(len(contents), num_blocks)
+
     def to_chat(self) -> ChatCompletionRequest:
         """The same conversation as a chat request.
 

@@ -6,6 +6,7 @@ answer is shaped here: content blocks, and a stream of events that open and clos
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -21,6 +22,7 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
     MessageUsage,
     error_of,
 )
+from ascend_vllm.entrypoints.conversation_limits import check_number
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
@@ -31,6 +33,8 @@ from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
+# blocks whose conversion takes milliseconds
+_MANY_BLOCKS = 256
 # for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice
 _INVALID_JSON = "INVALID_JSON"
 
@@ -60,7 +64,7 @@ class ServingMessages:
             EngineDeadError: the engine is gone.
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
-        chat_request = request.to_chat()
+        chat_request = await self._to_chat(request)
         prompt = await self._chat.prepare(chat_request, http)
         max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
         response_id = self._chat.response_id(chat_request, "chatcmpl", http)
@@ -81,9 +85,16 @@ class ServingMessages:
             pydantic.ValidationError: its tools do not fit each other.
             ClientDisconnectedError: the client went away.
         """
-        prompt = await self._chat.prepare(request.to_chat(), http)
+        prompt = await self._chat.prepare(await self._to_chat(request), http)
         count = len(prompt.token_ids)
         return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+
+    async def _to_chat(self, request: CountTokensRequest) -> ChatCompletionRequest:
+        """The chat request, made beside the event loop if there is much of it; raises as `count_tokens`."""
+        check_number(request.num_blocks, self._chat.settings.max_model_len)
+        if request.num_blocks > _MANY_BLOCKS:
+            return await asyncio.to_thread(request.to_chat)
+        return request.to_chat()
 
 
 class _Answer:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from starlette.requests import Request
@@ -17,9 +17,9 @@ import ascend_vllm
 from ascend_vllm import log_lines
 from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.engine.pooling_requests import truncate
-from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import ContentFormat, described_tool, render_chat
+from ascend_vllm.entrypoints.conversation_limits import check_conversation
 from ascend_vllm.entrypoints.openai.caller import EVERYBODY, api_keys, caller_of
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
@@ -32,6 +32,7 @@ from ascend_vllm.entrypoints.openai.streaming import (
     StreamResponse,
     merge,
     run_unless_disconnected,
+    unless_gone,
     with_keep_alive,
 )
 from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
@@ -203,17 +204,6 @@ def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[Re
     return log_and_shape
 
 
-async def unless_gone(http: Request | None, num_characters: int, work: Awaitable[T]) -> T:
-    """What comes of work on a text; if it may take its time, the work ends when the client goes away.
-
-    Raises:
-        ClientDisconnectedError: it did.
-    """
-    if http is None or num_characters <= SHORT:
-        return await work
-    return await run_unless_disconnected(http.receive, work)
-
-
 def _unchanged(output: RequestOutput) -> RequestOutput:
     return output
 
@@ -282,10 +272,12 @@ class ServingBase:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         http: Request | None = None,
+        any_length: bool = False,
     ) -> str:
         """The prompt's text for a conversation, made off the event loop.
 
-        A request's own template is rendered in a process of its own, the server's in a thread.
+        A request's own template is rendered in a process of its own, the server's in a thread. What cannot be a
+        prompt is refused before.
 
         Args:
             messages: the conversation.
@@ -294,11 +286,13 @@ class ServingBase:
             continue_final_message: leave the last message open.
             template_kwargs: further variables of the template.
             tools: functions the model may call.
-            http: whose client ends the rendering of `request_template` by going away; None: nothing does.
+            http: whose client ends the rendering by going away; None: nothing does.
+            any_length: the prompt is cut or only told, so that there may be more messages.
 
         Raises:
             RequestError: the request may not bring a template, the template refuses the messages, or takes more
-                than it may.
+                than it may; or there are more messages than any prompt has.
+            EngineBusyError: too many long conversations wait.
             ClientDisconnectedError: the client went away.
         """
         tokenizer, pool = self.tokenizer(), self.settings.request_templates
@@ -308,21 +302,33 @@ class ServingBase:
                 "request with untrusted chat template.",
                 param="chat_template",
             )
-        options: dict[str, Any] = {
-            "messages": [message.model_dump(exclude_unset=True) for message in messages],
-            "model_name": self.model_name,
-            "chat_template": request_template or self.settings.chat_template,
-            "content_format": self.settings.content_format,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": None if tools is None else [described_tool(tool) for tool in tools],
-            "template_kwargs": {**self.settings.default_chat_template_kwargs, **template_kwargs},
-        }
+        size = check_conversation(
+            messages,
+            self.settings.max_model_len,
+            tools=tools or (),
+            template_kwargs=template_kwargs,
+            any_length=any_length,
+        )
+
+        def make_options() -> dict[str, Any]:
+            return {
+                "messages": [message.model_dump(exclude_unset=True) for message in messages],
+                "model_name": self.model_name,
+                "chat_template": request_template or self.settings.chat_template,
+                "content_format": self.settings.content_format,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "tools": None if tools is None else [described_tool(tool) for tool in tools],
+                "template_kwargs": {**self.settings.default_chat_template_kwargs, **template_kwargs},
+            }
+
         own = tokenizer.chat_template
         # a request may also name one of several templates of the model
         is_own = not request_template or (isinstance(own, dict) and request_template in own)
         if is_own or pool is None:
-            return await asyncio.to_thread(render_chat, tokenizer, **options)
+            rendering = tokenizer.render_async(size, lambda: render_chat(tokenizer, **make_options()))
+            return await unless_gone(http, size, rendering)
+        options = await tokenizer.render_async(size, make_options)
         rendering = pool.render(tokenizer.special_tokens, options)
         return await (rendering if http is None else run_unless_disconnected(http.receive, rendering))
 

@@ -75,6 +75,7 @@ class ServingChat(ServingBase):
             template_kwargs=request.template_kwargs(),
             tools=self.settings.parsers.tools_in_prompt(request),
             http=http,
+            any_length=request.truncate_prompt_tokens is not None,
         )
         request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
         token_ids = await self.encode_prompt(request, text, request.add_special_tokens, http)

@@ -36,8 +36,8 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     missing_field,
 )
 from ascend_vllm.entrypoints.openai.request_limits import check_sequences
-from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings, unless_gone
-from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected
+from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings
+from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected, unless_gone
 from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
 from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder, pair_up, similarity
 from ascend_vllm.errors import RequestError
@@ -247,6 +247,7 @@ class ServingPooling(ServingBase):
                 continue_final_message=request.continue_final_message,
                 template_kwargs=request.chat_template_kwargs or {},
                 http=http,
+                any_length=request.truncate_prompt_tokens is not None,
             )
             return [await self._text_prompt(request, http, text, add_special_tokens=bool(special))]
         given = request.input

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm import envs
+from ascend_vllm.entrypoints.conversation_limits import check_number
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatTokenLogprob
@@ -190,12 +191,15 @@ class ServingResponses:
     ) -> _Answer:
         """Check everything that can be checked before the engine is asked."""
         conversation = [*(previous.conversation() if previous else ()), *items]
+        length = self._settings.max_model_len
+        if request.truncation != "auto":
+            check_number(len(conversation), length, "input")
         messages = to_messages(conversation)
         if request.instructions is not None:
             messages.insert(0, {"role": "system", "content": request.instructions})
         if not messages:
             raise RequestError("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        chat = request.to_chat(messages, continues_message(conversation), self._settings.max_model_len)
+        chat = request.to_chat(messages, continues_message(conversation), length)
         prompt = await self._chat.prepare(chat, http)
         # events need the output piece by piece; so do log-probabilities, to tell which belong to the text
         whole = not (request.stream or request.background or request.wants_logprobs)

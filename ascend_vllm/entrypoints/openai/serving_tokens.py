@@ -12,7 +12,8 @@ from ascend_vllm.entrypoints.openai.protocol_misc import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import ServingBase, unless_gone
+from ascend_vllm.entrypoints.openai.serving_base import ServingBase
+from ascend_vllm.entrypoints.openai.streaming import unless_gone
 from ascend_vllm.errors import RequestError
 
 
@@ -47,6 +48,7 @@ class ServingTokens(ServingBase):
                 template_kwargs=request.chat_template_kwargs or {},
                 tools=request.tools or None,
                 http=http,
+                any_length=True,
             )
         special = request.add_special_tokens
         token_ids = await self.encode_text(

@@ -12,8 +12,11 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from ascend_vllm.engine.text_threads import SHORT
 
 T = TypeVar("T")
 
@@ -47,6 +50,21 @@ async def run_unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         task.cancel()
         listener.cancel()
         await asyncio.gather(task, listener, return_exceptions=True)
+
+
+async def unless_gone(http: Request | None, size: int, work: Awaitable[T]) -> T:
+    """What comes of work on a text; if it may take its time, the work ends when the client goes away.
+
+    Args:
+        http: whose client that is; None: nothing ends the work.
+        size: of the text, in characters.
+
+    Raises:
+        ClientDisconnectedError: it did.
+    """
+    if http is None or size <= SHORT:
+        return await work
+    return await run_unless_disconnected(http.receive, work)
 
 
 class StreamResponse(Response):
