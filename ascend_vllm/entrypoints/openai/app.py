@@ -55,12 +55,12 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
 )
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
 from ascend_vllm.entrypoints.openai.request_ids import RequestIdClaimsMiddleware
-from ascend_vllm.entrypoints.openai.serving_base import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest, ServingChatBatch
 from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
 from ascend_vllm.entrypoints.openai.serving_pooling import ServingPooling
 from ascend_vllm.entrypoints.openai.serving_responses import ServingResponses
+from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
 from ascend_vllm.entrypoints.openai.small_routes import add_small_routes
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError

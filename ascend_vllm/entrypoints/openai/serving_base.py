@@ -1,4 +1,4 @@
-"""What the serving classes share: settings, model names, tokens of prompts, limits, usage."""
+"""What the serving classes share: model names, tokens of prompts, limits, usage."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 
-import ascend_vllm
-from ascend_vllm import log_lines
-from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.tracing import trace_headers
-from ascend_vllm.entrypoints.chat_template import ContentFormat, described_tool, render_chat
+from ascend_vllm.entrypoints.chat_template import described_tool, render_chat
 from ascend_vllm.entrypoints.conversation_limits import check_conversation
-from ascend_vllm.entrypoints.openai.caller import EVERYBODY, api_keys, caller_of
-from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+from ascend_vllm.entrypoints.openai.caller import EVERYBODY, caller_of
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
     GenerationRequest,
 )
 from ascend_vllm.entrypoints.openai.request_ids import NamedRequest, claims_of, header_id
 from ascend_vllm.entrypoints.openai.request_limits import check_lists, check_sequences
+from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.streaming import (
     StreamResponse,
     merge,
@@ -35,7 +31,6 @@ from ascend_vllm.entrypoints.openai.streaming import (
     unless_gone,
     with_keep_alive,
 )
-from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
 from ascend_vllm.errors import ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -43,7 +38,6 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ascend_vllm.engine.args_server import FrontendArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
     from ascend_vllm.engine.tokenization import Tokenizer
 
@@ -57,91 +51,6 @@ Outputs: TypeAlias = AsyncGenerator[tuple[int, RequestOutput], None]
 Events: TypeAlias = AsyncGenerator[tuple[int, bytes], None]
 # makes events of a prompt's outputs, in turn
 Encoder: TypeAlias = Callable[[int, RequestOutput], bytes]
-
-
-@dataclasses.dataclass(frozen=True)
-class ServingSettings:
-    """The flags that shape answers.
-
-    Attributes:
-        model_names: names requests may use; answers carry the first.
-        model_root: the model's directory as told by /v1/models.
-        max_model_len: most tokens of prompt and output together.
-        response_role: role of generated messages.
-        chat_template: template that replaces the tokenizer's own.
-        content_format: "auto", "string" or "openai", see `chat_template.render_chat`.
-        request_templates: renders the templates that requests bring; None: they may not bring any.
-        default_chat_template_kwargs: variables every template gets.
-        return_tokens_as_token_ids: log-probabilities name tokens ``token_id:123``.
-        enable_prompt_tokens_details: usage tells cached tokens.
-        enable_cum_log_probs: compute log-probabilities for every completion.
-        force_include_usage: every stream ends with its usage.
-        log_requests: log each request's parameters.
-        max_log_len: characters or ids of a prompt that are logged.
-        fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
-        parsers: what reads tool calls and thoughts.
-        keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
-        log_outputs: log the text of every answer.
-        trace: the engine traces requests.
-        has_api_keys: callers are told apart by their keys.
-        max_sequences: most sequences that a request may ask for.
-    """
-
-    model_names: tuple[str, ...]
-    model_root: str
-    max_model_len: int
-    response_role: str = "assistant"
-    chat_template: str | None = None
-    content_format: ContentFormat = "auto"
-    request_templates: TemplatePool | None = None
-    default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    return_tokens_as_token_ids: bool = False
-    enable_prompt_tokens_details: bool = False
-    enable_cum_log_probs: bool = False
-    force_include_usage: bool = False
-    log_requests: bool = False
-    max_log_len: int = log_lines.MAX_CHARACTERS
-    fingerprint: str = ""
-    parsers: ChatParsers = dataclasses.field(default_factory=ChatParsers)
-    keep_alive_s: float = 0.0
-    log_outputs: bool = False
-    trace: bool = False
-    has_api_keys: bool = False
-    max_sequences: int = DEFAULT_MAX_SEQUENCES
-
-    @classmethod
-    def from_args(
-        cls, args: FrontendArgs, engine: AsyncLLM, log_requests: bool, parsers: ChatParsers
-    ) -> ServingSettings:
-        """From the server's flags and the engine's configuration."""
-        config = engine.config
-        identity = f"{config.model.model} {config.model.dtype} {config.parallel.tensor_parallel_size}"
-        digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
-        return cls(
-            model_names=config.model.served_model_names,
-            model_root=config.model.model,
-            max_model_len=engine.max_model_len,
-            response_role=args.response_role,
-            chat_template=args.chat_template,
-            content_format=cast("ContentFormat", args.chat_template_content_format),
-            request_templates=(
-                TemplatePool(limits_for(engine.max_model_len)) if args.trust_request_chat_template else None
-            ),
-            default_chat_template_kwargs=args.default_chat_template_kwargs or {},
-            return_tokens_as_token_ids=args.return_tokens_as_token_ids,
-            enable_prompt_tokens_details=args.enable_prompt_tokens_details,
-            enable_cum_log_probs=args.enable_cum_log_probs,
-            force_include_usage=args.enable_force_include_usage,
-            log_requests=log_requests,
-            max_log_len=cls.max_log_len if args.max_log_len is None else args.max_log_len,
-            fingerprint=f"ascend-vllm-{ascend_vllm.__version__}-{digest}",
-            parsers=parsers,
-            keep_alive_s=args.sse_keep_alive_interval,
-            log_outputs=args.enable_log_outputs,
-            trace=config.observability.otlp_traces_endpoint is not None,
-            has_api_keys=bool(api_keys(args)),
-            max_sequences=args.sequence_limit,
-        )
 
 
 @dataclasses.dataclass
@@ -520,7 +429,9 @@ class ServingBase:
         # but for the number of tokens they are the same for all prompts, and may hold long lists
         params = request.sampling_params(self.sampling_defaults, min(max_tokens), self.forces_logprobs)
         return [
-            _EngineRequest(request, f"{engine_id}-{index}", prompt, params.clone(max_tokens=limit), headers, index > 0)
+            _EngineRequest(
+                request, f"{engine_id}-{index}", prompt, params.clone(max_tokens=limit), headers, is_further=index > 0
+            )
             for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
         ]
 

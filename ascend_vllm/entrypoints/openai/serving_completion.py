@@ -18,7 +18,8 @@ from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase, ServingSettings
+from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase
+from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.errors import RequestError

@@ -36,7 +36,8 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     missing_field,
 )
 from ascend_vllm.entrypoints.openai.request_limits import check_sequences
-from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase, ServingSettings
+from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase
+from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected, unless_gone
 from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
 from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder, pair_up, similarity

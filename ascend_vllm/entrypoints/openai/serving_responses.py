@@ -42,8 +42,9 @@ from ascend_vllm.entrypoints.openai.responses_store import (
     StoreFullError,
     Turn,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingSettings
+from ascend_vllm.entrypoints.openai.serving_base import Prompt
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
+from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.streaming import StreamResponse, merge, run_unless_disconnected
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput

@@ -1,0 +1,105 @@
+"""The flags of a server, and facts of its model, that shape answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import ascend_vllm
+from ascend_vllm import log_lines
+from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
+from ascend_vllm.entrypoints.chat_template import ContentFormat
+from ascend_vllm.entrypoints.openai.caller import api_keys
+from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingSettings:
+    """The flags that shape answers.
+
+    Attributes:
+        model_names: names requests may use; answers carry the first.
+        model_root: the model's directory as told by /v1/models.
+        max_model_len: most tokens of prompt and output together.
+        response_role: role of generated messages.
+        chat_template: template that replaces the tokenizer's own.
+        content_format: "auto", "string" or "openai", see `chat_template.render_chat`.
+        request_templates: renders the templates that requests bring; None: they may not bring any.
+        default_chat_template_kwargs: variables every template gets.
+        return_tokens_as_token_ids: log-probabilities name tokens ``token_id:123``.
+        enable_prompt_tokens_details: usage tells cached tokens.
+        enable_cum_log_probs: compute log-probabilities for every completion.
+        force_include_usage: every stream ends with its usage.
+        log_requests: log each request's parameters.
+        max_log_len: characters or ids of a prompt that are logged.
+        fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
+        parsers: what reads tool calls and thoughts.
+        keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
+        log_outputs: log the text of every answer.
+        trace: the engine traces requests.
+        has_api_keys: callers are told apart by their keys.
+        max_sequences: most sequences that a request may ask for.
+    """
+
+    model_names: tuple[str, ...]
+    model_root: str
+    max_model_len: int
+    response_role: str = "assistant"
+    chat_template: str | None = None
+    content_format: ContentFormat = "auto"
+    request_templates: TemplatePool | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    return_tokens_as_token_ids: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_cum_log_probs: bool = False
+    force_include_usage: bool = False
+    log_requests: bool = False
+    max_log_len: int = log_lines.MAX_CHARACTERS
+    fingerprint: str = ""
+    parsers: ChatParsers = dataclasses.field(default_factory=ChatParsers)
+    keep_alive_s: float = 0.0
+    log_outputs: bool = False
+    trace: bool = False
+    has_api_keys: bool = False
+    max_sequences: int = DEFAULT_MAX_SEQUENCES
+
+    @classmethod
+    def from_args(
+        cls, args: FrontendArgs, engine: AsyncLLM, log_requests: bool, parsers: ChatParsers
+    ) -> ServingSettings:
+        """From the server's flags and the engine's configuration."""
+        config = engine.config
+        identity = f"{config.model.model} {config.model.dtype} {config.parallel.tensor_parallel_size}"
+        digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
+        return cls(
+            model_names=config.model.served_model_names,
+            model_root=config.model.model,
+            max_model_len=engine.max_model_len,
+            response_role=args.response_role,
+            chat_template=args.chat_template,
+            content_format=cast("ContentFormat", args.chat_template_content_format),
+            request_templates=(
+                TemplatePool(limits_for(engine.max_model_len)) if args.trust_request_chat_template else None
+            ),
+            default_chat_template_kwargs=args.default_chat_template_kwargs or {},
+            return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+            enable_prompt_tokens_details=args.enable_prompt_tokens_details,
+            enable_cum_log_probs=args.enable_cum_log_probs,
+            force_include_usage=args.enable_force_include_usage,
+            log_requests=log_requests,
+            max_log_len=cls.max_log_len if args.max_log_len is None else args.max_log_len,
+            fingerprint=f"ascend-vllm-{ascend_vllm.__version__}-{digest}",
+            parsers=parsers,
+            keep_alive_s=args.sse_keep_alive_interval,
+            log_outputs=args.enable_log_outputs,
+            trace=config.observability.otlp_traces_endpoint is not None,
+            has_api_keys=bool(api_keys(args)),
+            max_sequences=args.sequence_limit,
+        )
