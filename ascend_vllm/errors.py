@@ -53,6 +53,8 @@ class RequestError(AscendVllmError, ValueError):
 
     status_code = 400
     error_type = "BadRequestError"
+    # seconds after which it may be tried again; None: it is no use
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

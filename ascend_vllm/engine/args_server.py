@@ -127,6 +127,14 @@ class HttpArgs:
         example="--client-timeout-s 20",
     )
 
+    max_concurrent_requests_per_key: int = flag(
+        0,
+        "The largest number of requests of one client that are answered at the same time; others are refused with "
+        "status 429. A client is who shows one of the keys, or who has one address where there are no keys. 0 means "
+        "any number.",
+        kind="int",
+        example="--max-concurrent-requests-per-key 32",
+    )
     shutdown_timeout: float = flag(
         20.0,
         "The seconds that open requests get to end when the server is told to stop. After that streams end with an "
@@ -168,6 +176,10 @@ class HttpArgs:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
+        if self.max_concurrent_requests_per_key < 0:
+            raise ConfigError(
+                f"--max-concurrent-requests-per-key must not be negative, got {self.max_concurrent_requests_per_key}."
+            )
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout}.")
 

@@ -17,6 +17,7 @@ import ascend_vllm
 from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES, GenerateServerArgs
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.generate_mindie import MindieFormat
+from ascend_vllm.entrypoints.openai.access import ConcurrencyLimitMiddleware
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
     decode_json,
@@ -251,5 +252,7 @@ def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     async def client_gone(_http: Request, _error: Exception) -> Response:
         return Response(status_code=499)
 
+    if args.max_concurrent_requests_per_key:
+        app.add_middleware(ConcurrencyLimitMiddleware, limit=args.max_concurrent_requests_per_key)
     form.install_error_handlers(app)
     return app

@@ -15,7 +15,13 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
-from ascend_vllm.entrypoints.openai.errors import AnswerErrorsMiddleware, HttpError, decode_json, json_response
+from ascend_vllm.entrypoints.openai.errors import (
+    AnswerErrorsMiddleware,
+    HttpError,
+    decode_json,
+    json_response,
+    retry_headers,
+)
 from ascend_vllm.entrypoints.openai.protocol_common import log_unknown_fields
 from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes
 from ascend_vllm.entrypoints.openai.validation import check_num_values
@@ -194,7 +200,7 @@ def to_mindie_error(error: BaseException) -> HttpError:
 
 def _answer_error(error: BaseException) -> Response:
     status, body = to_mindie_error(error)
-    return json_response(body, status)
+    return json_response(body, status, retry_headers(error))
 
 
 def _typed(status: int, message: str) -> HttpError:

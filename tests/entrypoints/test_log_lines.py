@@ -34,14 +34,15 @@ def ask_raw(server: Server, request: bytes) -> bytes:
 
 
 def test_nothing_of_a_request_forges_a_line(openai_server: Server) -> None:
-    """The id that a client chose, names of fields, headers and paths are logged."""
+    """Names of fields, texts, headers and paths are logged; ids that clients chose were, too."""
     before = len(openai_server.log)
     text = "x" + FORGED.join(EVIL) + FORGED
     with httpx.Client(base_url=openai_server.url, timeout=60) as http:
         for stream in (False, True):
-            body = {"prompt": text, "max_tokens": 1, "request_id": f"evil{text}", "user": text, "stream": stream}
+            body = {"prompt": text, "max_tokens": 1, "user": text, "stream": stream}
             body |= {f"field{number}{evil}{FORGED}": 1 for number, evil in enumerate(EVIL)}
             assert http.post("/v1/completions", json=body | {"stop": [text]}).status_code == 200, stream
+        http.post("/v1/completions", json=body | {"request_id": f"evil{text}"})
         http.post("/v1/completions", json=body | {"model": text, "guided_regex": text})
         http.post("/v1/completions", json={"prompt": "x", "guided_regex": f"({text}"})
         http.post("/v1/chat/completions", json={"messages": [{"role": text, "content": text}], "max_tokens": 1})
@@ -52,7 +53,7 @@ def test_nothing_of_a_request_forges_a_line(openai_server: Server) -> None:
     ask_raw(openai_server, b"GET /version HTTP/1.1\r\n" + evil_headers)
     assert wait_until(lambda: "GET /version" in openai_server.log[before:])
     log = openai_server.log[before:]
-    assert "Received request cmpl-evil" in log and "Ignored fields" in log
+    assert "Received request cmpl-" in log and "Ignored fields" in log
     lines = log.split("\n")
     assert not [line for line in lines if line.lstrip().startswith("FORGED")]
     assert not UNSAFE.search(log), UNSAFE.findall(log)

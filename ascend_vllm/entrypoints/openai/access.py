@@ -1,4 +1,4 @@
-"""Who may ask for what: API keys, checked by the route that a request leads to.
+"""Who may ask for what: API keys, checked by the route that a request leads to, and how much at a time.
 
 A path can be written in many ways, and a proxy's prefix may or may not be in front of it. So nothing here reads the
 paths of requests: the routes themselves say which of them a request matches, as they do for the router.
@@ -6,19 +6,24 @@ paths of requests: the routes themselves say which of them a request matches, as
 
 from __future__ import annotations
 
+import collections
+import functools
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ascend_vllm.entrypoints.openai.errors import json_response
+from ascend_vllm.errors import RequestError
 
 # what those ask who watch the server: never behind a key
 _OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
 # what vLLM guards, and /invocations, which leads there
 _INFERENCE = ("/v1", "/v2", "/inference", "/invocations")
+# in the scope of a request: which of the keys it has shown, and its place among those of its client
+_KEY, _PLACE = "ascend_vllm.key", "ascend_vllm.place"
 
 
 def matched_route(scope: Scope) -> BaseRoute | None:
@@ -90,9 +95,85 @@ class ApiKeyMiddleware:
         return path in _OPEN or is_beside
 
     def _is_known(self, scope: Scope, route: BaseRoute | None) -> bool:
+        """Whether the request shows a key; which one stands in the scope then."""
         headers = Headers(scope=scope)
         given = [headers.get("authorization", "")]
         if declared_path(route).startswith("/v1/messages"):
             given.append(f"Bearer {headers.get('x-api-key', '')}")
         # every key is compared, each in constant time, so that timing tells nothing
-        return sum(hmac.compare_digest(one.encode("latin-1"), key) for one in given for key in self._expected) > 0
+        shown = [
+            index
+            for one in given
+            for index, key in enumerate(self._expected)
+            if hmac.compare_digest(one.encode("latin-1"), key)
+        ]
+        if shown:
+            scope[_KEY] = shown[0]
+        return bool(shown)
+
+
+class TooManyRequestsError(RequestError):
+    """A client has as many requests in progress as it may have."""
+
+    status_code = 429
+    error_type = "TooManyRequestsError"
+    retry_after_s = 1
+
+
+class ConcurrencyLimitMiddleware:
+    """Refuses a request while as many of its client are in progress as may be.
+
+    Requests of a client are those that show the same key, or, where there are no keys, those from the same address.
+    What is never behind a key does not count.
+
+    Args:
+        app: what answers.
+        limit: requests of one client.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._running: collections.Counter[object] = collections.Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on.
+
+        Raises:
+            TooManyRequestsError: there are too many.
+        """
+        if scope["type"] != "http" or declared_path(matched_route(scope)) in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        # a Unix domain socket has no addresses
+        client = scope.get(_KEY, (scope.get("client") or ("",))[0])
+        if self._running[client] >= self._limit:
+            raise TooManyRequestsError(
+                f"{self._limit} requests of yours are being answered already, and no more are at the same time "
+                "(--max-concurrent-requests-per-key). Please wait until one of them has ended."
+            )
+        self._running[client] += 1
+        scope[_PLACE] = functools.partial(self._leave, client)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            keep_place(scope)()
+
+    def _leave(self, client: object) -> None:
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+
+
+def keep_place(scope: Scope) -> Callable[[], None]:
+    """Let a request count among those of its client when it is answered, too.
+
+    Returns:
+        What ends that; to be called once.
+    """
+    leave: Callable[[], None] = scope.pop(_PLACE, _nothing)
+    return leave
+
+
+def _nothing() -> None:
+    """A request without a place has none to leave."""

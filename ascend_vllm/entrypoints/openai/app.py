@@ -19,7 +19,7 @@ import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
-from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware
+from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.caller import api_keys
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
@@ -355,6 +355,8 @@ def build_app(
     load = ServerLoad()
     add_small_routes(app, engine, args, load)
     _install_openapi(app, _DOCUMENTED_BODIES)
+    if args.max_concurrent_requests_per_key:
+        app.add_middleware(ConcurrencyLimitMiddleware, limit=args.max_concurrent_requests_per_key)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
     app.add_middleware(RequestIdClaimsMiddleware)

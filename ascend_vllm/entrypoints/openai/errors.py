@@ -167,7 +167,13 @@ def json_response(content: Any, status_code: int = 200, headers: dict[str, str] 
 def error_response(error: BaseException) -> Response:
     """The answer to a request that failed before its response began."""
     status, body = to_http_error(error)
-    return json_response(body, status)
+    return json_response(body, status, retry_headers(error))
+
+
+def retry_headers(error: BaseException) -> dict[str, str] | None:
+    """Headers that tell when to try again; None: the error says nothing of it."""
+    seconds = error.retry_after_s if isinstance(error, RequestError) else None
+    return None if seconds is None else {"retry-after": str(seconds)}
 
 
 class AnswerErrorsMiddleware:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.conversation_limits import check_number
+from ascend_vllm.entrypoints.openai.access import keep_place
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatTokenLogprob
@@ -252,9 +253,10 @@ class ServingResponses:
             raise InvalidResponseError(_NO_STORE, "background")
         entry.events = EventLog() if stream else None
         self.store.begin(entry)
-        claims = claims_of(http).hand_over()
+        claims, leave = claims_of(http).hand_over(), keep_place(http.scope)
         entry.task = asyncio.create_task(self._run(answer, entry, self.store), name=f"response-{entry.id}")
         entry.task.add_done_callback(lambda _: claims.release())
+        entry.task.add_done_callback(lambda _: leave())
         return _encoded_response(entry) if entry.events is None else _follow(entry.events)
 
     async def _run(self, answer: _Answer, entry: StoredResponse, store: ResponseStore) -> None:
