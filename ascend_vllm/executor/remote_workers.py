@@ -210,8 +210,7 @@ class RemoteWorkers(abc.ABC):
         error = (self._find_death() if failure.call_id is None else None) or failure.error()
         if not isinstance(error, AscendVllmError):
             what = "failed in a step" if failure.call_id is None else "failed to start"
-            for line in (f"{what}:", *failure.trace.splitlines()):
-                logger.error("Worker %d %s", rank, line)
+            logger.error("Worker %d %s", rank, what, exc_info=error)
         self._die(error)
 
     def _not_understood(self, error: Exception) -> None:

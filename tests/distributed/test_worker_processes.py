@@ -44,9 +44,9 @@ def test_a_worker_that_fails_to_start_tells_its_traceback(
     before = set(psutil.Process().children())
     with pytest.raises(AttributeError, match="no attribute 'no_such_dtype'"):
         create_executor(_config(odd_model, dtype="no_such_dtype"))
-    (message,) = {record.message for record in caplog.records if "failed to start" in record.message}
-    assert "Traceback (most recent call last)" in message
-    assert "getattr(torch, config.model.dtype)" in message
+    (trace,) = {record.exc_text for record in caplog.records if "failed to start" in record.message}
+    assert trace is not None and "Traceback (most recent call last)" in trace
+    assert "getattr(torch, config.model.dtype)" in trace
     assert not [child for child in set(psutil.Process().children()) - before if is_alive(child)]
 
 
