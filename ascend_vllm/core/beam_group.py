@@ -10,10 +10,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
+import numpy.typing as npt
+
 from ascend_vllm.core.beam_search import BeamSearch
 from ascend_vllm.core.request import Request
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence
 from ascend_vllm.types.step import StepLogprobs
+
+# tokens of all sequences together
+_TOLD_IN_A_STEP = 65_536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class BeamGroup:
         self._max_model_len = max_model_len
         self._serial = itertools.count()
         # row id → its most likely next tokens and their log-probabilities
-        self._candidates: dict[str, tuple[list[int], list[float]]] = {}
+        self._candidates: dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
         self._num_told = 0
         self._search = self._make_search()
 
@@ -81,9 +87,7 @@ class BeamGroup:
     def collect(self, row: Request, logprobs: StepLogprobs, index: int) -> None:
         """Takes what a row has sampled: its entry `index` of a step's log-probabilities."""
         stop = 1 + self._search.num_candidates
-        # a handful of tokens per beam; the search itself is host work
-        token_ids = logprobs.token_ids[index, 0, 1:stop].tolist()
-        self._candidates[row.request_id] = (token_ids, logprobs.logprobs[index, 0, 1:stop].tolist())
+        self._candidates[row.request_id] = logprobs.token_ids[index, 0, 1:stop], logprobs.logprobs[index, 0, 1:stop]
 
     def advance(self) -> Advance:
         """Makes the search's step; the rows' tokens grow, but slots and blocks are the caller's to change."""
@@ -120,13 +124,16 @@ class BeamGroup:
         return rows
 
     def news(self) -> list[BeamSequence] | None:
-        """What there is to tell: the best sequences at the end, and after each step if the request streams.
+        """What there is to tell: the best sequences at the end, and while they are short after each step of a stream.
 
         A search that started anew tells nothing until it is further than it was.
         """
-        if not self.is_done and not (self._spec.stream and self._search.num_output_tokens > self._num_told):
+        num_tokens = self._search.num_output_tokens
+        # whole sequences are told: long ones less often, so that a step's share does not grow with them
+        interval = 1 + num_tokens * self._spec.num_returned // _TOLD_IN_A_STEP
+        if not self.is_done and not (self._spec.stream and num_tokens >= self._num_told + interval):
             return None
-        self._num_told = self._search.num_output_tokens
+        self._num_told = num_tokens
         return self._search.best()
 
     def _make_search(self) -> BeamSearch:

@@ -28,7 +28,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, FinishReason
 
@@ -47,24 +50,76 @@ def beam_score(cumulative_logprob: float, length: int, length_penalty: float) ->
         length: tokens of prompt and output, at least 1; a final end-of-sequence token does not count.
         length_penalty: beyond −32 … 32 it is taken as the nearer end.
     """
+    return cumulative_logprob / _length_divisor(length, length_penalty)
+
+
+def _length_divisor(length: int, length_penalty: float) -> float:
     divisor: float = float(length) ** max(-_MAX_LENGTH_PENALTY, min(length_penalty, _MAX_LENGTH_PENALTY))
-    return cumulative_logprob / divisor
+    return divisor
+
+
+# the tokens of a sequence: its last one, and the tokens before it, which other sequences may have too; None: no token
+_Tokens = tuple[int, "_Tokens"] | None
+
+
+def _listed(tokens: _Tokens) -> list[int]:
+    token_ids = []
+    while tokens is not None:
+        token_id, tokens = tokens
+        token_ids.append(token_id)
+    token_ids.reverse()
+    return token_ids
 
 
 @dataclasses.dataclass(slots=True)
 class _Beam:
     """A live beam: what it has generated."""
 
-    token_ids: list[int]
+    tokens: _Tokens
     cumulative_logprob: float
 
 
 @dataclasses.dataclass(slots=True)
 class _Finished:
-    """A sequence that has ended."""
+    """A sequence that has ended, in as many tokens."""
 
     score: float
-    sequence: BeamSequence
+    tokens: _Tokens
+    cumulative_logprob: float
+    reason: FinishReason
+    stop_reason: int | None
+    sequence: BeamSequence | None = None
+
+    def told(self) -> BeamSequence:
+        """As a message holds it; made once."""
+        if self.sequence is None:
+            token_ids = _listed(self.tokens)
+            self.sequence = BeamSequence(token_ids, self.cumulative_logprob, self.reason, self.stop_reason)
+        return self.sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidates:
+    """C next tokens of the live beams."""
+
+    # [C] float64: cumulative log-probability with the token, negative: lower is better
+    costs: npt.NDArray[np.float64]
+    # [C] int64: index of the live beam
+    parents: npt.NDArray[np.int64]
+    # [C] int64
+    token_ids: npt.NDArray[np.int64]
+
+    def take(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> _Candidates:
+        """Some of them, by a mask or by their indices."""
+        return _Candidates(self.costs[which], self.parents[which], self.token_ids[which])
+
+    def best(self, count: int) -> _Candidates:
+        """The best ones, in order; of equals the better parent's first, then the lower token id."""
+        some = self
+        if len(self.costs) > count:
+            # no more than these can be among them
+            some = self.take(self.costs <= np.partition(self.costs, count - 1)[count - 1])
+        return some.take(np.lexsort((some.token_ids, some.parents, some.costs))[:count])
 
 
 class BeamSearch:
@@ -102,14 +157,14 @@ class BeamSearch:
         self._spec = spec
         self._num_prompt_tokens = num_prompt_tokens
         self._max_num_tokens = max_num_tokens
-        self._end_token_ids = end_token_ids
+        self._end_ids = np.array(sorted(end_token_ids), np.int64)
         self._eos_token_id = eos_token_id
         self._min_num_tokens = min_num_tokens
         self._max_length = max(max_num_tokens, max_model_len)
         self.num_candidates = max(2, 1 + len(end_token_ids)) * spec.width
         self.is_done = False
         # both best first
-        self._live = [_Beam([], 0.0)]
+        self._live = [_Beam(None, 0.0)]
         self._finished: list[_Finished] = []
         self._num_output_tokens = 0
 
@@ -124,10 +179,10 @@ class BeamSearch:
         return self._num_output_tokens
 
     def output_token_ids(self, index: int) -> list[int]:
-        """Tokens that a live beam has generated (a copy)."""
-        return self._live[index].token_ids.copy()
+        """Tokens that a live beam has generated."""
+        return _listed(self._live[index].tokens)
 
-    def advance(self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]]) -> list[tuple[int, int]]:
+    def advance(self, candidates: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]) -> list[tuple[int, int]]:
         """Makes a step.
 
         Args:
@@ -146,28 +201,37 @@ class BeamSearch:
         if len(candidates) != len(self._live):
             raise ValueError(f"candidates of {len(candidates)} beams for {len(self._live)} live ones")
         ending, going_on = self._select(candidates)
-        if not ending and not going_on:
+        if not len(ending.costs) and not len(going_on.costs):
             # nothing can follow, e.g. all of a small vocabulary ends and min_tokens forbids it
             self.finish_live()
             return []
         parents = self._live
         self._num_output_tokens += 1
-        for negative_logprob, parent, token_id in ending:
-            self._finish([*parents[parent].token_ids, token_id], -negative_logprob, FinishReason.STOP)
+        self._finish_some(ending)
+        chosen = list(zip(going_on.parents.tolist(), going_on.token_ids.tolist(), strict=True))
         self._live = [
-            _Beam([*parents[parent].token_ids, token_id], -negative_logprob)
-            for negative_logprob, parent, token_id in going_on
+            _Beam((token_id, parents[parent].tokens), -cost)
+            for (parent, token_id), cost in zip(chosen, going_on.costs.tolist(), strict=True)
         ]
         if self._num_prompt_tokens + self._num_output_tokens >= self._max_num_tokens:
             self.finish_live()
         elif not self._live or self._stops_early():
             self._end()
-        return [] if self.is_done else [(parent, token_id) for _, parent, token_id in going_on]
+        return [] if self.is_done else chosen
 
     def finish_live(self) -> None:
         """Ends the search with its live beams as they are: they finish with LENGTH, and compete with the others."""
-        for beam in self._live:
-            self._finish(beam.token_ids, beam.cumulative_logprob, FinishReason.LENGTH)
+        length = self._num_prompt_tokens + self._num_output_tokens
+        self._keep(
+            _Finished(
+                self._score(beam.cumulative_logprob, length),
+                beam.tokens,
+                beam.cumulative_logprob,
+                FinishReason.LENGTH,
+                None,
+            )
+            for beam in self._live
+        )
         self._end()
 
     def best(self) -> list[BeamSequence]:
@@ -175,49 +239,64 @@ class BeamSearch:
 
         Fewer if there are not so many. The lists are the search's own: they are not to be changed.
         """
-        ranked = self._finished + [
-            _Finished(
-                self._score(beam.cumulative_logprob, self._num_prompt_tokens + len(beam.token_ids)),
-                BeamSequence(beam.token_ids, beam.cumulative_logprob),
-            )
-            for beam in self._live
+        length = self._num_prompt_tokens + self._num_output_tokens
+        ranked: list[tuple[float, _Finished | _Beam]] = [(entry.score, entry) for entry in self._finished]
+        ranked += [(self._score(beam.cumulative_logprob, length), beam) for beam in self._live]
+        ranked.sort(key=lambda scored: -scored[0])
+        return [
+            entry.told()
+            if isinstance(entry, _Finished)
+            else BeamSequence(_listed(entry.tokens), entry.cumulative_logprob)
+            for _, entry in ranked[: self._spec.num_returned]
         ]
-        ranked.sort(key=_rank)
-        return [entry.sequence for entry in ranked[: self._spec.num_returned]]
 
-    def _select(
-        self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]]
-    ) -> tuple[list[tuple[float, int, int]], list[tuple[float, int, int]]]:
-        """Candidates that end, and the `width` that live on: (−cumulative log-probability, parent, token id)."""
+    def _select(self, candidates: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]) -> tuple[_Candidates, _Candidates]:
+        """Candidates that end, and the `width` that live on, both best first."""
         can_end = self._num_prompt_tokens + self._num_output_tokens + 1 >= self._min_num_tokens
-        end_token_ids = self._end_token_ids
-        # (1 + number of ends) · width² small tuples for the host at most; a search's width is a handful
-        ranked = sorted(
-            (-(beam.cumulative_logprob + logprob), parent, token_id)
-            for parent, (beam, (token_ids, logprobs)) in enumerate(zip(self._live, candidates, strict=True))
-            for token_id, logprob in zip(token_ids, logprobs, strict=True)
-            # not true of NaN either
-            if logprob > -math.inf and (can_end or token_id not in end_token_ids)
+        token_ids = [np.asarray(ids, np.int64) for ids, _ in candidates]
+        counts = [len(ids) for ids in token_ids]
+        logprobs = np.concatenate([np.asarray(values, np.float64) for _, values in candidates])
+        before = np.repeat([beam.cumulative_logprob for beam in self._live], counts)
+        every = _Candidates(
+            -(before + logprobs), np.repeat(np.arange(len(counts)), counts), np.concatenate(token_ids)
         )
+        # not true of NaN either
+        every = every.take(logprobs > -math.inf)
+        ends = np.isin(every.token_ids, self._end_ids)
+        ending, going_on = every.take(ends), every.take(~ends).best(self._spec.width)
+        if not can_end:
+            return ending.take(np.zeros(0, np.int64)), going_on
         if self._spec.early_stopping is not None:
-            del ranked[self.num_candidates :]
-        ending = [candidate for candidate in ranked if candidate[2] in end_token_ids]
-        going_on = [candidate for candidate in ranked if candidate[2] not in end_token_ids]
-        return ending, going_on[: self._spec.width]
+            ending = every.best(self.num_candidates)
+            ending = ending.take(np.isin(ending.token_ids, self._end_ids))
+        return ending.best(len(ending.costs)), going_on
 
-    def _finish(self, token_ids: list[int], cumulative_logprob: float, reason: FinishReason) -> None:
-        """Adds a sequence to the finished ones; only the `width` best stay."""
-        length = self._num_prompt_tokens + len(token_ids)
-        stop_reason = None
-        if reason is FinishReason.STOP:
-            if token_ids[-1] == self._eos_token_id:
-                length -= 1
-            else:
-                stop_reason = token_ids[-1]
-        sequence = BeamSequence(token_ids, cumulative_logprob, reason, stop_reason)
-        self._finished.append(_Finished(self._score(cumulative_logprob, length), sequence))
+    def _finish_some(self, ending: _Candidates) -> None:
+        """Adds the candidates that end to the finished sequences."""
+        length = self._num_prompt_tokens + self._num_output_tokens
+        at_eos = ending.token_ids == self._eos_token_id
+        scores = -ending.costs / np.where(at_eos, self._divisor(length - 1), self._divisor(length))
+        # no more can stay
+        some = np.sort(np.argsort(-scores, kind="stable")[: self._spec.width])
+        best, live = ending.take(some), self._live
+        self._keep(
+            _Finished(
+                score,
+                (token_id, live[parent].tokens),
+                -cost,
+                FinishReason.STOP,
+                None if token_id == self._eos_token_id else token_id,
+            )
+            for score, cost, parent, token_id in zip(
+                *(column.tolist() for column in (scores[some], best.costs, best.parents, best.token_ids)), strict=True
+            )
+        )
+
+    def _keep(self, finished: Iterable[_Finished]) -> None:
+        """Adds finished sequences, of which only the `width` best stay."""
+        self._finished += finished
         # stable: of equals the one that came first stays
-        self._finished.sort(key=_rank)
+        self._finished.sort(key=lambda entry: -entry.score)
         del self._finished[self._spec.width :]
 
     def _stops_early(self) -> bool:
@@ -233,12 +312,11 @@ class BeamSearch:
         return self._finished[-1].score >= self._score(self._live[0].cumulative_logprob, length)
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
-        return beam_score(cumulative_logprob, length, self._spec.length_penalty)
+        return cumulative_logprob / self._divisor(length)
+
+    def _divisor(self, length: int) -> float:
+        return _length_divisor(length, self._spec.length_penalty)
 
     def _end(self) -> None:
         self._live = []
         self.is_done = True
-
-
-def _rank(entry: _Finished) -> float:
-    return -entry.score

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -271,6 +272,23 @@ def test_more_ends_need_more_candidates() -> None:
     assert search.num_candidates == 8
     assert search.advance([logs(_8=0.4, _0=0.3, _9=0.2, _1=0.06, _2=0.03)]) == [(0, 1), (0, 2)]
     assert [(sequence.token_ids, sequence.stop_reason) for sequence in search.best()] == [([8], 8), ([0], None)]
+
+
+def test_wide_searches_with_many_ends_take_their_steps_soon() -> None:
+    """Candidates were sorted as tuples of Python, 2 s for a thousand beams, and each end was kept by itself."""
+    vocab_size = 20_000
+    generator = np.random.default_rng(0)
+    for width, num_ends in ((1024, 1), (16, 2048)):
+        search = Problem(width, width, end_ids=frozenset(range(num_ends)), early_stopping=None).make()
+        for _ in range(2):
+            size = min(search.num_candidates, vocab_size)
+            token_ids = generator.permutation(vocab_size)[:size]
+            candidates = [(token_ids, np.sort(generator.normal(-8, 1, size))[::-1]) for _ in range(search.num_live)]
+            start = time.thread_time()
+            search.advance(candidates)
+        assert search.num_live == width
+        # of the processor
+        assert time.thread_time() - start < 1.0
 
 
 def test_ties_go_to_the_better_parent_then_the_lower_id() -> None:

@@ -23,8 +23,8 @@ MAX_PROMPTS = 65_536
 MAX_NESTED_ENTRIES = 65_536
 # entries of the lists that sampling reads, over all prompts of a request: each prompt has them by itself
 MAX_SAMPLING_ENTRIES = 1 << 20
-# candidates that a step of a beam search compares
-MAX_BEAM_CANDIDATES = 1 << 21
+# candidates that stop_token_ids add to a step of a beam search: so many for each pair of beams
+MAX_ADDED_CANDIDATES = 1 << 18
 # fields with many prompts; a list of numbers is one prompt
 _PROMPTS = frozenset(
     {"prompt", "input", "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items", "tokens"}
@@ -148,10 +148,10 @@ def check_beams(num_beams: int, num_stop_ids: int) -> None:
     Raises:
         RequestError: it names the field.
     """
-    most = MAX_BEAM_CANDIDATES // max(1, num_beams * num_beams) - 2
-    if num_stop_ids > max(0, most):
+    most = MAX_ADDED_CANDIDATES // max(1, num_beams * num_beams)
+    if num_stop_ids > most:
         raise RequestError(
-            f"stop_token_ids may have at most {max(0, most)} ids in a beam search with {num_beams} beams, got "
+            f"stop_token_ids may have at most {most} ids in a beam search with {num_beams} beams, got "
             f"{num_stop_ids}.",
             "stop_token_ids",
         )
