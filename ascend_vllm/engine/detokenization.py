@@ -69,7 +69,8 @@ class ByteDetokenizer(IncrementalDetokenizer):
 class WindowDetokenizer(IncrementalDetokenizer):
     """For any vocabulary: decodes a short window of the last tokens and returns by how much its text grew.
 
-    The window is what was returned last, so that its first token is decoded in context, and what is pending.
+    The window is what was returned last, so that its first token is decoded in context, and what is pending. It stays
+    short whatever the tokens are: bytes that never become a character are told, and what has no text is dropped.
 
     Args:
         decode: text of a list of ids.
@@ -78,6 +79,11 @@ class WindowDetokenizer(IncrementalDetokenizer):
 
     # Tokens of the prompt that give the first output token its context.
     _PROMPT_TAIL = 5
+    # Longer windows, and more pending tokens, are made shorter; so many tokens are context enough then.
+    _MAX_LENGTH = 32
+    _CONTEXT = 8
+    # tokens that may be the beginning of a character
+    _MAX_INCOMPLETE = 3
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -99,10 +105,13 @@ class WindowDetokenizer(IncrementalDetokenizer):
         window = self._window
         window.extend(token_ids)
         text = self._decode(window)
+        num_pending = len(window) - self._num_returned
         if text.endswith(_REPLACEMENT):
-            return ""
+            return self._tell_incomplete() if num_pending > self._MAX_LENGTH else ""
         new_text = self._growth(text)
         if not new_text:
+            if num_pending > self._MAX_LENGTH and self._decode(window[: -self._CONTEXT]) == text:
+                del window[-self._CONTEXT :]
             return ""
         pending = window[self._num_returned :]
         prefix = self._decode(pending)
@@ -110,17 +119,34 @@ class WindowDetokenizer(IncrementalDetokenizer):
             self._window, self._prefix = pending, prefix
         else:  # text that appears only in context, like a lone space: keep the context
             self._prefix = text
+            self._shorten()
         self._num_returned = len(self._window)
         return new_text
+
+    def _tell_incomplete(self) -> str:
+        """The text of pending bytes that are no character, and are too many to be the beginning of one."""
+        end = len(self._window) - self._MAX_INCOMPLETE
+        new_text = self._growth(self._decode(self._window[:end]), end)
+        start = end - self._CONTEXT
+        self._window = self._window[start:]
+        self._num_returned = end - start
+        self._prefix = self._decode(self._window[: self._num_returned])
+        return new_text
+
+    def _shorten(self) -> None:
+        """Keep no more context than is needed."""
+        tail = self._window[-self._CONTEXT :]
+        if len(self._window) > self._MAX_LENGTH and (text := self._decode(tail)) and text[0] != _REPLACEMENT:
+            self._window, self._prefix = tail, text
 
     def finish(self) -> str:
         """The rest of the window's text."""
         return self._growth(self._decode(self._window))
 
-    def _growth(self, text: str) -> str:
-        """What is new in the text of the window."""
+    def _growth(self, text: str, end: int | None = None) -> str:
+        """What is new in the text of the window, or of its tokens up to an end."""
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
         # A byte that no character can have spoils, in vocabularies that fall back to bytes, the characters next to
         # it. Those are out already; only what is pending is new.
-        return self._decode(self._window[self._num_returned :])
+        return self._decode(self._window[self._num_returned : end])

@@ -186,6 +186,32 @@ async def test_async_calls(byte_level: Tokenizer) -> None:
     assert await byte_level.decode_async(ids) == "hello world"
 
 
+@pytest.mark.parametrize("token", ["<0x80>", "<0xE6>", "▁", "</s>", "▁a"])
+def test_tokens_that_come_for_ever_are_not_decoded_again_and_again(sentencepiece: Tokenizer, token: str) -> None:
+    """The work for each grew with all before: 4000 spaces took 12 s, in the thread that all streams share."""
+    vocabulary = sentencepiece.hf.get_vocab()
+    ids = [vocabulary[token]] * 3000 if token in vocabulary else sentencepiece.encode("a" * 3000)
+    decoded: list[int] = []
+
+    def decode(some: list[int]) -> str:
+        decoded.append(len(some))
+        return sentencepiece.decode(some, skip_special_tokens=True)
+
+    detokenizer = WindowDetokenizer(decode, [vocabulary["a"]])
+    text = "".join([*(detokenizer.push([id_]) for id_ in ids), detokenizer.finish()])
+    assert text == sentencepiece.decode([vocabulary["a"], *ids], skip_special_tokens=True)[1:]
+    assert max(decoded) < 64
+    assert sum(decoded) < 64 * 3 * len(ids)
+
+
+def test_bytes_that_are_no_characters_do_not_spoil_what_follows(sentencepiece: Tokenizer) -> None:
+    vocabulary = sentencepiece.hf.get_vocab()
+    ids = [vocabulary["<0x80>"]] * 100 + sentencepiece.encode("日 the fox", add_special_tokens=False)[1:]
+    text = "".join(increments(sentencepiece, ids, [1], True, [vocabulary["a"]]))
+    assert text.startswith("\N{REPLACEMENT CHARACTER}" * 90)
+    assert text.endswith(" the fox")
+
+
 def test_loading_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ModelLoadError, match="is not a directory"):
         Tokenizer.from_directory(str(tmp_path / "absent"))
