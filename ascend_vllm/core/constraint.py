@@ -1,4 +1,8 @@
-"""What a request wants its text to look like, checked and put in one form, so that equal wishes share a grammar."""
+"""What a request wants its text to look like, put in one form, so that equal wishes share a grammar.
+
+This is done between the steps: it is quick for whatever a request may hold. What takes longer to look for is checked
+in `constraint_checks`.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,20 @@ import re
 from typing import Any
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.json_schema import depth_exceeds, schemas_in
-from ascend_vllm.core.regex_size import written_out_size
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 
-# Beyond these a constraint is refused before any library sees it: their work grows faster than its size.
+# Beyond these a constraint is refused before anything of it is read.
 MAX_BYTES = 256 * 1024
 MAX_REGEX_BYTES = 32 * 1024
-# characters of a regular expression with its counted repetitions written out
-MAX_REGEX_SIZE = 50_000
+MAX_WHITESPACE_BYTES = 1024
 MAX_CHOICES = 8192
+# levels of JSON, looked for in `constraint_checks`
 MAX_DEPTH = 64
-# rules of a grammar
-MAX_RULES = 1000
 
 _FIELD = "structured_outputs"
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_LARK_RULE = re.compile(r"^[ \t]*[?!]?\w+[^:\n\"/]*:", re.MULTILINE)
+# matched by llama.cpp's notation only
+_GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 
 
 class ConstraintKind(enum.Enum):
@@ -74,17 +74,12 @@ def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsCo
         RequestError: it is not well-formed, or too large.
     """
     kind, text = _kind_and_text(params)
-    limit = MAX_REGEX_BYTES if kind is ConstraintKind.REGEX else MAX_BYTES
-    size = len(_encode(kind.value, text))
-    if size > limit:
-        raise RequestError(f"{kind.value} is too large: {size} bytes, the limit is {limit}.", _FIELD)
+    _check_size(kind.value, text, MAX_REGEX_BYTES if kind is ConstraintKind.REGEX else MAX_BYTES)
     pattern = params.whitespace_pattern
     if pattern is not None and kind is not ConstraintKind.JSON:
         raise RequestError(f"whitespace_pattern goes with a JSON schema, not with {kind.value}.", _FIELD)
-    if pattern is not None and len(_encode("whitespace_pattern", pattern)) > 1024:
-        raise RequestError("whitespace_pattern is too large: the limit is 1024 bytes.", _FIELD)
     if pattern is not None:
-        _check_regex("whitespace_pattern", pattern)
+        _check_size("whitespace_pattern", pattern, MAX_WHITESPACE_BYTES)
     compact = params.disable_any_whitespace or config.disable_any_whitespace
     if pattern is not None and params.disable_any_whitespace:
         raise RequestError("whitespace_pattern and disable_any_whitespace contradict each other.", _FIELD)
@@ -106,39 +101,30 @@ def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str
     if params.json not in (None, False):
         return ConstraintKind.JSON, _schema_text(params.json)
     if params.regex is not None:
-        _check_regex("regex", params.regex)
         return ConstraintKind.REGEX, params.regex
     if params.choice is not None:
         return ConstraintKind.CHOICE, _choice_text(params.choice)
     if params.grammar is not None:
-        return _grammar_kind(params.grammar), params.grammar
+        # how its rules begin tells the notation
+        _check_size("grammar", params.grammar, MAX_BYTES)
+        is_gbnf = _GBNF_RULE.search(params.grammar) is not None
+        return ConstraintKind.GBNF if is_gbnf else ConstraintKind.LARK, params.grammar
     if params.structural_tag is not None:
-        _check_depth("structural_tag", _load("structural_tag", params.structural_tag))
         return ConstraintKind.STRUCTURAL_TAG, params.structural_tag
     raise RequestError("structured_outputs holds no constraint.", _FIELD)
 
 
-def _grammar_kind(grammar: str) -> ConstraintKind:
-    """The notation of a grammar that is not too large, by how its rules begin."""
-    num_rules = len(_GBNF_RULE.findall(grammar))
-    kind = ConstraintKind.GBNF if num_rules else ConstraintKind.LARK
-    num_rules = num_rules or len(_LARK_RULE.findall(grammar))
-    if num_rules > MAX_RULES:
-        raise RequestError(f"grammar has {num_rules} rules, the limit is {MAX_RULES}.", _FIELD)
-    return kind
-
-
 def _schema_text(schema: str | dict[str, Any] | bool | None) -> str:
-    decoded = _load("json", schema) if isinstance(schema, str) else schema
+    decoded = load_json("json", schema) if isinstance(schema, str) else schema
     if not isinstance(decoded, dict | bool):
         raise RequestError(
             f"json must be a JSON schema, an object or a boolean, but is {type(decoded).__name__}.", _FIELD
         )
-    _check_depth("json", decoded)
-    for part in schemas_in(decoded):
-        _check_regex("pattern", str(part.get("pattern", "")))
-    # written anew, so that the layout of a schema makes no difference; the order of properties does
-    return json.dumps(decoded, ensure_ascii=False, separators=(",", ":"))
+    try:
+        # written anew, so that the layout of a schema makes no difference; the order of properties does
+        return json.dumps(decoded, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise too_deep("json") from None
 
 
 def _choice_text(choice: list[str]) -> str:
@@ -147,39 +133,31 @@ def _choice_text(choice: list[str]) -> str:
     return json.dumps(list(dict.fromkeys(choice)), ensure_ascii=False)
 
 
-def _load(name: str, text: str) -> Any:
-    """The value of a JSON text; errors are told in the words of the JSON parser, which vLLM passes on too."""
+def _check_size(name: str, text: str, limit: int) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode text: {error}", _FIELD) from None
+    if size > limit:
+        raise RequestError(f"{name} is too large: {size} bytes, the limit is {limit}.", _FIELD)
+
+
+def load_json(name: str, text: str) -> Any:
+    """The value of a JSON text; errors are told in the words of the JSON parser, which vLLM passes on too.
+
+    Raises:
+        RequestError: it is no JSON, or too large.
+    """
     if len(text) > MAX_BYTES:
         raise RequestError(f"{name} is too large: {len(text)} characters, the limit is {MAX_BYTES} bytes.", _FIELD)
     try:
         return json.loads(text)
     except RecursionError:
-        raise RequestError(_too_deep(name), _FIELD) from None
+        raise too_deep(name) from None
     except ValueError as error:
         raise RequestError(f"{name} is not valid JSON: {error}", _FIELD) from None
 
 
-def _check_depth(name: str, value: Any) -> None:
-    if depth_exceeds(value, MAX_DEPTH):
-        raise RequestError(_too_deep(name), _FIELD)
-
-
-def _check_regex(name: str, regex: str) -> None:
-    size = written_out_size(regex)
-    if size > MAX_REGEX_SIZE:
-        raise RequestError(
-            f"{name} is too large: with its repetitions written out it has {size} characters, the limit is "
-            f"{MAX_REGEX_SIZE}.",
-            _FIELD,
-        )
-
-
-def _too_deep(name: str) -> str:
-    return f"{name} is nested too deeply: the limit is {MAX_DEPTH} levels."
-
-
-def _encode(name: str, text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is not valid Unicode text: {error}", _FIELD) from None
+def too_deep(name: str) -> RequestError:
+    """The error of what is nested too deeply."""
+    return RequestError(f"{name} is nested too deeply: the limit is {MAX_DEPTH} levels.", _FIELD)

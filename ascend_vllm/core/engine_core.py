@@ -231,7 +231,8 @@ class EngineCore:
         self._executor.note_failure(reason)
 
     def shutdown(self) -> None:
-        """Ends the workers; requests that live are dropped."""
+        """Ends the workers, and what compiles grammars; requests that live are dropped."""
+        self._structured.close()
         self._executor.shutdown()
 
     def _check_if_idle(self) -> None:

@@ -70,6 +70,14 @@ class CompiledGrammar(abc.ABC):
     def num_bytes(self) -> int:
         """Memory it takes, about."""
 
+    @abc.abstractmethod
+    def note_bytes(self, num_bytes: int) -> None:
+        """Hears what its compilation was seen to take, for a library that does not say it."""
+
+    @abc.abstractmethod
+    def note_work(self, seconds: float) -> None:
+        """Hears what computing its masks took: a library may keep what it has worked out."""
+
 
 class GrammarBackend(abc.ABC):
     """A library."""
@@ -81,6 +89,14 @@ class GrammarBackend(abc.ABC):
         Raises:
             GrammarError: the constraint is invalid, or asks for what the library cannot do.
         """
+
+    @abc.abstractmethod
+    def pack(self, compiled: CompiledGrammar, max_bytes: int) -> bytes | None:
+        """What `unpack` makes the grammar of in another process; None: the library cannot, or it is too large."""
+
+    @abc.abstractmethod
+    def unpack(self, packed: bytes) -> CompiledGrammar:
+        """The grammar that a backend for the same vocabulary has packed."""
 
     @abc.abstractmethod
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:

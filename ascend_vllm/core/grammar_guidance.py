@@ -15,8 +15,12 @@ from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, Grammar, GrammarB
 from ascend_vllm.core.json_schema import schemas_in
 from ascend_vllm.core.vocabulary import Vocabulary
 
-# The library shares most of a grammar between matchers and does not say how large it is.
-_NUM_BYTES = 1 << 20
+# The library shares most of a grammar between matchers and does not say how large it is: so much at least, and for
+# each second of computing masks, in which it makes states of a lexer that it keeps, as many as it may.
+_MIN_BYTES = 256 << 10
+_BYTES_PER_SECOND = 200 << 20
+_MAX_LEXER_STATES = 100_000
+_BYTES_PER_STATE = 1 << 10
 
 
 class LLGuidance(Grammar):
@@ -70,13 +74,22 @@ class _Compiled(CompiledGrammar):
     def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
         self._matcher = matcher
         self._num_tokens = num_tokens
+        self._num_compiled_bytes = _MIN_BYTES
+        self._mask_s = 0.0
 
     def start(self) -> Grammar:
         return LLGuidance(self._matcher.deep_copy(), self._num_tokens)
 
     @property
     def num_bytes(self) -> int:
-        return _NUM_BYTES
+        num_state_bytes = min(int(self._mask_s * _BYTES_PER_SECOND), _MAX_LEXER_STATES * _BYTES_PER_STATE)
+        return self._num_compiled_bytes + num_state_bytes
+
+    def note_bytes(self, num_bytes: int) -> None:
+        self._num_compiled_bytes = max(num_bytes, _MIN_BYTES)
+
+    def note_work(self, seconds: float) -> None:
+        self._mask_s += seconds
 
 
 class _TokenizerOf:
@@ -129,7 +142,7 @@ class LLGuidanceBackend(GrammarBackend):
         wrapper = llguidance.TokenizerWrapper(_TokenizerOf(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(wrapper)
         self._executor = llguidance.LLExecutor(num_threads)
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         try:
@@ -147,6 +160,12 @@ class LLGuidanceBackend(GrammarBackend):
         if trial.is_error():
             raise GrammarError(_in_a_line(trial.get_error()))
         return _Compiled(matcher, self._num_tokens)
+
+    def pack(self, compiled: CompiledGrammar, max_bytes: int) -> None:
+        """The library writes no grammar down."""
+
+    def unpack(self, packed: bytes) -> CompiledGrammar:
+        raise NotImplementedError
 
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
         masks = np.zeros((len(grammars), _words_of(self._num_tokens + 1)), np.int32)

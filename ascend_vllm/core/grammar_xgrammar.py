@@ -27,6 +27,19 @@ from ascend_vllm.core.vocabulary import Vocabulary
 # Where and when the library noticed an error; not for the eyes of clients.
 _SOURCE_PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
 
+# memory for what compilations have in common, of each of the two compilers
+_SHARED_BYTES = 32 << 20
+_USUAL_SCHEMA = """{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c":
+    {"type": "number"}, "d": {"type": "boolean"}, "e": {"type": "array", "items": {"type": "string"}}, "f": {}},
+    "required": ["a"]}"""
+# measured, of the form in which the library writes a grammar down: bytes for each character of the grammar's text,
+# and for each byte of its masks in memory
+_AUTOMATON_BYTES = 4
+_BYTES_PER_MASK_BYTE = 2
+
+# what a grammar that is written down begins with, for the vocabulary that it is of
+_JSON_MARK, _TEXT_MARK = b"j", b"t"
+
 _CONTROLS = bytes({*range(0x20)} - {*b"\r\n"})
 
 # Keywords of JSON schema that the library passes over in silence, so that texts could break them.
@@ -95,16 +108,24 @@ class XGrammar(Grammar):
 
 
 class _Compiled(CompiledGrammar):
-    def __init__(self, compiled: Any, num_tokens: int) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: Any, num_tokens: int, *, is_json: bool) -> None:
+        self.library = compiled
         self._num_tokens = num_tokens
+        # compiled for the vocabulary without control characters
+        self.is_json = is_json
 
     def start(self) -> Grammar:
-        return XGrammar(self._compiled, self._num_tokens)
+        return XGrammar(self.library, self._num_tokens)
 
     @property
     def num_bytes(self) -> int:
-        return int(self._compiled.memory_size_bytes)
+        return int(self.library.memory_size_bytes)
+
+    def note_bytes(self, num_bytes: int) -> None:
+        """The library tells itself."""
+
+    def note_work(self, seconds: float) -> None:
+        """It keeps nothing."""
 
 
 class XGrammarBackend(GrammarBackend):
@@ -118,16 +139,21 @@ class XGrammarBackend(GrammarBackend):
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._num_tokens = vocabulary.size
         # ends are not the library's matter, so it knows of no stop tokens; nor of special ones, whose text is empty
-        self._compiler = _compiler_of(vocabulary.tokens, num_threads)
+        self._info = _info_of(vocabulary.tokens)
+        self._compiler = _compiler_of(self._info, num_threads)
         # JSON has no control characters but in its whitespace, which can do without tabs; the library would let them
         # into strings of limited length
         plain = [token if token == token.translate(None, _CONTROLS) else b"" for token in vocabulary.tokens]
-        self._json_compiler = _compiler_of(plain, num_threads)
+        self._json_info = _info_of(plain)
+        self._json_compiler = _compiler_of(self._json_info, num_threads)
         self._batch = xgrammar.BatchGrammarMatcher(num_threads)
+        # what most schemas have in common need not be compiled with each of them
+        self._json_compiler.compile_json_schema(_USUAL_SCHEMA)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         try:
-            return _Compiled(self._compile(constraint), self._num_tokens)
+            is_json = constraint.kind is ConstraintKind.JSON
+            return _Compiled(self._compile(constraint), self._num_tokens, is_json=is_json)
         except GrammarError:
             raise
         except Exception as error:  # the library raises RuntimeError, ValueError, TypeError and classes of its own
@@ -137,6 +163,23 @@ class XGrammarBackend(GrammarBackend):
         matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, XGrammar)]
         self._batch.batch_fill_next_token_bitmask(matchers, bitmask, list(rows))
         bitmask[list(rows), -1] &= last_word(self._num_tokens)
+
+    def pack(self, compiled: CompiledGrammar, max_bytes: int) -> bytes | None:
+        assert isinstance(compiled, _Compiled)
+        # The library writes the automatons of all rules down with each rule, which is a line of the grammar's text;
+        # how large they are is told by the length of the text. Beside them come the masks.
+        text = str(compiled.library.grammar)
+        expected = _AUTOMATON_BYTES * len(text) * text.count("\n") + _BYTES_PER_MASK_BYTE * compiled.num_bytes
+        if expected > max_bytes:
+            return None
+        written: str = compiled.library.serialize_json()
+        return (_JSON_MARK if compiled.is_json else _TEXT_MARK) + written.encode()
+
+    def unpack(self, packed: bytes) -> CompiledGrammar:
+        is_json = packed.startswith(_JSON_MARK)
+        info = self._json_info if is_json else self._info
+        library = xgrammar.CompiledGrammar.deserialize_json(str(memoryview(packed)[1:], "utf-8"), info)
+        return _Compiled(library, self._num_tokens, is_json=is_json)
 
     def _compile(self, constraint: Constraint) -> Any:
         compiler, text = self._compiler, constraint.text
@@ -177,10 +220,13 @@ class XGrammarBackend(GrammarBackend):
         return self._compiler.compile_structural_tag(tag)
 
 
-def _compiler_of(tokens: list[bytes], num_threads: int) -> Any:
-    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[])
-    # grammars are kept by core/structured_output.py
-    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
+def _info_of(tokens: list[bytes]) -> Any:
+    return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[])
+
+
+def _compiler_of(info: Any, num_threads: int) -> Any:
+    # grammars are kept by core/structured_output.py; what is kept here are parts that other grammars have as well
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_limit_bytes=_SHARED_BYTES)
 
 
 def ignored_keywords(schema: Any) -> set[str]:

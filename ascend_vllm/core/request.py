@@ -24,7 +24,7 @@ from ascend_vllm.types.step import NO_TOKEN
 
 if TYPE_CHECKING:
     from ascend_vllm.core.beam_group import BeamGroup
-    from ascend_vllm.core.structured_output import OutputConstraint
+    from ascend_vllm.core.output_constraint import OutputConstraint
 
 NO_SLOT = -1
 _SEED_MASK = (1 << 63) - 1

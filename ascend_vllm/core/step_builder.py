@@ -6,9 +6,9 @@ import dataclasses
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.output_constraint import fill_bitmasks
 from ascend_vllm.core.prompt_limits import PromptLimits
 from ascend_vllm.core.request import Request
-from ascend_vllm.core.structured_output import fill_bitmasks
 from ascend_vllm.types.step import NewRow, SchedulerOutput
 
 

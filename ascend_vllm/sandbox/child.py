@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import math
 import os
 import pathlib
 import resource
@@ -35,7 +36,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         wall_s: seconds from the job to the answer; the server watches over them.
-        cpu_s: whole seconds of CPU time, at least `wall_s`: for when nobody watches any more.
+        cpu_s: seconds of CPU time, and up to one more: the system counts whole ones. It watches over them also when
+            nobody else does any more.
         memory_bytes: address space beyond what the process has when it is ready.
         niceness: how far the process stands back behind the others of the machine, 0 to 19.
     """
@@ -158,7 +160,7 @@ def _lower_limit(kind: int, limit: int) -> None:
 def _limit_cpu(cpu_s: int) -> None:
     """So many seconds from now on, for the system counts from the process's start."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_s)
+    _lower_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + cpu_s)
 
 
 def _take_channel() -> socket.socket:

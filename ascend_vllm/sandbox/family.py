@@ -27,6 +27,10 @@ class LimitExceededError(Exception):
     """A job took more than it may; the text goes on after "the job": "took longer than 3 s"."""
 
 
+class TooSlowError(LimitExceededError):
+    """A job took longer than it may."""
+
+
 class ProcessBrokenError(Exception):
     """A job's process ended, and no limit of it is known to be the reason; the text names the exit code."""
 
@@ -216,9 +220,10 @@ class Family:
             data: for the process.
 
         Raises:
-            LimitExceededError: it took too much.
+            TooSlowError: it took too long.
+            LimitExceededError: it took too much memory.
             ProcessBrokenError: the process broke on it, or was ended.
-            CancelledError: it was given up before it began, or the family is closed.
+            CancelledError: it was given up, or the family is closed.
             RuntimeError: a process did not start.
             OSError: the system starts no process.
         """
@@ -231,8 +236,9 @@ class Family:
         except BaseException as error:
             job.end()
             self._replace(process)
-            if not job.is_given_up:
-                logger.warning("A process for %s was replaced: it %s", self._name, error)
+            if job.is_given_up:
+                raise concurrent.futures.CancelledError from error
+            logger.warning("A process for %s was replaced: it %s", self._name, error)
             raise
         job.end()
         if Verdict.IS_LAST in verdict:
@@ -261,7 +267,7 @@ class Family:
         except TimeoutError:
             if not process.is_ready:
                 raise RuntimeError(f"was not ready within {_START_S:g} s") from None
-            raise LimitExceededError(f"took longer than {self._limits.wall_s:g} s") from None
+            raise TooSlowError(f"took longer than {self._limits.wall_s:g} s") from None
         except _EndedError:
             code = process.wait()
             if not process.is_ready:
@@ -269,7 +275,12 @@ class Family:
             if code == EXIT_MEMORY:
                 raise self._exceeded_memory() from None
             if code == -signal.SIGXCPU:
-                raise LimitExceededError(f"took more than {self._limits.cpu_s} s of CPU time") from None
+                raise TooSlowError(f"took more than {self._limits.cpu_s} s of CPU time") from None
+            if code == -signal.SIGABRT:
+                limit = self._limits.memory_bytes >> 20
+                raise LimitExceededError(
+                    f"ended its process, as libraries do when they would need more than {limit} MiB of memory"
+                ) from None
             raise ProcessBrokenError(f"broke its process (exit code {code})") from None
 
     def _exceeded_memory(self) -> LimitExceededError:

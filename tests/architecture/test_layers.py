@@ -40,6 +40,7 @@ PROCESSES = {
     "entrypoints.openai.app": {"core", "executor", "worker", "models", "layers"},
     "entrypoints.openai.api_server": {"executor", "worker", "models", "layers"},
     "entrypoints.template_process": {"engine", "core", "executor", "worker", "models", "layers"},
+    "core.grammar_process": {"entrypoints", "engine", "executor", "worker", "models", "layers"},
 }
 DEVICE_MODULES = {"torch_npu", "torchair", "npugraph_ex"}
 # all that import them, by import_module in functions: most machines have none of them

@@ -11,6 +11,7 @@ from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.constraint import make_constraint
 from ascend_vllm.core.grammar import GrammarBackend
 from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
+from ascend_vllm.core.grammar_processes import GrammarProcesses
 from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
 from ascend_vllm.core.vocabulary import Vocabulary
 from ascend_vllm.structured_outputs import StructuredOutputsParams
@@ -25,6 +26,8 @@ BACKENDS: dict[str, GrammarBackend] = {
     "xgrammar": XGrammarBackend(VOCABULARY, 1),
     "guidance": LLGuidanceBackend(VOCABULARY, 1),
 }
+# all engine cores of a test's process share them: each takes seconds to start
+PROCESSES = GrammarProcesses(VOCABULARY)
 CONSTRAINTS = [
     {"regex": "(ab|c)+[0-9]{2,9}"},
     {"regex": "[a-z]*"},

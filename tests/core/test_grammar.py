@@ -12,6 +12,7 @@ import pytest
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.constraint import MAX_BYTES, MAX_CHOICES, MAX_DEPTH, make_constraint
+from ascend_vllm.core.constraint_checks import check_constraint
 from ascend_vllm.core.grammar import CompiledGrammar, GrammarBackend, GrammarError
 from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
 from ascend_vllm.core.grammar_xgrammar import XGrammarBackend, ignored_keywords, without_newline_dots
@@ -287,7 +288,7 @@ def test_what_cannot_be_compiled_says_why(backend: GrammarBackend, fields: dict[
 )
 def test_what_no_library_sees(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
-        make_constraint(StructuredOutputsParams(**fields), CONFIG)
+        check_constraint(make_constraint(StructuredOutputsParams(**fields), CONFIG))
 
 
 def test_equal_schemas_share_a_grammar() -> None:

@@ -31,7 +31,7 @@ from ascend_vllm.core.beam_search import BeamSearch
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, EngineCoreRequest, FinishReason
-from tests.core.constrained_requests import CONSTRAINTS, VOCABULARY, constrain_alone, constrained
+from tests.core.constrained_requests import CONSTRAINTS, PROCESSES, VOCABULARY, constrain_alone, constrained
 from tests.core.memory_executor import (
     EOS,
     VOCAB_SIZE,
@@ -97,7 +97,9 @@ def search_alone(request: EngineCoreRequest, seed: int, max_num_computed: int) -
 def warm_manager() -> StructuredOutputManager:
     """Gives every constraint's grammar at once, so that an example goes the same way each time."""
     core, _ = make_core()
-    manager = StructuredOutputManager(StructuredOutputsConfig(), core.config.model, lambda: VOCABULARY)
+    manager = StructuredOutputManager(
+        StructuredOutputsConfig(), core.config.model, lambda: VOCABULARY, processes=PROCESSES
+    )
     core, _ = make_core(structured=manager)
     for index, constraint in enumerate(CONSTRAINTS):
         core.add_request(constrained(str(index), constraint))

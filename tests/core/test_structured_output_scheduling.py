@@ -8,6 +8,8 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,20 @@ from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core import structured_output
 from ascend_vllm.core.constraint import Constraint, make_constraint
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.core.grammar import CompiledGrammar, GrammarBackend
+from ascend_vllm.core.grammar_process import Trial
+from ascend_vllm.core.grammar_processes import GrammarProcesses
+from ascend_vllm.core.output_constraint import OutputConstraint
 from ascend_vllm.core.request import Request
-from ascend_vllm.core.structured_output import OutputConstraint, StructuredOutputManager
+from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.core.vocabulary import Vocabulary
 from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.sandbox.family import Job
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
 from tests.core.constrained_requests import (
     BACKENDS,
     CONSTRAINTS,
+    PROCESSES,
     TEXTS,
     VOCABULARY,
     constrain_alone,
@@ -44,6 +50,7 @@ from tests.core.memory_executor import (
     run,
     step,
 )
+from tests.server import wait_until
 
 # settings of the core, and of its cache: what goes on around the requests
 MODES: dict[str, dict[str, Any]] = {
@@ -74,6 +81,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def make_manager(config: Any, **options: Any) -> StructuredOutputManager:
+    options = {"processes": PROCESSES} | options
     return StructuredOutputManager(StructuredOutputsConfig(), config.model, lambda: VOCABULARY, **options)
 
 
@@ -241,7 +249,9 @@ def test_a_model_without_an_end_of_text_ends_where_nothing_can_follow() -> None:
     vocabulary = dataclasses.replace(VOCABULARY, eos_token_ids=[])
     for backend in BACKENDS:
         config = make_config()
-        manager = StructuredOutputManager(StructuredOutputsConfig(), config.model, lambda: vocabulary)
+        manager = StructuredOutputManager(
+            StructuredOutputsConfig(), config.model, lambda: vocabulary, processes=PROCESSES
+        )
         core, _ = make_core(manager=manager)
         request = constrained("a", {"regex": "a?b[0-9]", "backend": backend})
         request.eos_token_id = None
@@ -301,31 +311,43 @@ def test_a_wrong_constraint_is_its_requests_answer(fields: dict[str, Any], messa
     assert all(made.bitmask is None for made in executor.steps)
 
 
-class _SlowBackend(GrammarBackend):
-    """xgrammar, once it is allowed to."""
+class _HeldProcesses(GrammarProcesses):
+    """The processes of all tests, but what they are asked waits until it may go on.
+
+    Attributes:
+        go: lets all go on.
+        held: only these texts wait; None: all.
+        asked: what was begun.
+        compiled: what came to its end.
+    """
 
     def __init__(self) -> None:
+        super().__init__(VOCABULARY)
         self.go = threading.Event()
-        self.compiled: list[Constraint] = []
+        self.held: set[str] | None = None
+        self.asked: list[str] = []
+        self.compiled: list[str] = []
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
-        assert self.go.wait(20)
-        self.compiled.append(constraint)
-        return BACKENDS["xgrammar"].compile(constraint)
-
-    def fill_bitmasks(self, *arguments: Any) -> None:
-        BACKENDS["xgrammar"].fill_bitmasks(*arguments)
+    def try_out(self, job: Job, backend: str, constraint: Constraint, *, slow: bool) -> Trial:
+        self.asked.append(constraint.text)
+        while (self.held is None or constraint.text in self.held) and not self.go.wait(0.01):
+            if job.is_given_up:
+                raise CancelledError
+        trial = PROCESSES.try_out(job, backend, constraint, slow=slow)
+        self.compiled.append(constraint.text)
+        return trial
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> _SlowBackend:
-    backend = _SlowBackend()
-    monkeypatch.setitem(structured_output.BACKENDS, "xgrammar", lambda _vocabulary, _threads: backend)
-    return backend
+def held() -> Iterator[_HeldProcesses]:
+    processes = _HeldProcesses()
+    yield processes
+    processes.go.set()
+    assert processes.pids == []
 
 
-def test_nobody_waits_for_the_grammar_of_another(slow: _SlowBackend) -> None:
-    core, _ = make_core()
+def test_nobody_waits_for_the_grammar_of_another(held: _HeldProcesses) -> None:
+    core, _ = held_core(held)
     guided = [constrained(f"g{index}", {"regex": "[a-c]{4}"}, seed=index) for index in range(3)]
     free = make_request("free", 5)
     for request in guided:
@@ -346,77 +368,115 @@ def test_nobody_waits_for_the_grammar_of_another(slow: _SlowBackend) -> None:
     assert steps < 100 and time.process_time() - started < 0.15
     core.abort_requests(["g1"])
     assert core.stats()["num_waiting"] == 2
-    slow.go.set()
+    held.go.set()
     results |= run(core)
     assert_alone(results, [guided[0], guided[2]])
-    assert "g1" not in results and len(slow.compiled) == 1
+    assert "g1" not in results and len(held.compiled) == 1
     assert_all_free(core)
 
 
-def test_a_compile_has_its_time(slow: _SlowBackend) -> None:
-    config = make_config()
-    core, _ = make_core(manager=make_manager(config, compile_timeout_s=0.05))
+def test_a_compile_has_its_time(held: _HeldProcesses) -> None:
+    core, manager = held_core(held, compile_timeout_s=0.05)
     core.add_request(constrained("a", {"regex": "a"}))
+    assert wait_until(lambda: held.asked == ["a"])
     found = run(core)["a"]
     assert found.finish_reason is FinishReason.ERROR and found.error == "regex was not compiled within 0.05 s."
-    # whoever asks again need not wait
-    core.add_request(constrained("b", {"regex": "a"}))
-    results: dict[str, Collected] = {}
-    step(core, results)
-    assert results["b"].error == found.error
-    # the threads that hang keep nobody else from being served
+    # those that hang were given up: they keep nobody else from being served
     for name in ("c", "d"):
         core.add_request(constrained(name, {"regex": name}))
         assert "not compiled within" in (run(core)[name].error or "")
-    guidance = constrained("e", {"regex": "e", "backend": "guidance"})
-    manager = core._structured
+    assert not manager._entries
     manager._timeout_s = 20.0
-    core.add_request(guidance)
-    assert_alone(run(core), [guidance])
-    slow.go.set()
-    # what came too late for some is there for others
-    late = constrained("late", {"regex": "a"})
-    deadline = time.monotonic() + 20
-    # the threads end in any order
-    while any(entry.error for entry in manager._entries.values()) and time.monotonic() < deadline:
-        step(core, results)
-    assert len(slow.compiled) == 3
-    core.add_request(late)
-    assert_alone(run(core), [late])
+    held.go.set()
+    # and whoever asks again is no worse off
+    again = [constrained("b", {"regex": "a"}), constrained("e", {"regex": "e", "backend": "guidance"})]
+    for request in again:
+        core.add_request(request)
+    assert_alone(run(core), again)
+    assert held.compiled in (["a", "e"], ["e", "a"])
     assert_all_free(core)
 
 
-def test_waiting_for_a_grammar_counts_as_waiting(slow: _SlowBackend) -> None:
-    core, _ = make_core(queue_timeout_s=0.05)
+def test_who_was_not_served_in_time_is_told_to_come_again(held: _HeldProcesses) -> None:
+    core, _ = held_core(held, compile_timeout_s=0.3)
+    for name in "abc":
+        core.add_request(constrained(name, {"regex": name}))
+    assert wait_until(lambda: len(held.asked) == 2)
+    # all are late at the same time
+    time.sleep(0.4)
+    results = run(core)
+    assert [results[name].error_class for name in "abc"] == ["RequestError", "RequestError", "EngineBusyError"]
+
+
+def test_what_nobody_waits_for_is_given_up_and_not_kept(held: _HeldProcesses) -> None:
+    core, manager = held_core(held)
+    for name in ("a", "a2", "b", "c", "d"):
+        core.add_request(constrained(name, {"regex": name[0]}))
+    assert wait_until(lambda: len(held.asked) == 2)
+    core.abort_requests(["a", "b", "c"])
+    assert [entry.constraint.text for entry in manager._entries.values()] == ["a", "d"]
+    core.abort_requests(["a2", "d"])
+    assert not manager._entries and core.stats()["num_waiting"] == 0
+    held.go.set()
+    again = constrained("again", {"regex": "b"})
+    core.add_request(again)
+    assert_alone(run(core), [again])
+    assert held.compiled == ["b"]
+    assert_all_free(core)
+
+
+def held_core(held: _HeldProcesses, **options: Any) -> tuple[EngineCore, StructuredOutputManager]:
+    manager = make_manager(make_config(), processes=held, **options)
+    return make_core(manager=manager)[0], manager
+
+
+def test_waiting_for_a_grammar_counts_as_waiting(held: _HeldProcesses) -> None:
+    core, _ = make_core(queue_timeout_s=0.05, manager=make_manager(make_config(), processes=held))
     core.add_request(constrained("a", {"regex": "b"}))
     found = run(core)["a"]
     assert found.error_class == "EngineBusyError" and "--queue-timeout-s" in (found.error or "")
     core.add_request(constrained("b", {"regex": "c"}))
     core.fail_requests("the end")
     assert_all_free(core)
-    slow.go.set()
 
 
-def test_grammars_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch, slow: _SlowBackend) -> None:
+def test_grammars_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch, held: _HeldProcesses) -> None:
     monkeypatch.setattr(structured_output, "_MAX_CACHED", 2)
-    slow.go.set()
-    core, _ = make_core()
+    held.go.set()
+    core, _ = held_core(held)
     for index, letter in enumerate("abacab"):
         core.add_request(constrained(f"r{index}", {"regex": letter}))
         assert run(core)[f"r{index}"].finish_reason is FinishReason.STOP
-    assert [constraint.text for constraint in slow.compiled] == list("abcb")
+    assert held.compiled == list("abcb")
 
 
-def test_too_many_grammars_at_a_time(monkeypatch: pytest.MonkeyPatch, slow: _SlowBackend) -> None:
+def test_a_grammar_that_is_not_there_yet_keeps_no_others(
+    monkeypatch: pytest.MonkeyPatch, held: _HeldProcesses
+) -> None:
+    monkeypatch.setattr(structured_output, "_MAX_CACHED", 2)
+    held.held = {"z"}
+    core, manager = held_core(held)
+    core.add_request(constrained("z", {"regex": "z"}))
+    results: dict[str, Collected] = {}
+    for letter in "abcdef":
+        core.add_request(constrained(letter, {"regex": letter}))
+        while letter not in results or results[letter].finish_reason is None:
+            step(core, results)
+        assert len(manager._entries) <= 3
+    held.go.set()
+    assert run(core)["z"].finish_reason is FinishReason.STOP
+
+
+def test_too_many_grammars_at_a_time(monkeypatch: pytest.MonkeyPatch, held: _HeldProcesses) -> None:
     monkeypatch.setattr(structured_output, "_MAX_COMPILING", 2)
-    core, _ = make_core()
+    core, _ = held_core(held)
     requests = [constrained(f"r{letter}", {"regex": letter}) for letter in "abc"]
     for request in requests:
         core.add_request(request)
     results: dict[str, Collected] = {}
     step(core, results)
     assert results["rc"].error_class == "EngineBusyError"
-    slow.go.set()
+    held.go.set()
     assert_alone(run(core), requests[:2])
 
 
@@ -457,7 +517,7 @@ def test_the_mask_of_an_end() -> None:
     request = Request(constrained("a", {"regex": "a{1,2}"}, min_tokens=2), 64, 0)
     backend = BACKENDS["xgrammar"]
     constraint = make_constraint(StructuredOutputsParams(regex="a{1,2}"), StructuredOutputsConfig())
-    output = OutputConstraint(backend.compile(constraint).start(), backend, request, VOCABULARY)
+    output = OutputConstraint(backend.compile(constraint), backend, request, VOCABULARY)
 
     def mask(num_output: int) -> set[int]:
         row = np.zeros(VOCABULARY.num_words, np.int32)
