@@ -10,9 +10,57 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
+
+_CONFIG_FILE = "tokenizer_config.json"
+# what transformers opens, if it is there
+_FILES = (
+    _CONFIG_FILE,
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _is_template(value: Any) -> bool:
+    """A chat template, or a list of several with names."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and all(
+        isinstance(named, dict) and isinstance(named.get("name"), str) and isinstance(named.get("template"), str)
+        for named in value
+    )
+
+
+def _is_table_of_tokens(value: Any) -> bool:
+    return isinstance(value, dict) and all(name.isdecimal() and _is_token(token) for name, token in value.items())
+
+
+_TOKEN = ("a text, or an object with a text as its content", _is_token)
+_OBJECT = ("an object", lambda value: isinstance(value, dict))
+# of tokenizer_config.json, each of which may be null: what it may be, in words and as a test
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "chat_template": ("a text, or a list of objects with a name and a template", _is_template),
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"), _TOKEN),
+    "added_tokens_decoder": ("an object of tokens by their ids", _is_table_of_tokens),
+    "auto_map": _OBJECT,
+    "tokenizer_class": ("a text", lambda value: isinstance(value, str)),
+    "extra_special_tokens": ("an object or a list", lambda value: isinstance(value, dict | list)),
+    "additional_special_tokens": ("a list", lambda value: isinstance(value, list)),
+}
 
 
 def load_hf_tokenizer(directory: str, *, slow: bool = False, trust_remote_code: bool = False) -> Any:
@@ -29,8 +77,9 @@ def load_hf_tokenizer(directory: str, *, slow: bool = False, trust_remote_code: 
     path = pathlib.Path(directory)
     if not path.is_dir():
         raise ModelLoadError(f"cannot load a tokenizer: {directory} is not a directory")
+    config = _read_config(path)
     try:
-        if not slow and _is_self_contained(path):
+        if not slow and _is_self_contained(path, config):
             from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
             return TokenizersBackend.from_pretrained(directory, local_files_only=True)
@@ -39,22 +88,57 @@ def load_hf_tokenizer(directory: str, *, slow: bool = False, trust_remote_code: 
         return AutoTokenizer.from_pretrained(
             directory, use_fast=not slow, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
-        hint = "; pass --trust-remote-code to run its code" if "trust_remote_code" in str(error) else ""
-        raise ModelLoadError(f"cannot load the tokenizer in {directory}: {error}{hint}") from error
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises anything, and a panic of tokenizers is no Exception
+        raise _diagnosis(path, error) from error
 
 
-def _is_self_contained(directory: pathlib.Path) -> bool:
+def _read_config(directory: pathlib.Path) -> dict[str, Any]:
+    """tokenizer_config.json, {} if there is none; nothing that transformers will open keeps it waiting.
+
+    Raises:
+        ModelLoadError: a file is none, or a field is of another type than it may be.
+    """
+    for name in _FILES:
+        if is_there(directory / name):
+            check_file(directory / name)
+    path = directory / _CONFIG_FILE
+    if not is_there(path):
+        return {}
+    config = read_json(path, dict)
+    for name, (words, test) in _FIELDS.items():
+        value = config.get(name)
+        if value is not None and not test(value):
+            raise ModelLoadError(f"{path}: {name!r} must be {words}, got {shown(value)}")
+    return config
+
+
+def _diagnosis(directory: pathlib.Path, error: BaseException) -> ModelLoadError:
+    """What is wrong with a directory whose tokenizer cannot be loaded: the file that is no JSON, if one is."""
+    present = [name for name in _FILES if is_there(directory / name)]
+    for name in present:
+        try:
+            if name.endswith(".json"):
+                read_json(directory / name, dict)
+            elif name.endswith(".jinja"):
+                (directory / name).read_text(encoding="utf-8")
+        except ModelLoadError as finding:
+            return finding
+        except (OSError, ValueError) as finding:
+            return ModelLoadError(f"{directory / name} cannot be read: {one_line(finding)}")
+    hint = "; pass --trust-remote-code to run its code" if "trust_remote_code" in str(error) else ""
+    files = f" ({', '.join(present)})" if present else ""
+    return ModelLoadError(f"cannot load the tokenizer in {directory}{files}: {one_line(error)}{hint}")
+
+
+def _is_self_contained(directory: pathlib.Path, config: dict[str, Any]) -> bool:
     """Whether tokenizer.json and tokenizer_config.json say all that there is to know.
 
     They do not where the directory brings tokenizer code of its own, nor where the configuration leaves the
     end-of-text token to the defaults of a tokenizer class.
     """
-    config_file = directory / "tokenizer_config.json"
-    if not (directory / "tokenizer.json").is_file() or not config_file.is_file():
-        return False
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    return "auto_map" not in config and "eos_token" in config
+    return (directory / "tokenizer.json").is_file() and "auto_map" not in config and "eos_token" in config
 
 
 def is_byte_level(backend: Any) -> bool:

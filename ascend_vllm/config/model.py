@@ -8,6 +8,11 @@ import msgspec
 
 from ascend_vllm.pooling_params import PoolingTask
 
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# decoders with three matrices in an MLP
+_GATED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
 # ends of names of architectures that share their decoder with XForCausalLM
 _HEADLESS = ("ForSequenceClassification", "Model")
 
@@ -132,6 +137,28 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def head_size(self) -> int:
         """Width of a head; some configs name it, for others it is hidden_size / num_heads."""
         return int(self.hf_config.get("head_dim") or self.hidden_size // self.num_heads)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many weights the model has at least, by config.json; 0 if its architecture is another package's."""
+        decoder, hidden = decoder_architecture(self.architecture), self.hidden_size
+        if decoder in _GATED:
+            attention = 2 * hidden * self.head_size * (self.num_heads + self.num_kv_heads)
+            layer = attention + 3 * hidden * int(self.hf_config["intermediate_size"])
+            return self.vocab_size * hidden + self.num_layers * layer
+        if decoder == "OPTForCausalLM":
+            layer = 4 * hidden * hidden + 2 * hidden * int(self.hf_config["ffn_dim"])
+            width = int(self.hf_config.get("word_embed_proj_dim") or hidden)
+            positions = int(self.hf_config["max_position_embeddings"]) * hidden
+            return self.vocab_size * width + positions + self.num_layers * layer
+        return 0
+
+    @property
+    def size_in_words(self) -> str:
+        """The numbers that `num_parameters` follows from, and what it is, for messages."""
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "ffn_dim", "vocab_size")
+        declared = ", ".join(f"{name} {self.hf_config[name]}" for name in names if name in self.hf_config)
+        return f"{self.model}/config.json: {declared} mean {self.num_parameters} parameters or more"
 
 
 class LoadConfig(msgspec.Struct, frozen=True):

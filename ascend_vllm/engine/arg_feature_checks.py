@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.engine import arg_limits
-from ascend_vllm.errors import ConfigError
+from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.model_files import read_json
 
 if TYPE_CHECKING:
     from ascend_vllm.engine.args import EngineArgs
@@ -89,12 +89,10 @@ def _check_ngram(args: EngineArgs) -> None:
 
 def _config_of(model: str) -> dict[str, Any]:
     """config.json of a local directory as far as it can be read; reading it in earnest comes later."""
-    path = pathlib.Path(model).expanduser() / "config.json"
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(pathlib.Path(model).expanduser() / "config.json", dict)
+    except ModelLoadError:
         return {}
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _predicts(draft_model: str) -> bool:
@@ -126,7 +124,8 @@ def check_against_model(args: EngineArgs) -> None:
         not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
     )
     # the older block manager, if one insists on it, knew no windows that prompts in pieces move through
-    if needs_no_window and arg_limits.sliding_window(config) is not None:
+    has_window = isinstance(config.get("sliding_window"), int)
+    if needs_no_window and has_window and arg_limits.sliding_window(config) is not None:
         raise ConfigError(
             "Chunked prefill is not supported with sliding window. Set --disable-sliding-window to disable sliding "
             "window."

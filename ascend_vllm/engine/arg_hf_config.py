@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ascend_vllm import envs
+from ascend_vllm.engine.arg_hf_checks import check_generation_config, check_hf_config, check_rope_spellings
 from ascend_vllm.errors import ConfigError, ModelLoadError
-from ascend_vllm.logger import init_logger
-
-logger = init_logger(__name__)
-
-T = TypeVar("T", dict[str, Any], list[Any])
+from ascend_vllm.model_files import is_there, one_line, read_json, shown
 
 _DEFAULT_ROPE_THETA = 10000.0
 
@@ -147,24 +144,6 @@ def find_directory(
         ) from err
 
 
-def read_json(path: pathlib.Path, kind: type[T]) -> T:
-    """The object or list that a JSON file holds.
-
-    Raises:
-        ModelLoadError: the file cannot be read, or holds something else.
-    """
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as err:
-        raise ModelLoadError(f"{path} cannot be read: {err.strerror}") from err
-    except ValueError as err:
-        raise ModelLoadError(f"{path} is not JSON: {err}") from err
-    if not isinstance(loaded, kind):
-        wanted = "object" if kind is dict else kind.__name__
-        raise ModelLoadError(f"{path} must hold a JSON {wanted}, not a {type(loaded).__name__}")
-    return loaded
-
-
 def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with changes applied; objects inside are merged too."""
     result = dict(base)
@@ -183,7 +162,9 @@ def _read_with_transformers(directory: str, raw: dict[str, Any], trust_remote_co
     # a model's own code may raise anything
     except Exception as err:
         kind = raw.get("model_type")
-        raise ModelLoadError(f"{directory}/config.json: model type {kind!r} cannot be read: {err}") from err
+        raise ModelLoadError(
+            f"{directory}/config.json: model type {shown(kind)} cannot be read: {one_line(err)}"
+        ) from err
     # a config's text part has no architectures of its own, or None
     if raw.get("architectures"):
         values["architectures"] = raw["architectures"]
@@ -231,13 +212,18 @@ def read_hf_config(
         ConfigError: the model brings its own code and --trust-remote-code is not given.
     """
     path = pathlib.Path(directory) / "config.json"
-    if not path.is_file():
+    if not is_there(path):
         raise ModelLoadError(f"{directory} has no config.json; it must be a model in Hugging Face layout")
     raw = read_json(path, dict)
-    model_type = raw.get("model_type")
-    has_code = "AutoConfig" in (raw.get("auto_map") or {})
-    if isinstance(model_type, str) and model_type in _DEFAULTS and not (has_code and trust_remote_code):
-        config = _merged(dict(_DEFAULTS[model_type]), raw)
+    model_type, auto_map = raw.get("model_type"), raw.get("auto_map")
+    if not isinstance(auto_map, dict | None):
+        raise ModelLoadError(f"{path}: 'auto_map' must be an object, got {shown(auto_map)}")
+    has_code = "AutoConfig" in (auto_map or {})
+    defaults = _DEFAULTS.get(model_type) if isinstance(model_type, str) else None
+    if has_code and trust_remote_code:
+        defaults = None
+    if defaults is not None:
+        config = _merged(dict(defaults), raw)
     elif has_code and not trust_remote_code:
         raise ConfigError(
             f"{path}: the model brings Python code of its own. If you trust it, let it run with --trust-remote-code."
@@ -245,28 +231,17 @@ def read_hf_config(
     else:
         config = _read_with_transformers(directory, raw, trust_remote_code)
     config = _merged(config, overrides or {})
+    check_rope_spellings(path, config)
     if model_type not in _WITHOUT_ROPE or rope_scaling is not None or rope_theta is not None:
         changed = overrides or {}
         # an override in the older spelling counts more than what the file says in the newer one
         scaling = rope_scaling if rope_scaling is not None else changed.get("rope_scaling")
         _normalise_rope(config, scaling, rope_theta or changed.get("rope_theta"))
-    _check_hf_config(path, config)
+    check_hf_config(path, config, is_known=defaults is not None)
     has_head = config["architectures"][0].endswith("ForSequenceClassification")
     for name in _DROPPED if has_head else _DROPPED + _DROPPED_WITHOUT_HEAD:
         config.pop(name, None)
     return config
-
-
-def _check_hf_config(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise ModelLoadError(
-            f"{path}: 'architectures' must name the model's class, for example [\"Qwen2ForCausalLM\"]"
-        )
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ModelLoadError(f"{path}: {name!r} must be a positive number, got {value!r}")
 
 
 def read_generation_config(source: str, model_directory: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -287,13 +262,15 @@ def read_generation_config(source: str, model_directory: str, overrides: Mapping
     """
     named = source not in ("auto", "vllm")
     path = pathlib.Path(source if named else model_directory).expanduser() / "generation_config.json"
-    if named and not path.is_file():
+    if named and not is_there(path):
         raise ConfigError(f"--generation-config {source}: there is no {path}.")
-    values = read_json(path, dict) if path.is_file() else {}
+    values = read_json(path, dict) if is_there(path) else {}
     if source == "vllm":
         values = {name: values[name] for name in _GENERATION_IDS if name in values}
     kept = {name: value for name, value in values.items() if name not in _GENERATION_META}
-    return kept | dict(overrides or {})
+    kept |= dict(overrides or {})
+    check_generation_config(f"{path} or --override-generation-config" if overrides else path, kept)
+    return kept
 
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
@@ -335,4 +312,4 @@ def find_tokenizer_directory(name: str, revision: str | None, download_dir: str 
 def weight_bytes(directory: str) -> int:
     """Size of the weight files in a directory; 0 without any."""
     files = [file for pattern in ("*.safetensors", "*.bin", "*.pt") for file in pathlib.Path(directory).glob(pattern)]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in files if file.is_file())

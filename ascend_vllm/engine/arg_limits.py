@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ascend_vllm import envs
-from ascend_vllm.config.model import decoder_architecture
+from ascend_vllm.config.model import DTYPE_BYTES, decoder_architecture
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import DeviceFacts
 
 logger = init_logger(__name__)
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 # names under which configs state their longest sequence; the smallest value found counts
@@ -112,7 +111,7 @@ def window_of_layers(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:
     layer_types = hf_config.get("layer_types")
     if layer_types is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types[:num_layers])
-    first = int(hf_config.get("max_window_layers", 0))
+    first = int(hf_config.get("max_window_layers") or 0)
     return tuple(window if index >= first else None for index in range(num_layers))
 
 

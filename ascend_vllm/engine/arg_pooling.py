@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ascend_vllm.config.model import PoolerConfig
-from ascend_vllm.engine.arg_hf_config import read_json
 from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.model_files import is_there, read_json, shown
 from ascend_vllm.pooling_params import POOLING_TASKS, PoolingTask
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def read_sentence_transformers(directory: str) -> _FilesPooling | None:
     """
     root = pathlib.Path(directory)
     path = root / "modules.json"
-    if not path.is_file():
+    if not is_there(path):
         return None
     modules = [module for module in read_json(path, list) if isinstance(module, dict)]
     by_kind = {str(module.get("type", "")).rpartition(".")[2]: module for module in modules}
@@ -179,7 +179,10 @@ def read_sentence_transformers(directory: str) -> _FilesPooling | None:
         raise ModelLoadError(f"{path}: module {unknown[0]} is not supported; Transformer, Pooling and Normalize are")
     if "Pooling" not in by_kind:
         return None
-    pooling_path = root / str(by_kind["Pooling"].get("path", "")) / "config.json"
+    folder = by_kind["Pooling"].get("path", "")
+    if not isinstance(folder, str) or not folder.isprintable() or {"..", "/"} & set(pathlib.Path(folder).parts):
+        raise ModelLoadError(f"{path}: 'path' must name a directory beside it, got {shown(folder)}")
+    pooling_path = root / folder / "config.json"
     pooling = read_json(pooling_path, dict)
     modes = [str(pooling["pooling_mode"])] if isinstance(pooling.get("pooling_mode"), str) else []
     modes += [

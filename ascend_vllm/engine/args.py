@@ -10,9 +10,9 @@ import msgspec
 
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
-from ascend_vllm.config.model import LoadConfig, ModelConfig
+from ascend_vllm.config.model import DTYPE_BYTES, LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine import arg_checks, arg_hf_config, arg_limits, arg_parallel, arg_pooling
+from ascend_vllm.engine import arg_checks, arg_hf_checks, arg_hf_config, arg_limits, arg_parallel, arg_pooling
 from ascend_vllm.engine.arg_fields import Flag, flags_of, refuse_unsupported
 from ascend_vllm.engine.arg_graphs import resolve_graph_config
 from ascend_vllm.engine.arg_parser import (
@@ -133,6 +133,7 @@ class EngineArgs(
             observability=self._observability_config(),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )
+        arg_hf_checks.check_size(config, arg_hf_config.weight_bytes(directory))
         arg_checks.check_config(config)
         longest = self.max_seq_len_to_capture
         if self.max_context_len_to_capture is not None:
@@ -293,7 +294,7 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
         num_heads = max(1, model.num_kv_heads // parallel.tensor_parallel_size)
         # the stage with most layers has room for the fewest blocks
         num_layers = max(parallel.stage_layers, default=model.num_layers)
-        per_token = 2 * num_layers * num_heads * model.head_size * arg_limits.DTYPE_BYTES[model.dtype]
+        per_token = 2 * num_layers * num_heads * model.head_size * DTYPE_BYTES[model.dtype]
         blocks = int(available * _AUTO_LENGTH_SHARE) // (per_token * cache.block_size)
     if blocks < 1:
         raise ConfigError("--max-model-len auto: there is no memory for a KV cache of even one block.")

@@ -24,8 +24,8 @@ from typing import Any
 import tqdm
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.model import DTYPE_BYTES
 from ascend_vllm.engine.arg_hf_config import weight_bytes
-from ascend_vllm.engine.arg_limits import DTYPE_BYTES
 from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.input_processor import TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine

@@ -46,9 +46,13 @@ class WeightSlot:
     dim: int = 0
     start: int = 0
 
+    def part(self, source: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a checkpoint tensor."""
+        return source.narrow(self.dim, self.start, self.target.shape[self.dim])
+
     def fill(self, source: torch.Tensor) -> None:
         """Copies this rank's part of a checkpoint tensor into place, converting its dtype."""
-        self.target.copy_(source.narrow(self.dim, self.start, self.target.shape[self.dim]))
+        self.target.copy_(self.part(source))
 
 
 class Layer:

@@ -12,7 +12,7 @@ import fnmatch
 import json
 import math
 import pathlib
-import pickle
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
 
 # files of trainers that are no weights but end like them
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
@@ -58,8 +59,7 @@ class WeightFile(abc.ABC):
 
     def corrupt(self, why: object) -> ModelLoadError:
         """The error for a damaged file; `why` is cut to its first line."""
-        reason = (str(why) or type(why).__name__).splitlines()[0]
-        return ModelLoadError(f"{self.path}: the file is damaged or incomplete: {reason}")
+        return ModelLoadError(f"{self.path}: the file is damaged or incomplete: {one_line(why)}")
 
 
 class SafetensorsFile(WeightFile):
@@ -75,44 +75,65 @@ class SafetensorsFile(WeightFile):
         super().__init__(path)
         self._num_bytes: dict[str, int] = {}
         header, data_bytes = self._read_header()
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for name, entry in sorted(entries.items(), key=lambda item: self._start(*item)):
-            self.shapes[name] = self._check_entry(name, entry, data_bytes)
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None and not _is_table_of_texts(metadata):
+            raise self.corrupt("__metadata__ in its header is no object of texts")
+        places = {name: self._place(name, entry) for name, entry in header.items()}
+        last, last_end = "", 0
+        for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
+            if start < last_end:
+                raise self.corrupt(f"tensor {name} overlaps {last}")
+            self.shapes[name] = self._check_entry(name, header[name], end - start)
+            self._num_bytes[name] = end - start
+            last, last_end = name, end
+        if last_end != data_bytes:
+            raise self.corrupt(f"its tensors end at byte {last_end} of the data, which has {data_bytes}")
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
+        size = check_file(self.path)
         try:
             with self.path.open("rb") as file:
-                size = self.path.stat().st_size
                 length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                     raise self.corrupt(f"its header does not fit in its {size} bytes")
-                header = json.loads(file.read(length))
+                header = json.loads(file.read(length), object_pairs_hook=self._without_repeats)
         except OSError as error:
             raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise self.corrupt(f"its header is no JSON ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise self.corrupt(f"its header is no JSON ({one_line(error)})") from error
         if not isinstance(header, dict):
             raise self.corrupt("its header is no JSON object")
         return header, size - _LENGTH_BYTES - length
 
-    def _start(self, name: str, entry: Any) -> int:
-        try:
-            return int(entry["data_offsets"][0])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise self.corrupt(f"tensor {name} has no place in it") from error
+    def _without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object of the header, in which every name stands once."""
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise self.corrupt(f"{name} is in its header twice")
+            values[name] = value
+        return values
 
-    def _check_entry(self, name: str, entry: dict[str, Any], data_bytes: int) -> tuple[int, ...]:
-        shape = tuple(int(size) for size in entry["shape"])
-        start, end = (int(offset) for offset in entry["data_offsets"])
-        self._num_bytes[name] = end - start
-        dtype = _DTYPES.get(entry["dtype"])
+    def _place(self, name: str, entry: Any) -> tuple[int, int]:
+        """Where a tensor's data start and end."""
+        offsets: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise self.corrupt(f"tensor {name} has no place in it: its data_offsets are {shown(offsets)}")
+        return offsets[0], offsets[1]
+
+    def _check_entry(self, name: str, entry: dict[str, Any], num_bytes: int) -> tuple[int, ...]:
+        shape: Any = entry.get("shape")
+        dtype_name = entry.get("dtype")
+        if not _are_sizes(shape):
+            raise self.corrupt(f"tensor {name} has the shape {shown(shape)}")
+        if not isinstance(dtype_name, str):
+            raise self.corrupt(f"tensor {name} has the dtype {shown(dtype_name)}")
+        dtype = _DTYPES.get(dtype_name)
         if dtype is None:
-            self.odd_dtypes[name] = entry["dtype"]
-        elif end - start != math.prod(shape) * dtype.itemsize:
-            raise self.corrupt(f"tensor {name} of shape {list(shape)} has {end - start} bytes")
-        if end > data_bytes:
-            raise self.corrupt(f"tensor {name} ends at byte {end} of the data, which has {data_bytes}")
-        return shape
+            self.odd_dtypes[name] = dtype_name
+        elif num_bytes != math.prod(shape) * dtype.itemsize:
+            raise self.corrupt(f"tensor {name} of shape {shown(shape)} has {num_bytes} bytes")
+        return tuple(shape)
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightFile.tensors`."""
@@ -152,24 +173,31 @@ class TorchFile(WeightFile):
         super().__init__(path)
         self._tensors = self._open()
         for name, tensor in self._tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ModelLoadError(f"{path}: entry {name} is a {type(tensor).__name__}, not a tensor")
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise ModelLoadError(f"{path}: entry {shown(name)} is a {type(tensor).__name__}, not a named tensor")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise ModelLoadError(f"{path}: tensor {name} has no values of its own, or leaves some out")
             if tensor.dtype not in _DTYPES.values():
                 self.odd_dtypes[name] = str(tensor.dtype)
             self.shapes[name] = tuple(tensor.shape)
 
     def _open(self) -> dict[str, Any]:
+        check_file(self.path)
         try:
-            try:
-                loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError as error:
-                if "mmap can only be used" not in str(error):
-                    raise
-                # files from before torch 1.6 are no zip archives and cannot be mapped
-                loaded = torch.load(self.path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                # of pickles that are written in another way; what is wrong with one is an error
+                warnings.simplefilter("ignore")
+                try:
+                    loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+                except RuntimeError as error:
+                    if "mmap can only be used" not in str(error):
+                        raise
+                    # files from before torch 1.6 are no zip archives and cannot be mapped
+                    loaded = torch.load(self.path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        # a broken pickle can raise anything
+        except Exception as error:
             raise self.corrupt(error) from error
         if not isinstance(loaded, dict):
             raise ModelLoadError(f"{self.path}: holds a {type(loaded).__name__}, not a dict of tensors")
@@ -231,22 +259,41 @@ def _find(directory: pathlib.Path, weight_format: _Format, ignore_patterns: tupl
         return not any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns)
 
     index = directory / weight_format.index
-    if index.exists() and kept(index):
+    if is_there(index) and kept(index):
         paths = [path for path in _files_of_index(index) if kept(path)]
         for path in paths:
-            if not path.is_file():
+            if not is_there(path):
                 raise ModelLoadError(f"{path}: the file is named in {index.name}, but missing")
         return paths
     single = directory / weight_format.single
-    if single.is_file() and kept(single):
+    if is_there(single) and kept(single):
         return [single]
     found = {path for pattern in weight_format.patterns for path in directory.glob(pattern)}
     return sorted(path for path in found if path.name not in _NOT_WEIGHTS and kept(path))
 
 
 def _files_of_index(index: pathlib.Path) -> list[pathlib.Path]:
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [index.parent / name for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index}: is no index of weight files: {error!r}") from error
+    table = read_json(index, dict).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ModelLoadError(f"{index}: is no index of weight files: its weight_map is {shown(table)}")
+    for tensor, name in table.items():
+        if not isinstance(name, str) or not _is_inside(name):
+            raise ModelLoadError(
+                f"{index}: weight_map says that {tensor} is in {shown(name)}, which is no file beside it"
+            )
+    return [index.parent / name for name in sorted(set(table.values()))]
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name leads to a file in a directory or below it."""
+    parts = pathlib.PurePosixPath(name).parts
+    return bool(parts) and name.isprintable() and not {"..", "/", "//"} & set(parts) and max(map(len, parts)) < 256
+
+
+def _are_sizes(values: Any) -> bool:
+    """Whether this is a list of numbers that count something."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _is_table_of_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())

@@ -176,5 +176,20 @@ def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Un
     description = f"Loading {files[0].format_name} checkpoint shards"
     for file in tqdm(files, desc=description, unit="file", disable=not use_tqdm):
         wanted: Iterable[str] = [name for name in file.shapes if model.checkpoint_name(name) in unfilled.slots]
-        for name, tensor in file.tensors(wanted):
-            unfilled.fill(model.checkpoint_name(name), tensor)
+        for raw_name, tensor in file.tensors(wanted):
+            name = model.checkpoint_name(raw_name)
+            _check_values(file, raw_name, unfilled.slots[name].part(tensor))
+            unfilled.fill(name, tensor)
+
+
+def _check_values(file: WeightFile, name: str, values: torch.Tensor) -> None:
+    """Refuses numbers that are none: one of them, and nothing that is generated means anything.
+
+    In the table of tokens they may belong to tokens that nobody uses.
+    """
+    if values.numel() == 0 or all(torch.isfinite(extreme) for extreme in torch.aminmax(values)):
+        return
+    finding = f"{file.path}: tensor {name} has values that are not finite (NaN or infinity)"
+    if not name.endswith("embed_tokens.weight"):
+        raise ModelLoadError(finding)
+    logger.warning("%s; what is generated of their tokens means nothing.", finding)

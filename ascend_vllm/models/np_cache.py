@@ -11,18 +11,32 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.model_files import check_file, one_line, read_json, shown
 from ascend_vllm.models.checkpoint import WeightFile
 
 logger = init_logger(__name__)
 
 _FOLDER = "np"
 _NAMES_FILE = "weight_names.json"
+
+# what torch takes
+_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+# of a name on most file systems
+_MAX_NAME_BYTES = 255
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file in a directory can have this name."""
+    is_plain = pathlib.PurePath(name).name == name and name not in ("", "..")
+    return is_plain and name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 class NumpyCache(WeightFile):
@@ -40,21 +54,39 @@ class NumpyCache(WeightFile):
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(path)
         try:
-            names: list[str] = json.loads((path / _NAMES_FILE).read_text(encoding="utf-8"))
-            self._arrays = {name: np.load(self._file(name), mmap_mode="r") for name in names}
-        except (OSError, ValueError, EOFError, TypeError) as error:
-            raise ModelLoadError(
-                f"{path}: the cache of arrays is damaged or incomplete ({error}); remove it, and it is made again."
-            ) from error
+            names = read_json(path / _NAMES_FILE, list)
+        except ModelLoadError as error:
+            raise self.corrupt(error) from error
+        self._arrays = {name: self._open(name) for name in names}
+        if len(self._arrays) < len(names):
+            raise self.corrupt(f"{_NAMES_FILE} has a name twice")
         for name, array in self._arrays.items():
-            if not np.issubdtype(array.dtype, np.floating):
+            if array.dtype not in _DTYPES:
                 self.odd_dtypes[name] = str(array.dtype)
             self.shapes[name] = array.shape
 
-    def _file(self, name: str) -> pathlib.Path:
-        if pathlib.PurePath(name).name != name:
-            raise ValueError(f"{name!r} is not the name of a file")
-        return self.path / name
+    def corrupt(self, why: object) -> ModelLoadError:
+        """See `WeightFile.corrupt`."""
+        return ModelLoadError(
+            f"{self.path}: the cache of arrays is damaged or incomplete ({one_line(why)}); remove it, and it is made "
+            "again."
+        )
+
+    def _open(self, name: Any) -> npt.NDArray[Any]:
+        """A mapped array."""
+        if not isinstance(name, str) or not is_file_name(name):
+            raise self.corrupt(f"{shown(name)} is not the name of a file")
+        try:
+            check_file(self.path / name)
+            array = np.load(self.path / name, mmap_mode="r")
+        except ModelLoadError as error:
+            raise self.corrupt(error) from error
+        # a broken header can raise anything
+        except Exception as error:
+            raise self.corrupt(f"{name}: {one_line(error)}") from error
+        if not isinstance(array, np.ndarray):
+            raise self.corrupt(f"{name} is an archive of arrays")
+        return array
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightFile.tensors`."""
@@ -89,6 +121,15 @@ def _make(folder: pathlib.Path, files: Sequence[WeightFile]) -> None:
             names = []
             for file in files:
                 for tensor_name, tensor in file.tensors(list(file.shapes)):
+                    if not is_file_name(tensor_name) or tensor_name == _NAMES_FILE:
+                        raise ModelLoadError(
+                            f"{file.path}: tensor {shown(tensor_name)} cannot be a file of this name"
+                        )
+                    if tensor_name in file.odd_dtypes:
+                        raise ModelLoadError(
+                            f"{file.path}: tensor {tensor_name} has dtype {file.odd_dtypes[tensor_name]}, which is "
+                            "not supported"
+                        )
                     # numpy has no bfloat16; float32 holds every value of it
                     plain = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
                     with (growing / tensor_name).open("wb") as target:

@@ -23,12 +23,12 @@ def sliding_window_of_layer(hf_config: Mapping[str, Any], index: int) -> int | N
         return None
     layer_types = hf_config.get("layer_types")
     if layer_types is None:
-        return int(window) if index >= int(hf_config.get("max_window_layers", 0)) else None
+        return int(window) if index >= int(hf_config.get("max_window_layers") or 0) else None
     if layer_types[index] == "full_attention":
         return None
     if layer_types[index] == "sliding_attention":
         return int(window)
-    raise ModelLoadError(f"config.json: layer type {layer_types[index]!r} is not supported")
+    raise ModelLoadError(f"config.json: layer_types has {layer_types[index]!r}, which is not supported")
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):

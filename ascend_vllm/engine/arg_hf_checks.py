@@ -1,0 +1,293 @@
+"""What the fields of config.json, generation_config.json and tokenizer_config.json may be, as tables.
+
+Only fields that something reads are checked. What is wrong is refused by name before anything is made of it: a number
+of layers is looped over, a width is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.model import DTYPE_BYTES
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.model_files import shown
+
+# more than any model has; what a machine has room for is less, see `check_size`
+MAX_LAYERS = 10_000
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 1 << 16
+MAX_INTERMEDIATE = 1 << 24
+MAX_VOCABULARY = 1 << 27
+MAX_POSITIONS = 1 << 27
+MAX_LABELS = 1 << 16
+_MAX_INT = (1 << 63) - 1
+
+# What is not complete is told of where the weight files are opened; only what is far too large is refused before it,
+# for room would be made for it.
+_SLACK = 4
+_SMALL_BYTES = 1 << 30
+# of an NPU that there may be one day
+_NPU_BYTES = 256 << 30
+# of an element of the table of angles
+_TABLE_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a field may be: in words, and as a test.
+
+    Attributes:
+        most: the largest of the whole numbers that it may be, if it may be some.
+    """
+
+    words: str
+    test: Callable[[Any], bool]
+    most: int | None = None
+
+    def __or__(self, other: _Kind) -> _Kind:
+        return _Kind(f"{self.words} or {other.words}", lambda value: self.test(value) or other.test(value), self.most)
+
+    def wanted(self, value: Any) -> str:
+        """What a value should be that it is not."""
+        if self.most is not None and _is_integer(value) and value > self.most:
+            return f"at most {self.most}"
+        return "a whole number" if self.most is not None and isinstance(value, float) else self.words
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    # an integer may be too large to be a float
+    return (_is_integer(value) and abs(value) <= _MAX_INT) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _whole(least: int, most: int) -> _Kind:
+    words = "a positive number" if least == 1 else f"a whole number of at least {least}"
+    return _Kind(words, lambda value: _is_integer(value) and least <= value <= most, most)
+
+
+def _number(least: float, most: float = math.inf, *, above: bool = False) -> _Kind:
+    end = "" if most == math.inf else f" and at most {most:g}"
+    start = f"above {least:g}" if above else f"of at least {least:g}"
+    return _Kind(
+        f"a number {start}{end}",
+        lambda value: _is_number(value) and (value > least if above else value >= least) and value <= most,
+    )
+
+
+def _list_of(kind: _Kind, words: str) -> _Kind:
+    return _Kind(f"a list of {words}", lambda value: isinstance(value, list) and all(map(kind.test, value)))
+
+
+_NULL = _Kind("null", lambda value: value is None)
+_TEXT = _Kind("a text", lambda value: isinstance(value, str))
+_SWITCH = _Kind("true, false", lambda value: isinstance(value, bool)) | _NULL
+_OBJECT = _Kind("an object", lambda value: isinstance(value, dict))
+_TEXTS = _list_of(_TEXT, "texts")
+_TOKEN_ID = _whole(-1, 2**31 - 1)
+_TOKEN_IDS = _TOKEN_ID | _list_of(_TOKEN_ID, "such numbers") | _NULL
+_TABLE_OF_TEXTS = _Kind(
+    "an object of texts", lambda value: isinstance(value, dict) and all(map(_TEXT.test, value.values()))
+)
+# the shortest of several counts, some of which are no more than a very large number
+_LENGTH = _number(1) | _NULL
+
+# of every model
+_COMMON: Mapping[str, _Kind] = {
+    "vocab_size": _whole(1, MAX_VOCABULARY),
+    "hidden_size": _whole(1, MAX_WIDTH),
+    "num_hidden_layers": _whole(1, MAX_LAYERS),
+    "num_attention_heads": _whole(1, MAX_HEADS),
+    "num_key_value_heads": _whole(1, MAX_HEADS) | _NULL,
+    "head_dim": _whole(1, MAX_WIDTH) | _NULL,
+    "max_position_embeddings": _whole(1, MAX_POSITIONS) | _NULL,
+    "n_positions": _LENGTH,
+    "max_seq_len": _LENGTH,
+    "seq_length": _LENGTH,
+    "model_max_length": _LENGTH,
+    "max_sequence_length": _LENGTH,
+    "max_seq_length": _LENGTH,
+    "seq_len": _LENGTH,
+    "dtype": _TEXT | _NULL,
+    "torch_dtype": _TEXT | _NULL,
+    "eos_token_id": _TOKEN_IDS,
+    "quantization_config": _OBJECT | _NULL,
+    "tie_word_embeddings": _SWITCH,
+    "sliding_window": _whole(1, 2**31 - 1) | _NULL,
+    "use_sliding_window": _SWITCH,
+    "is_causal": _SWITCH,
+    "use_bidirectional_attention": _SWITCH | _TEXT,
+    "num_experts": _whole(0, _MAX_INT) | _NULL,
+    "num_local_experts": _whole(0, _MAX_INT) | _NULL,
+    "n_routed_experts": _whole(0, _MAX_INT) | _NULL,
+    "num_labels": _whole(1, MAX_LABELS) | _NULL,
+    "id2label": _TABLE_OF_TEXTS | _NULL,
+    "problem_type": _TEXT | _NULL,
+    "sentence_transformers": _OBJECT | _NULL,
+    "matryoshka_dimensions": _list_of(_whole(1, MAX_WIDTH), f"positive numbers up to {MAX_WIDTH}") | _NULL,
+    "rope_parameters": _OBJECT | _NULL,
+}
+# of the families that are served from the start, where the names mean the same in each of them
+_OF_FAMILIES: Mapping[str, _Kind] = {
+    "max_position_embeddings": _whole(1, MAX_POSITIONS),
+    "intermediate_size": _whole(1, MAX_INTERMEDIATE),
+    "ffn_dim": _whole(1, MAX_INTERMEDIATE),
+    "word_embed_proj_dim": _whole(1, MAX_WIDTH) | _NULL,
+    "hidden_act": _TEXT,
+    "activation_function": _TEXT,
+    "rms_norm_eps": _number(0),
+    "attention_bias": _SWITCH,
+    "mlp_bias": _SWITCH,
+    "enable_bias": _SWITCH,
+    "do_layer_norm_before": _SWITCH,
+    "layer_norm_elementwise_affine": _SWITCH,
+    "_remove_final_layer_norm": _SWITCH,
+    "max_window_layers": _whole(0, _MAX_INT) | _NULL,
+    "layer_types": _TEXTS | _NULL,
+    "partial_rotary_factor": _number(0, 1, above=True) | _NULL,
+}
+# both spellings, before they become one
+_ROPE_SPELLINGS: Mapping[str, _Kind] = {
+    "rope_parameters": _OBJECT | _NULL,
+    "rope_scaling": _OBJECT | _NULL,
+    "rope_theta": _number(1, above=True) | _NULL,
+}
+_FACTOR = _number(0, 1e6, above=True) | _NULL
+_ROPE: Mapping[str, _Kind] = {
+    "rope_type": _TEXT,
+    "rope_theta": _number(1, above=True),
+    "partial_rotary_factor": _number(0, 1, above=True) | _NULL,
+    "factor": _FACTOR,
+    "original_max_position_embeddings": _number(1, MAX_POSITIONS) | _NULL,
+    "beta_fast": _FACTOR,
+    "beta_slow": _FACTOR,
+    "low_freq_factor": _FACTOR,
+    "high_freq_factor": _FACTOR,
+    "mscale": _number(0, 1e6) | _NULL,
+    "mscale_all_dim": _number(0, 1e6) | _NULL,
+    "attention_factor": _FACTOR,
+    "truncate": _SWITCH,
+}
+_GENERATION: Mapping[str, _Kind] = {
+    "temperature": _number(0) | _NULL,
+    "top_p": _number(0, 1, above=True) | _NULL,
+    "top_k": _whole(-1, _MAX_INT) | _NULL,
+    "min_p": _number(0, 1) | _NULL,
+    "repetition_penalty": _number(0, above=True) | _NULL,
+    "max_new_tokens": _whole(1, _MAX_INT) | _NULL,
+    "eos_token_id": _TOKEN_IDS,
+}
+
+
+def _check(where: object, values: Mapping[str, Any], kinds: Mapping[str, _Kind], prefix: str = "") -> None:
+    """Raises for the first field that is there and is not what it may be."""
+    for name, kind in kinds.items():
+        if name in values and not kind.test(values[name]):
+            raise ModelLoadError(
+                f"{where}: '{prefix}{name}' must be {kind.wanted(values[name])}, got {shown(values[name])}"
+            )
+
+
+def check_rope_spellings(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    """Check the rotary parameters of config.json as it spells them.
+
+    Raises:
+        ModelLoadError: names the file and the field.
+    """
+    _check(path, config, _ROPE_SPELLINGS)
+    for name in ("rope_parameters", "rope_scaling"):
+        _check(path, config.get(name) or {}, {"rope_theta": _ROPE_SPELLINGS["rope_theta"]}, f"{name}.")
+
+
+def check_hf_config(path: pathlib.Path, config: Mapping[str, Any], *, is_known: bool) -> None:
+    """Check the fields of config.json, with its overrides, whose rotary parameters have become one.
+
+    Args:
+        path: of the file, for messages.
+        config: its values.
+        is_known: the model is of a family that is served from the start.
+
+    Raises:
+        ModelLoadError: names the file and the field.
+    """
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise ModelLoadError(
+            f"{path}: 'architectures' must name the model's class, for example [\"Qwen2ForCausalLM\"]"
+        )
+    required = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"))
+    _check(path, required | dict(config), _COMMON)
+    if is_known:
+        _check(path, config, _OF_FAMILIES)
+        _check_layer_types(path, config)
+    rope = config.get("rope_parameters")
+    if rope:
+        _check(path, rope, _ROPE, "rope_parameters.")
+        _check_ramp(path, rope)
+
+
+def _check_layer_types(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    kinds, count = config.get("layer_types"), config["num_hidden_layers"]
+    if kinds is not None and len(kinds) < count:
+        raise ModelLoadError(f"{path}: 'layer_types' names {len(kinds)} layers of {count}")
+
+
+def _check_ramp(path: pathlib.Path, rope: Mapping[str, Any]) -> None:
+    """Frequencies go over from one factor to the other between these; the layer says if one is missing."""
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    if low is not None and high is not None and high <= low:
+        raise ModelLoadError(
+            f"{path}: 'rope_parameters.high_freq_factor' ({high}) must be above low_freq_factor ({low})"
+        )
+
+
+def check_generation_config(where: object, values: Mapping[str, Any]) -> None:
+    """Check the fields of generation_config.json, with its overrides.
+
+    Raises:
+        ModelLoadError: names the file and the field.
+    """
+    _check(where, values, _GENERATION)
+
+
+def check_size(config: EngineConfig, weight_bytes: int) -> None:
+    """Refuse a model that is much larger than its weight files; or, without files, than the machine's memory.
+
+    Args:
+        config: of the engine.
+        weight_bytes: of the files; 0: there are none.
+
+    Raises:
+        ModelLoadError: says which numbers of config.json declare it.
+    """
+    model, parallel = config.model, config.parallel
+    declared, memory = model.num_parameters, psutil.virtual_memory().total
+    table = model.max_model_len * model.head_size * _TABLE_BYTES
+    if model.hf_config.get("rope_parameters") and table > memory:
+        raise ModelLoadError(
+            f"{model.model}/config.json: rotary positions up to max_position_embeddings or --max-model-len "
+            f"({model.max_model_len}) take {table} bytes, but the machine has {memory}"
+        )
+    if config.load.load_format != "dummy":
+        # no dtype has less than two bytes
+        if weight_bytes and 2 * declared > max(_SLACK * weight_bytes, _SMALL_BYTES):
+            raise ModelLoadError(
+                f"{model.size_in_words}, but the weight files beside it hold {weight_bytes} bytes: it is another "
+                "model's, or they are not complete"
+            )
+        return
+    if config.device.device == "npu":
+        room, what = parallel.world_size * _NPU_BYTES, f"{parallel.world_size} devices have no room for that"
+    else:
+        room, what = memory * parallel.nnodes, f"the machine has {memory} bytes of memory"
+    if declared * DTYPE_BYTES[model.dtype] > room:
+        raise ModelLoadError(f"{model.size_in_words}, but {what}")

@@ -1,0 +1,89 @@
+"""Reading the small files of a model directory, which came from anywhere: whatever is in them, the error is one line.
+
+Nothing is waited for that never comes, and nothing is read that has no end: a pipe or a device in the place of a file
+is refused before it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import stat
+from typing import Any, TypeVar
+
+from ascend_vllm.errors import ModelLoadError
+
+T = TypeVar("T", dict[str, Any], list[Any])
+
+# of a JSON file; tokenizers of a million tokens have less
+MAX_JSON_BYTES = 256 << 20
+# of an error that another library has worded
+_MAX_CHARACTERS = 300
+
+
+def one_line(error: object) -> str:
+    """What an exception says, as one line that is not too long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+
+
+def shown(value: object) -> str:
+    """A value of a file, as far as an error repeats it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def check_file(path: pathlib.Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        ModelLoadError: there is none, or something else, which may have no end.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{shown_path(path)} cannot be read: {_reason(error)}") from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        raise ModelLoadError(f"{path} cannot be read: it is {kind}")
+    return status.st_size
+
+
+def is_there(path: pathlib.Path) -> bool:
+    """Whether a directory has an entry of this name, even if it is no file, or leads nowhere."""
+    return os.path.lexists(path)
+
+
+def shown_path(path: pathlib.Path) -> str:
+    """A path that a file names, as far as an error repeats it."""
+    text = str(path)
+    return text if text.isprintable() and len(text) <= _MAX_CHARACTERS else shown(text)
+
+
+def read_json(path: pathlib.Path, kind: type[T]) -> T:
+    """The object or list that a JSON file holds.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or holds something else.
+    """
+    size = check_file(path)
+    if size > MAX_JSON_BYTES:
+        raise ModelLoadError(f"{path} has {size} bytes; a JSON file may have {MAX_JSON_BYTES} at most")
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {_reason(error)}") from error
+    except RecursionError as error:
+        raise ModelLoadError(f"{path} is nested too deeply") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {one_line(error)}") from error
+    if not isinstance(loaded, kind):
+        wanted = "object" if kind is dict else kind.__name__
+        raise ModelLoadError(f"{path} must hold a JSON {wanted}, not a {type(loaded).__name__}")
+    return loaded
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error)
