@@ -13,6 +13,10 @@ from ascend_vllm.core.rows import Rows
 from ascend_vllm.core.step_builder import StepBuilder
 from ascend_vllm.core.step_pace import StepPace
 
+# The workers are told all tokens of a row that enters, also those that it shares with others or finds in the cache:
+# hundreds of long rows would make a step wait for that. With so many the others enter in the next step.
+_MAX_ENTERING_TOKENS = 1 << 18
+
 
 class Admission:
     """Admits requests, in the order of their queue, to slots and blocks.
@@ -56,7 +60,8 @@ class Admission:
         if not waiting or budget <= 0 or self._holds_prompts_back(now):
             return
         overtaken: list[Request] = []
-        while budget > 0:
+        num_entering = 0
+        while budget > 0 and num_entering < _MAX_ENTERING_TOKENS:
             request = waiting.next(passes_further=self._rows.passes_further)
             if request is None:
                 break
@@ -75,6 +80,7 @@ class Admission:
             if count is None:
                 break
             budget -= count
+            num_entering += request.num_tokens
         for request in reversed(overtaken):
             waiting.put_back(request)
 

@@ -41,6 +41,7 @@ from ascend_vllm.types.messages import (
     EngineFailed,
     EngineReady,
     FinishReason,
+    SequencesOfRequest,
     UtilityCall,
     UtilityResult,
 )
@@ -49,6 +50,8 @@ logger = init_logger("ascend_vllm.core.proc")
 
 # how long the last messages may take to be fetched, and a step to end when the parent is gone
 _LINGER_MS = 2000
+# how long messages may be handled between two steps, but for the last of them
+_RECEIVE_S = 0.02
 _GRACE_S = 5.0
 
 
@@ -91,7 +94,9 @@ class CoreLoop:
                 self._send(outputs)
 
     def _receive(self) -> None:
-        """Handles all messages that are there; waits for one if there is nothing else to do.
+        """Handles the messages that are there; waits for one if there is nothing else to do.
+
+        Many or large ones are handled a part at a time: requests that run take their steps in between.
 
         Raises:
             EngineDeadError: the workers are gone.
@@ -99,7 +104,8 @@ class CoreLoop:
         if not self._core.has_unfinished():
             self._poller.poll()
             self._core.check_health()
-        while not self._stopping:
+        deadline = time.monotonic() + _RECEIVE_S
+        while not self._stopping and (time.monotonic() < deadline or not self._core.has_unfinished()):
             try:
                 frame = self._inbound.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -115,6 +121,9 @@ class CoreLoop:
             return
         if isinstance(message, EngineCoreRequest):
             self._add_request(message)
+        elif isinstance(message, SequencesOfRequest):
+            for request in message.requests():
+                self._add_request(request)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids)
         elif isinstance(message, UtilityCall):
@@ -137,7 +146,12 @@ class CoreLoop:
         except msgspec.MsgspecError:
             return
         match fields:
-            case [EngineCoreRequest.__name__, str(request_id), *_]:
+            case [EngineCoreRequest.__name__, str(request_id), *_] | [
+                SequencesOfRequest.__name__,
+                [EngineCoreRequest.__name__, str(request_id), *_],
+                *_,
+            ]:
+                # with the first of several sequences all end
                 output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
                 self._send(EngineCoreOutputs([output]))
             case [UtilityCall.__name__, int(call_id), *_]:

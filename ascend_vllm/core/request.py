@@ -167,7 +167,8 @@ class Request:
         self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
         self.status = RequestStatus.WAITING
         self.is_finished = False
-        self.token_ids = list(message.prompt_token_ids)
+        # the message's until it runs: the sequences of a request share their prompt
+        self.token_ids = message.prompt_token_ids
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
@@ -264,6 +265,8 @@ class Request:
         """
         if status not in LEGAL_TRANSITIONS[self.status]:
             raise IllegalTransitionError(f"request {self.request_id}: {self.status.name} to {status.name}")
+        if self.status is RequestStatus.WAITING and status is RequestStatus.RUNNING:
+            self.token_ids = self.token_ids.copy()
         self.status = status
         self.is_finished = status in FINISH_REASONS
 

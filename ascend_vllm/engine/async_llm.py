@@ -504,9 +504,8 @@ class AsyncLLM:
         queue = self._output.make_queue(request.params.output_kind, shape)
         self._output.add(request, queue)
         try:
-            for core_request in request.core_requests:
-                core_request.is_further |= is_further
-                self._client.add_request(core_request)
+            request.core_requests[0].is_further |= is_further
+            self._client.add_requests(request.core_requests)
         except EngineDeadError:
             self._abort(request_id)
             raise

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from ascend_vllm.types.messages import (
     EngineCoreRequest,
     EngineFailed,
     EngineReady,
+    SequencesOfRequest,
     Shutdown,
     UtilityCall,
     UtilityResult,
@@ -137,13 +138,13 @@ class AsyncCoreClient:
                 self._expect_last_words(self._process.exit_code)
         return await asyncio.shield(self._ready)
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Sends a request.
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Sends the sequences of a request, one or more.
 
         Raises:
             EngineDeadError: the core is gone.
         """
-        self._send(request)
+        self._send(requests[0] if len(requests) == 1 else SequencesOfRequest.of(requests))
         self._has_requests = True
         if self._watch is not None and self._expects_steps:
             self._watch.start()

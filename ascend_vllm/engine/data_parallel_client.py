@@ -93,17 +93,19 @@ class DataParallelClient:
         self._router.set_capacities(size.num_gpu_blocks for size in sizes)
         return list(sizes)
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Sends a request to one of the cores.
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Sends the sequences of a request, one or more, to one of the cores.
 
         Raises:
             EngineDeadError: the cores are gone.
         """
-        rank = self._router.route(request)
+        # the others follow the first
+        rank, *_ = [self._router.route(request) for request in requests]
         try:
-            self._cores[rank].add_request(request)
+            self._cores[rank].add_requests(requests)
         except EngineDeadError:
-            self._router.release(request.request_id)
+            for request in requests:
+                self._router.release(request.request_id)
             raise
 
     def abort_requests(self, request_ids: list[str]) -> None:

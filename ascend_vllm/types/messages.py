@@ -10,6 +10,7 @@ Every message is a tagged record, so that one decoder per direction is enough::
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -79,6 +80,38 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     is_further: bool = False
 
 
+class SequencesOfRequest(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Several sequences of one prompt, which is told once; as good as each of them by itself, one after the other."""
+
+    # the one that the others name as their parent
+    first: EngineCoreRequest
+    # id and seed of each of the others
+    others: list[tuple[str, int | None]]
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineCoreRequest]) -> SequencesOfRequest:
+        """From one request for each sequence, as engine/input_processor.py makes them."""
+        first, *others = requests
+        return cls(first, [(request.request_id, request.sampling_params.seed) for request in others])
+
+    def requests(self) -> list[EngineCoreRequest]:
+        """One request for each sequence; all but their own ids and seeds they share."""
+        first = self.first
+        return [
+            first,
+            *(
+                msgspec.structs.replace(
+                    first,
+                    request_id=request_id,
+                    sampling_params=first.sampling_params.clone(seed=seed, prompt_logprobs=None),
+                    parent_id=first.request_id,
+                    is_further=True,
+                )
+                for request_id, seed in self.others
+            ),
+        ]
+
+
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Ends requests early; unknown ids are ignored, since an abort races with a natural end."""
 
@@ -97,7 +130,7 @@ class Shutdown(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Ends the engine core; running requests are aborted."""
 
 
-CoreInbound = EngineCoreRequest | AbortRequests | UtilityCall | Shutdown
+CoreInbound = EngineCoreRequest | SequencesOfRequest | AbortRequests | UtilityCall | Shutdown
 
 
 # ---- engine core → API server ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -22,9 +23,11 @@ from ascend_vllm.types.messages import (
     CoreOutbound,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineFailed,
     EngineReady,
     FinishReason,
+    SequencesOfRequest,
     Shutdown,
     UtilityCall,
     UtilityResult,
@@ -175,6 +178,56 @@ def test_unreadable_call_is_answered(loop: LoopThread) -> None:
     assert isinstance(message, UtilityResult)
     assert message.call_id == 5
     assert message.error is not None
+
+
+def test_sequences_of_a_request(loop: LoopThread) -> None:
+    """Each is generated as if it had come by itself."""
+    first = make_request("a", 5, max_tokens=6, seed=1)
+    alone = [make_request(name, 5, max_tokens=6, seed=seed) for name, seed in (("b", 2), ("c", None))]
+    for request in alone:
+        request.prompt_token_ids = first.prompt_token_ids
+    message = SequencesOfRequest(first, [(request.request_id, request.sampling_params.seed) for request in alone])
+    assert message.requests()[1:] == [
+        msgspec.structs.replace(request, parent_id="a", is_further=True) for request in alone
+    ]
+    loop.peer.send(message)
+    tokens: dict[str, list[int]] = {name: [] for name in "abc"}
+    finished = 0
+    while finished < 3:
+        outputs = loop.peer.receive()
+        assert isinstance(outputs, EngineCoreOutputs)
+        for output in outputs.outputs:
+            tokens[output.request_id] += output.new_token_ids
+            finished += output.finish_reason is not None
+    assert tokens["a"] == generate_alone(first, 1, 64)[0]
+    assert tokens["b"] == generate_alone(alone[0], 2, 64)[0]
+    assert len(tokens["c"]) == 6
+
+
+def test_unreadable_sequences_are_answered(loop: LoopThread) -> None:
+    loop.peer.send_bytes(msgspec.msgpack.encode(["SequencesOfRequest", ["EngineCoreRequest", "a", 5], []]))
+    message = loop.peer.receive()
+    assert isinstance(message, EngineCoreOutputs)
+    assert (message.outputs[0].request_id, message.outputs[0].finish_reason) == ("a", FinishReason.ERROR)
+
+
+def test_what_runs_goes_on_while_many_messages_come(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that had come was taken in before the next step."""
+    added: list[str] = []
+    add = loop.core.add_request
+
+    def add_slowly(request: EngineCoreRequest) -> None:
+        added.append(request.request_id)
+        time.sleep(0.005)
+        add(request)
+
+    monkeypatch.setattr(loop.core, "add_request", add_slowly)
+    loop.peer.send(make_request("a", 5, max_tokens=5))
+    for number in range(300):
+        loop.peer.send(make_request(f"b{number}", 5, max_tokens=20))
+    loop.peer.receive_end("a")
+    assert len(added) < 150
+    loop.peer.send(AbortRequests([f"b{number}" for number in range(300)]))
 
 
 def test_duplicate_request_does_not_disturb_the_first(loop: LoopThread) -> None:

@@ -169,13 +169,13 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
         await client.ready()
         os.kill(client.pid, signal.SIGSTOP)
         start = time.monotonic()
-        client.add_request(EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, start))
+        client.add_requests([EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, start)])
         error = await asyncio.wait_for(dead, 30)
         assert time.monotonic() - start >= 0.4
         assert "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(error) and "0.4 s" in str(error)
         assert client.error is error
         with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
-            client.add_request(EngineCoreRequest("s", [1], SamplingParams(), None, start))
+            client.add_requests([EngineCoreRequest("s", [1], SamplingParams(), None, start)])
         # a stopped process does not hear SIGTERM; it is killed without anybody shutting the client down
         async with asyncio.timeout(30):
             while client._process.exit_code is None:
@@ -194,7 +194,7 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         await client.ready()
         os.kill(client.pid, signal.SIGSTOP)
-        client.add_request(EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0))
+        client.add_requests([EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0)])
         client.note_idle()  # the request's client has gone
         # much longer than the limit, in which nothing may happen
         await asyncio.sleep(0.8)
