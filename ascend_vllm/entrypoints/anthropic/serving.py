@@ -25,6 +25,7 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
 from ascend_vllm.entrypoints.conversation_limits import check_number
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
@@ -75,7 +76,7 @@ class ServingMessages:
         generators = self._chat.start_request(chat_request, response_id, http, [prompt], [max_tokens])
         outputs = await run_unless_disconnected(http.receive, self._chat.collect(generators))
         answer.usage.add(0, outputs[0])
-        return json_response(answer.complete(outputs[0].outputs[0]))
+        return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0].outputs[0])))
 
     async def count_tokens(self, request: CountTokensRequest, http: Request) -> dict[str, Any]:
         """The size of a conversation as the model reads it.

@@ -1,15 +1,34 @@
-"""JSON of long lists, made beside the event loop in pieces: none holds up other threads for long."""
+"""Long answers, made beside the event loop: nobody else waits for their texts, vectors and log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+from ascend_vllm.outputs import RequestOutput
+
+T = TypeVar("T")
+
 # items that are encoded at a time
 _PIECE = 8192
+
+
+# tokens, or numbers, of an answer that is made in a moment
+_SHORT = 2048
+
+
+async def make_answer(size: int, make: Callable[[], T]) -> T:
+    """What a function makes of an answer of so many tokens or numbers, called in a thread if these are many."""
+    return make() if size <= _SHORT else await asyncio.to_thread(make)
+
+
+def num_tokens(outputs: Sequence[RequestOutput]) -> int:
+    """Tokens of outputs, and of their prompts where something is told of each of these."""
+    generated = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return generated + sum(len(output.prompt_logprobs or ()) for output in outputs)
 
 
 async def encode_list(items: Sequence[Any]) -> Sequence[Any] | msgspec.Raw:
@@ -19,6 +38,11 @@ async def encode_list(items: Sequence[Any]) -> Sequence[Any] | msgspec.Raw:
         items: anything that msgspec can encode, each of it short.
     """
     return items if len(items) <= _PIECE else await asyncio.to_thread(_encode, items)
+
+
+def encode_rows(rows: Iterable[Any]) -> msgspec.Raw:
+    """A list of short lists as JSON; other threads get their turn between them."""
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(row) for row in rows) + b"]")
 
 
 def _encode(items: Sequence[Any]) -> msgspec.Raw:

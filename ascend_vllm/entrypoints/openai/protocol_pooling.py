@@ -179,19 +179,19 @@ def missing_field(name: str) -> str:
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
-    """One vector: numbers, or base64."""
+    """One vector: numbers, which are JSON already, or base64."""
 
     index: int
     object: str = "embedding"
-    embedding: list[float] | str
+    embedding: msgspec.Raw | str
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
-    """One result: a vector, one for each token, or base64 of either."""
+    """One result: a vector or one for each token, which are JSON already, or base64 of either."""
 
     index: int
     object: str = "pooling"
-    data: list[float] | list[list[float]] | str
+    data: msgspec.Raw | str
 
 
 class ClassificationData(msgspec.Struct):

@@ -14,6 +14,7 @@ from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
+from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatChoice,
     ChatCompletionRequest,
@@ -50,7 +51,7 @@ class ServingChat(ServingBase):
                 return await self.open_stream(http, events, answer.stream)
             generators = self.start_request(request, response_id, http, [prompt], [max_tokens])
             outputs = await run_unless_disconnected(http.receive, self.collect(generators))
-        return json_response(answer.complete(outputs[0]))
+        return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0])))
 
     async def prepare(self, request: ChatCompletionRequest, http: Request | None = None) -> Prompt:
         """Check a request and render its conversation; what the flags want of it is set in the request.

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm.entrypoints.openai.errors import json_response
+from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatCompletionResponse, ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, PromptTokensDetails, Usage
 from ascend_vllm.entrypoints.openai.request_limits import check_sequences
@@ -72,11 +73,15 @@ class ServingChatBatch:
         response_id = chat.response_id(requests[0], "chatcmpl", http)
         generators = chat.start_request(requests[0], response_id, http, prompts, max_tokens)
         outputs = await run_unless_disconnected(http.receive, chat.collect(generators))
-        answers = [
-            ChatAnswer(chat, request, response_id, prompt).complete(output)
-            for request, prompt, output in zip(requests, prompts, outputs, strict=True)
-        ]
-        return json_response(_joined(answers))
+
+        def make() -> Response:
+            answers = [
+                ChatAnswer(chat, request, response_id, prompt).complete(output)
+                for request, prompt, output in zip(requests, prompts, outputs, strict=True)
+            ]
+            return json_response(_joined(answers))
+
+        return await make_answer(num_tokens(outputs), make)
 
 
 def _joined(answers: list[ChatCompletionResponse]) -> ChatCompletionResponse:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
+from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
 from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionChoice,
@@ -55,7 +56,7 @@ class ServingCompletion(ServingBase):
             return await self.open_stream(http, events, answer.stream)
         generators = self.start_request(request, response_id, http, prompts, max_tokens)
         outputs = await run_unless_disconnected(http.receive, self.collect(generators))
-        return json_response(answer.complete(outputs))
+        return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs)))
 
     def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
         if request.echo_only:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.engine.pooling_requests import check_task, truncate, truncation_limit
 from ascend_vllm.entrypoints.openai.errors import BodyError, json_response
+from ascend_vllm.entrypoints.openai.long_answers import encode_rows, make_answer
 from ascend_vllm.entrypoints.openai.protocol_common import PromptTokensDetails, Usage, unix_time
 from ascend_vllm.entrypoints.openai.protocol_pooling import (
     ClassificationData,
@@ -81,13 +83,17 @@ class ServingPooling(ServingBase):
         """
         self._check(request, "embed", "Embeddings")
         response_id, outputs = await self._pool_prompts(request, http, "embd")
-        if request.encoding_format.startswith("bytes"):
-            return self._bytes_response(request, response_id, outputs)
-        data = [
-            EmbeddingData(index=index, embedding=_encode(output.outputs.data, request))
-            for index, output in enumerate(outputs)
-        ]
-        return self._response(response_id, data, outputs)
+
+        def make() -> Response:
+            if request.encoding_format.startswith("bytes"):
+                return self._bytes_response(request, response_id, outputs)
+            data = [
+                EmbeddingData(index=index, embedding=_encode(output.outputs.data, request))
+                for index, output in enumerate(outputs)
+            ]
+            return self._response(response_id, data, outputs)
+
+        return await make_answer(_num_numbers(outputs), make)
 
     async def create_pooling(self, request: PoolingRequest, http: Request) -> Response:
         """What the pooler makes of prompts, whatever that is; raises as `create_embeddings`."""
@@ -96,13 +102,17 @@ class ServingPooling(ServingBase):
         if request.dimensions is not None:
             raise RequestError("dimensions is currently not supported", "dimensions")
         response_id, outputs = await self._pool_prompts(request, http, "pooling")
-        if request.encoding_format.startswith("bytes"):
-            return self._bytes_response(request, response_id, outputs)
-        data = [
-            PoolingData(index=index, data=_encode(output.outputs.data, request))
-            for index, output in enumerate(outputs)
-        ]
-        return self._response(response_id, data, outputs)
+
+        def make() -> Response:
+            if request.encoding_format.startswith("bytes"):
+                return self._bytes_response(request, response_id, outputs)
+            data = [
+                PoolingData(index=index, data=_encode(output.outputs.data, request))
+                for index, output in enumerate(outputs)
+            ]
+            return self._response(response_id, data, outputs)
+
+        return await make_answer(_num_numbers(outputs), make)
 
     async def create_classification(self, request: ClassificationRequest, http: Request) -> Response:
         """The labels of prompts; raises as `create_embeddings`."""
@@ -171,7 +181,8 @@ class ServingPooling(ServingBase):
         ]
         response_id, outputs = await self._pool(request, http, prompts, request.pooling_params(), "score")
         vectors: list[npt.NDArray[np.float32]] = [output.outputs.data for output in outputs]
-        scores = [similarity(*pair) for pair in pair_up(vectors[: len(first)], vectors[len(first) :])]
+        compared = pair_up(vectors[: len(first)], vectors[len(first) :])
+        scores = await make_answer(_num_numbers(outputs), lambda: [similarity(*pair) for pair in compared])
         return response_id, scores, outputs
 
     async def _shorten(self, http: Request, texts: list[str], name: str, most: int | None) -> list[str]:
@@ -343,8 +354,14 @@ def _need(token_ids: list[int]) -> list[int]:
     return token_ids
 
 
+def _num_numbers(outputs: Sequence[Output]) -> int:
+    return sum(output.outputs.data.size for output in outputs)
+
+
 def _encode(data: npt.NDArray[np.float32], request: VectorsRequest) -> Any:
     """A result as JSON carries it."""
     if request.encoding_format == "float":
-        return data.tolist()
+        if data.ndim == 1:
+            return msgspec.Raw(msgspec.json.encode(data.tolist()))
+        return encode_rows(row.tolist() for row in data)
     return to_base64(data, request.embed_dtype, request.endianness)
