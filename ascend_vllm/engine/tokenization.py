@@ -29,6 +29,8 @@ _UINT32_MAX = 2**32 - 1
 # A text whose ids are cut or only told may have so many bytes of UTF-8, or so many for each token of the model's
 # length if that is more; likewise ids whose text is only told.
 _ANY_LENGTH = 4 * 1024 * 1024
+# of tokenizers in Python, which do not let other threads go on
+_ANY_LENGTH_IN_PYTHON = 512 * 1024
 _BYTES_PER_TOKEN = 8
 _ANY_NUMBER_OF_IDS = 1024 * 1024
 # characters of the pieces in which the tokens of a text are counted that is most likely too long
@@ -149,7 +151,7 @@ class Tokenizer:
         Raises:
             RequestError: it is.
         """
-        limit = max(_ANY_LENGTH, _BYTES_PER_TOKEN * max_tokens)
+        limit = max(_ANY_LENGTH_IN_PYTHON if self._one_thread else _ANY_LENGTH, _BYTES_PER_TOKEN * max_tokens)
         # a character has 1 … 4 bytes
         if len(text) * 4 > limit and (len(text) > limit or len(text.encode("utf-8", "surrogatepass")) > limit):
             raise RequestError(

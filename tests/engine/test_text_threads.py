@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pathlib
 import sys
 import threading
 import time
 
 import pytest
+import transformers
 
 from ascend_vllm.engine import tokenization
 from ascend_vllm.engine.text_threads import MEDIUM, SHORT, TextThread, TextThreads
@@ -151,6 +153,13 @@ async def test_texts_that_no_prompt_holds_cost_no_tokens(
     text = "throughput " * 40_000
     ids = await byte_level.encode_async(text, max_tokens=50_000)
     assert ids == byte_level.encode(text)
+
+
+def test_tokenizers_in_python_take_shorter_texts(tmp_path: pathlib.Path) -> None:
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+    tokenizer = Tokenizer.from_directory(str(tmp_path))
+    with pytest.raises(RequestError, match="the limit is 524288 bytes of UTF-8"):
+        tokenizer.check_size("a" * 524_289, 1000)
 
 
 def test_ids_that_no_prompt_holds(byte_level: Tokenizer) -> None:
