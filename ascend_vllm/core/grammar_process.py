@@ -122,10 +122,13 @@ def _try_masks(compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
         mask_s = time.thread_time() - started
         if index == 0 and mask_s > _MAX_MASK_S:
             raise GrammarError(f"a mask of it takes {mask_s * 1e3:.0f} ms, the limit is {_MAX_MASK_S * 1e3:.0f} ms")
-        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-        if not ids.size:
+        words = np.flatnonzero(row)
+        if not words.size:
             return
-        token_id = int(ids[rng.randrange(ids.size)])
+        # any of the tokens that have a bit in one of the words
+        word = int(words[rng.randrange(words.size)])
+        bits = int(row.view(np.uint32)[word])
+        token_id = 32 * word + rng.choice([bit for bit in range(32) if bits >> bit & 1])
         started = time.thread_time()
         is_accepted = grammar.accept_tokens([token_id])
         total_s += mask_s + time.thread_time() - started

@@ -22,8 +22,8 @@ from ascend_vllm.sandbox.family import Family, Job
 _MEMORY_BYTES = 1 << 30
 # CPU time is what limits a compilation; on a machine that is busy with other things it may last longer.
 # The first attempt: nearly all come to an end within a tenth of it.
-QUICK = Limits(wall_s=4.0, cpu_s=1, memory_bytes=_MEMORY_BYTES, niceness=5)
-# for those that did not
+QUICK = Limits(wall_s=4.0, cpu_s=1, memory_bytes=_MEMORY_BYTES)
+# for those that did not, behind the other processes of the machine
 SLOW = Limits(wall_s=30.0, cpu_s=10, memory_bytes=_MEMORY_BYTES, niceness=10)
 # processes of each lane
 NUM_QUICK = 2

@@ -113,7 +113,8 @@ def test_the_process_is_small() -> None:
         processes.try_out(Job(), "xgrammar", constraint_of(regex="a"), slow=False)
         for pid in processes.pids:
             process = psutil.Process(pid)
-            assert wait_until(lambda process=process: process.nice() == QUICK.niceness and process.num_fds() == 4)
+            # nothing but its socket, and nothing in the place of the standard streams
+            assert wait_until(lambda process=process: process.num_fds() == 4 and process.cpu_times().user > 0.1)
 
 
 @pytest.mark.parametrize(

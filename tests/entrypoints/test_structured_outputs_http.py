@@ -18,7 +18,8 @@ import pytest
 import regex
 
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, is_idle, running, wait_until
+from tests.raw_requests import post_raw
+from tests.server import OPENAI_SERVER, Server, is_alive, is_idle, running, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BASES: dict[str, dict[str, Any]] = {
@@ -397,3 +398,36 @@ def test_a_tool_s_wrong_schema_names_the_tool(asked: httpx.Client, choice: Any, 
     assert response.status_code == 400, response.text
     assert "The `parameters` of the tools (find) cannot be used" in response.json()["message"]
     assert response.json()["param"] == "tools"
+
+
+# 97 bytes with its field; the library took gigabytes, and all threads for a minute
+REPEATED = "start: a{1000}\na: b{1000}\nb: /x{1000}/{1000}"
+# few enough repetitions not to be refused at once, and enough for a minute
+LONG = "start: a{100}\na: /x{100}/{300}"
+
+
+def test_a_grammar_of_endless_repetitions_is_refused_at_once(asked: httpx.Client) -> None:
+    for path, fields, param in (
+        (COMPLETIONS, {"guided_grammar": REPEATED}, "guided_grammar"),
+        (CHAT, {"structured_outputs": {"grammar": REPEATED}}, "structured_outputs"),
+        (COMPLETIONS, {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}}, "guided_json"),
+    ):
+        error = asked.post(path, json=BASES[path] | fields).json()["error"]
+        assert (error["code"], error["param"]) == (400, param)
+        assert "the limit is 10000000" in error["message"] or "$ref that comes back to itself" in error["message"]
+
+
+def test_a_client_that_leaves_ends_the_compilation_of_its_grammar(server: Server, asked: httpx.Client) -> None:
+    """Its thread went on, with all its memory, and others' requests waited for the processor."""
+    name = "ascend_vllm.core.grammar_process"
+    texts(asked, COMPLETIONS, guided_regex="a")
+    quick = {process.pid for process in server.find(name)}
+    body = BASES[COMPLETIONS] | {"guided_grammar": LONG, "guided_decoding_backend": "guidance"}
+    with post_raw(server, COMPLETIONS, body):
+        # one of its own, once it has taken longer than usual ones do
+        assert wait_until(lambda: [process for process in server.find(name) if process.nice() > 0], timeout_s=60)
+        (busy,) = [process for process in server.find(name) if process.nice() > 0]
+        assert texts(asked, COMPLETIONS, guided_regex="b[0-9]") != []
+        assert asked.post(COMPLETIONS, json=BASES[COMPLETIONS] | {"max_tokens": 3}).status_code == 200
+    assert wait_until(lambda: not is_alive(busy), timeout_s=5)
+    assert len(quick) == 2
