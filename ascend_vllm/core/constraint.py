@@ -25,8 +25,8 @@ MAX_CHOICES = 8192
 MAX_DEPTH = 64
 
 _FIELD = "structured_outputs"
-# matched by llama.cpp's notation only
-_GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
+# how a rule begins in llama.cpp's notation, and in it alone
+GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 
 
 class ConstraintKind(enum.Enum):
@@ -107,7 +107,7 @@ def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str
     if params.grammar is not None:
         # how its rules begin tells the notation
         _check_size("grammar", params.grammar, MAX_BYTES)
-        is_gbnf = _GBNF_RULE.search(params.grammar) is not None
+        is_gbnf = GBNF_RULE.search(params.grammar) is not None
         return ConstraintKind.GBNF if is_gbnf else ConstraintKind.LARK, params.grammar
     if params.structural_tag is not None:
         return ConstraintKind.STRUCTURAL_TAG, params.structural_tag

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ascend_vllm.core.constraint import MAX_DEPTH, Constraint, ConstraintKind, load_json, too_deep
+from ascend_vllm.core.constraint import GBNF_RULE, MAX_DEPTH, Constraint, ConstraintKind, load_json, too_deep
 from ascend_vllm.core.grammar_size import gbnf_size, lark_size
 from ascend_vllm.core.json_schema import depth_exceeds, find_reference_cycle, schema_size, schemas_in
 from ascend_vllm.core.regex_size import written_out_size
@@ -24,7 +24,6 @@ MAX_SCHEMA_SIZE = 1_000_000_000
 MAX_RULES = 1000
 
 _FIELD = "structured_outputs"
-_GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 _LARK_RULE = re.compile(r"^[ \t]*+[?!]?\w++[^:\n\"/]*+:", re.MULTILINE)
 
 
@@ -69,7 +68,7 @@ def _check_tag(tag: Any) -> None:
             if isinstance(part.get(keyword), dict):
                 _check_schema("structural_tag", part[keyword])
         if isinstance(part.get("grammar"), str):
-            _check_grammar("structural_tag", part["grammar"], is_lark=_GBNF_RULE.search(part["grammar"]) is None)
+            _check_grammar("structural_tag", part["grammar"], is_lark=GBNF_RULE.search(part["grammar"]) is None)
 
 
 def _check_patterns(part: dict[str, Any]) -> None:
@@ -81,7 +80,7 @@ def _check_patterns(part: dict[str, Any]) -> None:
 
 
 def _check_grammar(name: str, grammar: str, *, is_lark: bool) -> None:
-    num_rules = len((_LARK_RULE if is_lark else _GBNF_RULE).findall(grammar))
+    num_rules = len((_LARK_RULE if is_lark else GBNF_RULE).findall(grammar))
     if num_rules > MAX_RULES:
         raise RequestError(f"{name} has {num_rules} rules, the limit is {MAX_RULES}.", _FIELD)
     size = (lark_size if is_lark else gbnf_size)(grammar, MAX_GRAMMAR_SIZE)

@@ -22,7 +22,7 @@ from ascend_vllm.core.grammar_processes import NUM_QUICK, NUM_SLOW, GrammarProce
 from ascend_vllm.core.vocabulary import Vocabulary
 from ascend_vllm.errors import AscendVllmError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.sandbox.family import Job, LimitExceededError, ProcessBrokenError, TooSlowError
+from ascend_vllm.sandbox.family import Job, LimitExceededError, ProcessBrokenError, TooLateError, TooSlowError
 
 logger = init_logger(__name__)
 
@@ -50,6 +50,7 @@ class Entry:
         compiled: its grammar; with `backend`, or `error`, set in the end.
         backend: of the grammar.
         error: why there is none.
+        is_passing: another time there may be one nevertheless.
         is_done: it has come to its end.
         is_begun: a process has been at it.
         num_waiting: requests that wait for it.
@@ -62,6 +63,7 @@ class Entry:
     compiled: CompiledGrammar | None = None
     backend: GrammarBackend | None = None
     error: str | None = None
+    is_passing: bool = False
     is_done: bool = False
     is_begun: bool = False
     num_waiting: int = 0
@@ -156,10 +158,11 @@ class GrammarCompiler:
             except concurrent.futures.CancelledError:
                 continue
             except AscendVllmError as error:
-                entry.error = f"structured outputs are not available: {error}"
+                entry.error, entry.is_passing = f"structured outputs are not available: {error}", True
             except Exception as error:
                 logger.exception("A constraint could not be compiled")
                 entry.error = f"{entry.constraint.field} could not be compiled: {type(error).__name__}"
+                entry.is_passing = True
             entry.is_done = True
             self._wake.set()
 
@@ -198,6 +201,7 @@ class GrammarCompiler:
         except (LimitExceededError, ProcessBrokenError) as error:
             if isinstance(error, TooSlowError) and lane is _Lane.QUICK:
                 raise
+            entry.is_passing |= isinstance(error, TooLateError | ProcessBrokenError)
             raise GrammarError(f"the compilation {error}") from None
 
     def _make(self, name: str, constraint: Constraint, trial: Trial) -> tuple[CompiledGrammar, GrammarBackend]:

@@ -154,7 +154,10 @@ class StructuredOutputManager:
         self._wake.wait(timeout_s)
 
     def _give(self, request: Request, entry: Entry) -> None:
-        if entry.error is not None or entry.compiled is None or entry.backend is None:
+        if entry.compiled is None or entry.backend is None:
+            if entry.is_passing:
+                # who asks next has it tried again
+                self._entries.pop(entry.constraint, None)
             raise RequestError(entry.error or "the grammar could not be compiled", "structured_outputs")
         request.constraint = OutputConstraint(entry.compiled, entry.backend, request, self._compiler.vocabulary)
 

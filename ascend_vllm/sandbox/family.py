@@ -28,7 +28,11 @@ class LimitExceededError(Exception):
 
 
 class TooSlowError(LimitExceededError):
-    """A job took longer than it may."""
+    """A job took more CPU time than it may."""
+
+
+class TooLateError(TooSlowError):
+    """A job took longer than it may, which is not its own fault if the machine is busy with other things."""
 
 
 class ProcessBrokenError(Exception):
@@ -220,7 +224,7 @@ class Family:
             data: for the process.
 
         Raises:
-            TooSlowError: it took too long.
+            TooSlowError: it took too long; a `TooLateError` if by the clock.
             LimitExceededError: it took too much memory.
             ProcessBrokenError: the process broke on it, or was ended.
             CancelledError: it was given up, or the family is closed.
@@ -267,7 +271,7 @@ class Family:
         except TimeoutError:
             if not process.is_ready:
                 raise RuntimeError(f"was not ready within {_START_S:g} s") from None
-            raise TooSlowError(f"took longer than {self._limits.wall_s:g} s") from None
+            raise TooLateError(f"took longer than {self._limits.wall_s:g} s") from None
         except _EndedError:
             code = process.wait()
             if not process.is_ready:

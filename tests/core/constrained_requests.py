@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from typing import Any
 
 import numpy as np
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.constraint import make_constraint
+from ascend_vllm.core.constraint import Constraint, make_constraint
 from ascend_vllm.core.grammar import GrammarBackend
 from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
-from ascend_vllm.core.grammar_processes import GrammarProcesses
+from ascend_vllm.core.grammar_process import Trial
+from ascend_vllm.core.grammar_processes import NUM_QUICK, NUM_SLOW, GrammarProcesses
 from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
 from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.sandbox.family import Job
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
 from tests.core.memory_executor import EOS, VOCAB_SIZE, make_request, next_allowed_token
@@ -26,8 +29,23 @@ BACKENDS: dict[str, GrammarBackend] = {
     "xgrammar": XGrammarBackend(VOCABULARY, 1),
     "guidance": LLGuidanceBackend(VOCABULARY, 1),
 }
-# all engine cores of a test's process share them: each takes seconds to start
-PROCESSES = GrammarProcesses(VOCABULARY)
+
+
+class SharedProcesses(GrammarProcesses):
+    """Processes for the engine cores of many tests, in threads that live as long as all of them.
+
+    A process takes seconds to start, and ends with the thread that started it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY)
+        self._threads = concurrent.futures.ThreadPoolExecutor(NUM_QUICK + NUM_SLOW)
+
+    def try_out(self, job: Job, backend: str, constraint: Constraint, *, slow: bool) -> Trial:
+        return self._threads.submit(super().try_out, job, backend, constraint, slow=slow).result()
+
+
+PROCESSES = SharedProcesses()
 CONSTRAINTS = [
     {"regex": "(ab|c)+[0-9]{2,9}"},
     {"regex": "[a-z]*"},
