@@ -37,7 +37,7 @@ FLAGS = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12"]
 # little enough that running requests must make room for one another
 SMALL_CACHE = ["--kv-cache-memory-bytes", "1M"]
 CACHE = ["--kv-cache-memory-bytes", "16M"]
-QUIET = ["--disable-uvicorn-access-log"]
+QUIET = ["--disable-uvicorn-access-log", "--disable-log-requests"]
 NAME = ["--served-model-name", MODEL]
 # above this many seconds there is a server for each parser of tool calls
 LONG_S = 300
@@ -226,6 +226,10 @@ async def soak(subjects: Sequence[Subject], seconds: float) -> None:
         await asyncio.sleep(SAMPLE_S)
         for one in subjects:
             one.states.append(State.of(one.server))
+        for task in tasks:
+            if task.done():
+                # a client does not end by itself
+                task.result()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

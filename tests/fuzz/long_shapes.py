@@ -170,6 +170,7 @@ COMPANIONS: dict[str | tuple[str, str], dict[str, Any]] = {
     ("/v1/messages", "tool_choice"): {"tools": [{"name": "f", "input_schema": {}}]},
     ("/v1/messages/count_tokens", "tool_choice"): {"tools": [{"name": "f", "input_schema": {}}]},
     ("/tokenize", "prompt"): {"messages": None},
+    **{(path, "messages"): {"input": None} for path in ("/v1/embeddings", "/pooling", "/classify")},
 }
 
 

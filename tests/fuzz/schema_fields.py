@@ -90,7 +90,7 @@ EXAMPLES: dict[Path, list[Any]] = {
         {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<"], "tags": [_TAG]}},
     ],
     ("chat_template_kwargs",): [{"a": "b"}],
-    ("documents", "[]"): [{"title": "t", "text": "a"}],
+    ("/v1/chat/completions", "documents", "[]"): [{"title": "t", "text": "a"}],
     ("metadata",): [{"a": "b"}],
     ("stream_options",): [{"include_usage": True}],
 }

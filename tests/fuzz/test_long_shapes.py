@@ -282,7 +282,7 @@ REACHED = {
     "/detokenize": ("tokens:array",),
     "/v1/embeddings": ("input:string", "input:array", "input.[]:array", "messages:array"),
     "/rerank": ("query:string", "documents:array"),
-    "/score": ("text_1:array", "text_2:array"),
+    "/score": ("text_2:string", "text_2:array"),
     "/generate": ("prompt:string", "stop:array", "stop_token_ids:array"),
 }
 
