@@ -10,13 +10,18 @@ import collections
 import functools
 import hmac
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ascend_vllm import envs
 from ascend_vllm.entrypoints.openai.errors import json_response
 from ascend_vllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.args_server import FrontendArgs
 
 # what those ask who watch the server: never behind a key
 _OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
@@ -24,6 +29,21 @@ _OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
 _INFERENCE = ("/v1", "/v2", "/inference", "/invocations")
 # in the scope of a request: which of the keys it has shown, and its place among those of its client
 _KEY, _PLACE = "ascend_vllm.key", "ascend_vllm.place"
+
+
+def api_keys(args: FrontendArgs) -> list[str]:
+    """The keys that the server accepts; none: whoever asks is answered. An empty key is none."""
+    key = envs.api_key()
+    return [key] if key else [key for key in args.api_key or () if key]
+
+
+def caller_of(scope: Scope) -> bytes:
+    """Who sends a request, as far as the server tells its callers apart: by the key that let the request in.
+
+    Args:
+        scope: of a request behind `ApiKeyMiddleware`; on a server without keys everybody is one caller, b"".
+    """
+    return str(scope.get(_KEY, "")).encode()
 
 
 def matched_route(scope: Scope) -> BaseRoute | None:

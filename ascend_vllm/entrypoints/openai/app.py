@@ -19,9 +19,8 @@ import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
-from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware
+from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware, api_keys
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
-from ascend_vllm.entrypoints.openai.caller import api_keys
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.errors import (
     AnswerErrorsMiddleware,

@@ -75,7 +75,7 @@ class Claims:
         """Take an id.
 
         Args:
-            caller: see `caller.caller_of`; the others' ids are not in the way of its own.
+            caller: see `access.caller_of`; the others' ids are not in the way of its own.
             request_id: what the client chose.
 
         Raises:

@@ -172,7 +172,7 @@ class StoredResponse:
         response: which has begun.
         items: the items of its own input, a JSON array.
         previous: the end of the conversation it goes on with.
-        caller: whose response it is, see `caller.caller_of`.
+        caller: whose response it is, see `access.caller_of`.
 
     Attributes:
         id: of the response.

@@ -16,7 +16,7 @@ from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import described_tool, render_chat
 from ascend_vllm.entrypoints.conversation_limits import check_conversation
-from ascend_vllm.entrypoints.openai.caller import EVERYBODY, caller_of
+from ascend_vllm.entrypoints.openai.access import caller_of
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
     GenerationRequest,
@@ -346,7 +346,7 @@ class ServingBase:
 
     def caller(self, http: Request) -> bytes:
         """Who sends a request, by its API key."""
-        return caller_of(http.headers) if self.settings.has_api_keys else EVERYBODY
+        return caller_of(http.scope)
 
     def engine_id(self, request: NamedRequest, response_id: str, http: Request) -> str:
         """What the ids in the engine begin with; with a random end, for clients repeat the ids they choose."""

@@ -11,7 +11,6 @@ import ascend_vllm
 from ascend_vllm import log_lines
 from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.entrypoints.chat_template import ContentFormat
-from ascend_vllm.entrypoints.openai.caller import api_keys
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
 
@@ -44,7 +43,6 @@ class ServingSettings:
         keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
         log_outputs: log the text of every answer.
         trace: the engine traces requests.
-        has_api_keys: callers are told apart by their keys.
         max_sequences: most sequences that a request may ask for.
     """
 
@@ -67,7 +65,6 @@ class ServingSettings:
     keep_alive_s: float = 0.0
     log_outputs: bool = False
     trace: bool = False
-    has_api_keys: bool = False
     max_sequences: int = DEFAULT_MAX_SEQUENCES
 
     @classmethod
@@ -100,6 +97,5 @@ class ServingSettings:
             keep_alive_s=args.sse_keep_alive_interval,
             log_outputs=args.enable_log_outputs,
             trace=config.observability.otlp_traces_endpoint is not None,
-            has_api_keys=bool(api_keys(args)),
             max_sequences=args.sequence_limit,
         )
