@@ -322,6 +322,8 @@ class OutputProcessor:
         # several tokens to be told one by one
         several: list[EngineCoreOutput] = []
         for output in outputs:
+            if output.prompt_logprobs is not None:
+                self._take_prompt_logprobs(output.request_id, output.prompt_logprobs)
             with self._lock:
                 found = self._sequences.get(output.request_id)
                 if found is not None and self._take_output(*found, output, step):
@@ -329,6 +331,13 @@ class OutputProcessor:
         self._deliver_changed(step)
         if several:
             self._take_one_by_one(several, step)
+
+    def _take_prompt_logprobs(self, core_id: str, entries: Sequence[TokenLogprobs]) -> None:
+        """Shapes those of a prompt, without the lock: a long one's take seconds, and nobody else touches them."""
+        with self._lock:
+            found = self._sequences.get(core_id)
+        if found is not None:
+            found[0].take_prompt_logprobs(entries)
 
     def _take_output(
         self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step
@@ -338,8 +347,6 @@ class OutputProcessor:
             self._fail(state, output, step)
             return False
         _record_tokens(state, sequence, output, step)
-        if output.prompt_logprobs is not None:
-            state.take_prompt_logprobs(output.prompt_logprobs)
         if (
             self._stream_each_token
             and len(output.new_token_ids) > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ascend_vllm.engine import output_processor
 from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.sequence_state import shape_prompt_logprobs
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
@@ -608,6 +611,35 @@ def test_prompt_logprobs_have_the_shape_of_vllm(byte_level: Tokenizer) -> None:
         assert (found[1][9].logprob, found[1][9].rank) == (-0.5, 1)
         # bytes of a character count where they complete it
         assert byte_level.token_text(ids[0]) + "".join(entry.decoded_token for entry in own) == "The 日本"
+
+
+def test_who_adds_and_aborts_does_not_wait_for_the_log_probabilities_of_a_prompt(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 30,000 tokens took seconds under the lock, for which the event loop waited."""
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def shape_slowly(*arguments: Any) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(60)
+        return shape_prompt_logprobs(*arguments)
+
+    monkeypatch.setattr(output_processor, "shape_prompt_logprobs", shape_slowly)
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(prompt_logprobs=1), prompt={"prompt_token_ids": [5, 6]})
+    outputs: list[RequestOutput] = []
+    giving = threading.Thread(
+        target=lambda: outputs.extend(engine.give([7], prompt_logprobs=prompt_entries([5, 6]))), daemon=True
+    )
+    giving.start()
+    assert has_begun.wait(60)
+    aborting = threading.Thread(target=engine.output.abort, args=("another", engine.stats), daemon=True)
+    aborting.start()
+    aborting.join(60)
+    assert not aborting.is_alive()
+    may_go_on.set()
+    giving.join(60)
+    assert outputs[0].prompt_logprobs is not None
 
 
 def test_the_first_delta_has_the_prompt_logprobs(byte_level: Tokenizer) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from ascend_vllm.entrypoints.openai.protocol_misc import DetokenizeRequest
 from ascend_vllm.entrypoints.openai.protocol_pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest
+from ascend_vllm.entrypoints.openai.streaming import merge
 from ascend_vllm.entrypoints.openai.validation import _read, check_num_values, validated
 from ascend_vllm.errors import RequestError
 from tests.entrypoints.conftest import ENGINE_FLAGS
@@ -151,6 +153,41 @@ def test_beams_and_their_ends_are_limited_together(num_beams: int, num_stop_ids:
     with pytest.raises(RequestError, match=f"in a beam search with {num_beams} beams") as caught:
         request_limits.check_beams(num_beams, 1 << 20)
     assert caught.value.param == "stop_token_ids"
+
+
+def test_what_is_told_of_prompts_is_limited() -> None:
+    """64 choices that each repeat 20 log-probabilities of 30,000 prompt tokens were an answer of 3 GB."""
+    request_limits.check_told_prompts(30_000, 1, 20, are_repeated=True)
+    request_limits.check_told_prompts(30_000, 200, None, are_repeated=True)
+    request_limits.check_told_prompts(30_000, 1024, None, are_repeated=False)
+    with pytest.raises(RequestError, match="21 log-probabilities of each of 30000 prompt tokens, for 64 choices"):
+        request_limits.check_told_prompts(30_000, 64, 20, are_repeated=False)
+    with pytest.raises(RequestError, match="repeat 30720000 tokens"):
+        request_limits.check_told_prompts(30_000, 1024, None, are_repeated=True)
+
+
+async def test_the_prompts_of_a_request_do_not_begin_all_at_once() -> None:
+    """What each needs until its first wait went on for all of a thousand without a turn for anybody else."""
+    begun = 0
+
+    async def answers() -> AsyncGenerator[int, None]:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0.001)
+        yield begun
+
+    together = []
+
+    async def watch() -> None:
+        while begun < 200:
+            before = begun
+            await asyncio.sleep(0)
+            together.append(begun - before)
+
+    watching = asyncio.ensure_future(watch())
+    assert len([pair async for pair in merge([answers() for _ in range(200)])]) == 200
+    await watching
+    assert max(together) <= 32
 
 
 @dataclasses.dataclass(frozen=True)

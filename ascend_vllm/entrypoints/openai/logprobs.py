@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
+from ascend_vllm.entrypoints.openai.long_answers import encode_rows
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionLogprobs
 from ascend_vllm.outputs import Logprob, PositionLogprobs
@@ -13,8 +16,13 @@ from ascend_vllm.outputs import Logprob, PositionLogprobs
 if TYPE_CHECKING:
     from ascend_vllm.engine.tokenization import Tokenizer
 
+T = TypeVar("T")
+
 # JSON has no infinity; vLLM's value for "impossible"
 _IMPOSSIBLE = -9999.0
+
+# tokens whose log-probabilities are encoded with the answer
+_SHORT = 512
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -40,13 +48,14 @@ def completion_logprobs(
         tokenizer: knows the text of a prompt's first token.
     """
     result = CompletionLogprobs([], [], [], [])
+    top_logprobs: list[dict[str, float] | None] = []
     for token_id, entries in zip(token_ids, positions, strict=True):
         if entries is None:
             token = _first_text(token_id, as_token_ids, tokenizer)
             result.text_offset.append(text_offset)
             result.token_logprobs.append(None)
             result.tokens.append(token)
-            result.top_logprobs.append(None)
+            top_logprobs.append(None)
             text_offset += len(token)
             continue
         sampled = entries[token_id]
@@ -58,8 +67,9 @@ def completion_logprobs(
         result.text_offset.append(text_offset)
         result.token_logprobs.append(max(sampled.logprob, _IMPOSSIBLE))
         result.tokens.append(token)
-        result.top_logprobs.append(top)
+        top_logprobs.append(top)
         text_offset += len(token)
+    result.top_logprobs = shown_positions(top_logprobs)
     return result
 
 
@@ -69,6 +79,11 @@ def _first_text(token_id: int, as_token_ids: bool, tokenizer: Tokenizer | None) 
     if text is not None and _REPLACEMENT in text:
         text = ""
     return _token_text(token_id, Logprob(0.0, None, text), as_token_ids)
+
+
+def shown_positions(positions: Sequence[T]) -> Sequence[T] | msgspec.Raw:
+    """What an answer holds of something that is told of each token; of a long text it is JSON already."""
+    return positions if len(positions) <= _SHORT else encode_rows(positions)
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[PositionLogprobs | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    top_logprobs: Sequence[dict[str, float] | None] | msgspec.Raw = []
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -68,7 +69,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | msgspec.Raw | None = None
     sentence_length: int
     cum_log_probs: float | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

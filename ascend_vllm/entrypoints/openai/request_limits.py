@@ -21,6 +21,10 @@ MAX_FIELDS = 1024
 MAX_PROMPTS = 65_536
 # messages, parts, tools, properties of schemas: entries of all that is nested in a body, together
 MAX_NESTED_ENTRIES = 65_536
+# log-probabilities of prompt tokens in an answer, of about 70 bytes each
+MAX_PROMPT_LOGPROBS = 1 << 20
+# tokens of prompts, by text or by id
+MAX_REPEATED_TOKENS = 1 << 23
 # entries of the lists that sampling reads, over all prompts of a request: each prompt has them by itself
 MAX_SAMPLING_ENTRIES = 1 << 20
 # candidates that stop_token_ids add to a step of a beam search: so many for each pair of beams
@@ -154,6 +158,36 @@ def check_beams(num_beams: int, num_stop_ids: int) -> None:
             f"stop_token_ids may have at most {most} ids in a beam search with {num_beams} beams, got "
             f"{num_stop_ids}.",
             "stop_token_ids",
+        )
+
+
+def check_told_prompts(
+    num_prompt_tokens: int, num_choices: int, num_logprobs: int | None, *, are_repeated: bool
+) -> None:
+    """Refuses an answer that would be far larger than its request: each choice repeats what is told of its prompt.
+
+    Args:
+        num_prompt_tokens: of all prompts.
+        num_choices: of each prompt.
+        num_logprobs: likely tokens that are told of each prompt token; None: the prompts' are not told.
+        are_repeated: choices have their prompts' texts or ids.
+
+    Raises:
+        RequestError: tells the limit.
+    """
+    total = num_prompt_tokens * num_choices
+    if are_repeated and total > MAX_REPEATED_TOKENS:
+        raise RequestError(
+            f"{num_choices} choices, each with its prompt, repeat {total} tokens of {num_prompt_tokens}; an answer "
+            f"may have at most {MAX_REPEATED_TOKENS}. Ask for fewer, or send several requests.",
+            "n",
+        )
+    if num_logprobs is not None and total * (1 + num_logprobs) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"{1 + num_logprobs} log-probabilities of each of {num_prompt_tokens} prompt tokens, for {num_choices} "
+            f"choices, are {total * (1 + num_logprobs)}; an answer may have at most {MAX_PROMPT_LOGPROBS}. Ask for "
+            "fewer, or send several requests.",
+            "prompt_logprobs",
         )
 
 

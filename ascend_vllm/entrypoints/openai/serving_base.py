@@ -22,7 +22,7 @@ from ascend_vllm.entrypoints.openai.protocol_common import (
     GenerationRequest,
 )
 from ascend_vllm.entrypoints.openai.request_ids import NamedRequest, claims_of, header_id
-from ascend_vllm.entrypoints.openai.request_limits import check_lists, check_sequences
+from ascend_vllm.entrypoints.openai.request_limits import check_lists, check_sequences, check_told_prompts
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.streaming import (
     StreamResponse,
@@ -426,6 +426,13 @@ class ServingBase:
         """The engine requests."""
         engine_id = self.engine_id(request, response_id, http)
         headers = self.trace_headers(http)
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_told_prompts(
+            num_prompt_tokens,
+            request.n or 1,
+            request.requested_prompt_logprobs(),
+            are_repeated=bool(request.echo or request.return_token_ids),
+        )
         # but for the number of tokens they are the same for all prompts, and may hold long lists
         params = request.sampling_params(self.sampling_defaults, min(max_tokens), self.forces_logprobs)
         return [

@@ -13,7 +13,7 @@ from ascend_vllm.entrypoints.chat_template import parse_messages
 from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
-from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
+from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs, shown_positions
 from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatChoice,
@@ -162,6 +162,7 @@ class ChatAnswer:
         """The whole answer; `output` is final."""
         self._usage.add(0, output)
         choices = [self._choice(generated) for generated in output.outputs]
+        of_prompt = prompt_logprobs(output.prompt_logprobs)
         response = ChatCompletionResponse(
             id=self._id,
             created=self._created,
@@ -169,7 +170,7 @@ class ChatAnswer:
             choices=choices,
             usage=self._usage.total(),
             system_fingerprint=self._settings.fingerprint,
-            prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+            prompt_logprobs=None if of_prompt is None else shown_positions(of_prompt),
         )
         if self._request.return_token_ids:
             response.prompt_token_ids = self._prompt.token_ids

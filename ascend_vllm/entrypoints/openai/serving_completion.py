@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm.entrypoints.openai import sse
 from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
-from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
+from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs, shown_positions
 from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
 from ascend_vllm.entrypoints.openai.protocol_completion import (
@@ -108,6 +109,8 @@ class _Answer:
         self._text_lengths = [0] * (self._n * len(prompts))
         # of each prompt, once they are there
         self._prompt_logprobs: list[list[PositionLogprobs | None] | None] = [None] * len(prompts)
+        # the same as whole answers have them
+        self._shown_prompts: dict[int, Sequence[PositionLogprobs | None] | msgspec.Raw] = {}
         # choices whose logprobs have begun, and those that have told their prompt's token ids
         self._begun: set[int] = set()
         # of a stream
@@ -130,7 +133,9 @@ class _Answer:
         choices = []
         for prompt_index, output in enumerate(outputs):
             self._usage.add(prompt_index, output)
-            self._prompt_logprobs[prompt_index] = prompt_logprobs(output.prompt_logprobs)
+            of_prompt = self._prompt_logprobs[prompt_index] = prompt_logprobs(output.prompt_logprobs)
+            if of_prompt is not None:
+                self._shown_prompts[prompt_index] = shown_positions(of_prompt)
             # sorted by the engine (best first); numbered anew
             for order, generated in enumerate(output.outputs):
                 choices.append(self._choice(prompt_index, prompt_index * self._n + order, generated))
@@ -153,7 +158,7 @@ class _Answer:
             logprobs=self._logprobs(prompt_index, index, generated),
             finish_reason="length" if request.echo_only else generated.finish_reason,
             stop_reason=None if request.echo_only else generated.stop_reason,
-            prompt_logprobs=self._prompt_logprobs[prompt_index],
+            prompt_logprobs=self._shown_prompts.get(prompt_index),
             sentence_length=len(text),
             cum_log_probs=generated.cumulative_logprob,
         )
