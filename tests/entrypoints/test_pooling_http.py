@@ -372,7 +372,7 @@ def test_metrics_count_prompts_and_no_generated_tokens(scorer: httpx.Client) -> 
 
 
 def test_a_client_that_goes_away_takes_its_prompts_along(cross_encoder: Server, scorer: httpx.Client) -> None:
-    body: dict[str, object] = {"input": [[5 + number % 100] * 500 for number in range(1500)]}
+    body: dict[str, object] = {"input": [[5 + number % 100] * 500 for number in range(1000)]}
     with post_raw(cross_encoder, "/classify", body):
         assert wait_until(lambda: metric(scorer, "num_requests_running") > 0)
     assert wait_until(lambda: is_idle(scorer))
