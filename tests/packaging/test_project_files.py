@@ -62,8 +62,8 @@ def test_data_files_of_the_package_are_packaged() -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     declared = {re.split(r"[<>=;\[ ]", line)[0].lower() for line in PROJECT["project"]["dependencies"]}
     names = {"yaml": "pyyaml", "zmq": "pyzmq"}
-    # they come with transformers and with fastapi, in the versions those need
-    through_others = {"huggingface_hub": "transformers", "starlette": "fastapi"}
+    # they come with transformers, with fastapi and with pydantic, in the versions those need
+    through_others = {"huggingface_hub": "transformers", "starlette": "fastapi", "pydantic_core": "pydantic"}
     # extras; imported only where the user asks for them
     optional = {"torch_npu", "ray", "opentelemetry"}
     import sys
