@@ -105,7 +105,9 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS":
             # as vLLM, which lets them pass; no route takes them
-            await json_response({"detail": "Method Not Allowed"}, 405)(scope, receive, send)
+            methods: set[str] = getattr(route, "methods", None) or set()
+            headers = {"allow": ", ".join(sorted(methods))} if methods else None
+            await json_response({"detail": "Method Not Allowed"}, 405, headers)(scope, receive, send)
         else:
             await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
 
