@@ -128,7 +128,9 @@ def test_a_name_is_free_again_when_its_client_goes(callers: tuple[httpx.Client, 
     one, two = callers
     named = {"request_id": "mine"}
     with one.stream("POST", "/v1/completions", json=ENDLESS | named | {"stream": True}) as stream:
-        next(stream.iter_lines())
+        # kept: the client would leave with the iterator
+        lines = stream.iter_lines()
+        next(lines)
         assert one.post("/v1/completions", json=SHORT | named).status_code == 409
         # another caller's names are its own
         assert two.post("/v1/completions", json=SHORT | named).status_code == 200

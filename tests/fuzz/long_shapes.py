@@ -124,6 +124,10 @@ def _many(field: Field, size: int, *, different: bool) -> Any:
     return values if field.kind == "array" else {str(number % 300): value for number, value in enumerate(values)}
 
 
+# fields that take some words, or some form, only
+_FIXED = frozenset({"type", "role", "arguments"})
+
+
 def _numbered(value: Any, number: int) -> Any:
     """A value like it that is another one for every number."""
     if isinstance(value, str):
@@ -131,7 +135,7 @@ def _numbered(value: Any, number: int) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return number % 300
     if isinstance(value, dict):
-        return {name: _numbered(inner, number) if name != "type" else inner for name, inner in value.items()}
+        return {name: inner if name in _FIXED else _numbered(inner, number) for name, inner in value.items()}
     return value
 
 
