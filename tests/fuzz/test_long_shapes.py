@@ -7,6 +7,7 @@ one. Meanwhile another process asks for /health and small completions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 import types
@@ -195,8 +196,12 @@ def limit_memory(server: Server) -> None:
 
 def memory_mb(server: Server) -> float:
     """What the server's processes hold, shared pages divided."""
-    processes = [psutil.Process(server.process.pid), *server.children()]
-    return sum(process.memory_full_info().pss for process in processes) / 1e6
+    total = 0.0
+    for process in [psutil.Process(server.process.pid), *server.children()]:
+        # one for grammars may end at any moment
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_full_info().pss
+    return total / 1e6
 
 
 def check_pauses(quiet: Probe, probe: Probe, outcomes: Sequence[Outcome]) -> list[str]:

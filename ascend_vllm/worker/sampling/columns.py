@@ -118,7 +118,7 @@ class SamplingColumns:
         self.min_tokens = np.zeros(num_slots, np.int32)
         # [M] int32, host: most likely tokens to report beside the sampled one; NO_LOGPROBS: report nothing
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        # ids that end the row, of rows with min_tokens, which forbids them; ids and what is added to their logits
+        # ids that end the row, forbidden below min_tokens; ids and what is added to their logits
         self.stop_ids = RaggedTable(num_slots)
         self.logit_bias = RaggedTable(num_slots)
         # [M, ceil(V / 32)] int32, host: ids allowed alone, of the rows that have some: bit t % 32 of word t // 32 is
@@ -158,7 +158,7 @@ class SamplingColumns:
         self.seed[slot] = row.seed
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        stop_ids = self._known(row.stop_token_ids if params.min_tokens > 0 else ())
+        stop_ids = self._known(row.stop_token_ids)
         self.stop_ids.set(slot, stop_ids)
         bias = params.logit_bias or {}
         ids, values = np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
@@ -223,7 +223,7 @@ class SamplingColumns:
             | (PENALTIES if penalised else 0)
             | (LOGIT_BIAS if has_bias else 0)
             | (ALLOWED_IDS if params.allowed_token_ids is not None else 0)
-            | (MIN_TOKENS if has_stop_ids else 0)
+            | (MIN_TOKENS if has_stop_ids and params.min_tokens > 0 else 0)
             | (LOGPROBS if params.logprobs is not None else 0)
             | (BAD_WORDS if row.bad_words else 0)
             | (PROCESSORS if params.logits_processors else 0)
