@@ -78,15 +78,12 @@ class NumpyCache(WeightFile):
             raise self.corrupt(f"{shown(name)} is not the name of a file")
         try:
             check_file(self.path / name)
-            array = np.load(self.path / name, mmap_mode="r")
+            return np.lib.format.open_memmap(self.path / name, mode="r")
         except ModelLoadError as error:
             raise self.corrupt(error) from error
         # a broken header can raise anything
         except Exception as error:
             raise self.corrupt(f"{name}: {one_line(error)}") from error
-        if not isinstance(array, np.ndarray):
-            raise self.corrupt(f"{name} is an archive of arrays")
-        return array
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightFile.tensors`."""
