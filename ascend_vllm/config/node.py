@@ -9,6 +9,8 @@ import pathlib
 import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.model_files import read_json
 
 
 class NodeStart(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ class NodeStart(msgspec.Struct, frozen=True):
 def model_digest(directory: str) -> str:
     """A text that is the same for the same config.json, whatever directory it is in; empty if there is none."""
     try:
-        contents = json.loads((pathlib.Path(directory) / "config.json").read_text())
-    except (OSError, ValueError):
+        contents = read_json(pathlib.Path(directory) / "config.json", dict)
+    except ModelLoadError:
         return ""
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
