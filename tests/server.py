@@ -172,14 +172,16 @@ class Server:
             RuntimeError: the server ended or took too long; the message holds its log.
         """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}; log:\n{self.log}")
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=30, verify=verify).status_code == 200:
-                    self.children()
-                    return
-            time.sleep(0.05)
+        # one client for all attempts: to make one takes long
+        with httpx.Client(timeout=30, verify=verify) as http:
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"the server ended with {self.process.returncode}; log:\n{self.log}")
+                with contextlib.suppress(httpx.TransportError):
+                    if http.get(f"{self.url}/health").status_code == 200:
+                        self.children()
+                        return
+                time.sleep(0.05)
         raise RuntimeError(f"the server was not ready after {timeout_s} s; log:\n{self.log}")
 
     def wait_exit(self, timeout_s: float = 60.0) -> int:
@@ -245,25 +247,22 @@ def command_of(process: psutil.Process) -> list[str]:
 
 @contextlib.contextmanager
 def running(
-    module: str,
-    arguments: Sequence[str],
-    env: dict[str, str] | None = None,
-    timeout_s: float = 90.0,
-    context: ssl.SSLContext | None = None,
+    module: str, arguments: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = 90.0
 ) -> Iterator[Server]:
     """A server that is ready, ended in order afterwards.
-
-    Args:
-        module, arguments, env: see `Server`.
-        timeout_s: for it to be ready.
-        context: whom to trust, of a server with TLS flags.
 
     Raises:
         RuntimeError: it did not start, did not end with code 0, or left processes behind.
     """
-    server = Server(module, arguments, env, scheme="https" if context else "http")
+    with ended_in_order(Server(module, arguments, env), timeout_s) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def ended_in_order(server: Server, timeout_s: float = 90.0, verify: ssl.SSLContext | bool = True) -> Iterator[Server]:
+    """The same of a server that has been started; see `running` and `Server.wait_ready`."""
     try:
-        server.wait_ready(timeout_s, context or True)
+        server.wait_ready(timeout_s, verify)
         yield server
         ended_early = server.process.poll() is not None
         code = server.terminate()

@@ -349,7 +349,7 @@ class GenerateClient(Client):
     """A client of the /generate server."""
 
     ENDPOINTS = GENERATE_ENDPOINTS
-    KINDS = ("whole", "frames", "abort", "hostile", "look")
+    KINDS = ("whole", "frames", "constrained", "abort", "hostile", "look")
     PAGES = ("/health",)
 
     def _body(self) -> dict[str, Any]:
@@ -359,6 +359,13 @@ class GenerateClient(Client):
 
     async def whole(self) -> None:
         await self.post("/generate", self._body() | {"n": 2, "temperature": 1.0})
+
+    async def constrained(self) -> None:
+        """With a regular expression that has not been compiled before, or a schema that has."""
+        fresh = {"regex": f"[a-z]{{1,9}}{self.rng.randrange(10**6)}"}
+        await self.post(
+            "/generate", self._body() | {"structured_outputs": self.rng.choice([fresh, {"json": _SCHEMA}])}
+        )
 
     async def frames(self) -> None:
         await self.stream("/generate", self._body(), end=b"\0")

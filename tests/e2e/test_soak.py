@@ -25,10 +25,10 @@ from tests.server import (
     GENERATE_SERVER,
     OPENAI_SERVER,
     Server,
+    ended_in_order,
     is_alive,
     is_idle,
     needs_openssl,
-    running,
     wait_until,
 )
 from tests.tiny_models import tiny_model
@@ -133,6 +133,7 @@ class Subject:
     """A running server of an arrangement, and what was seen of it.
 
     Attributes:
+        arrangement, server, context: what it was made of; the context is for TLS.
         counts: requests by kind.
         wrong: what clients found.
         states: one a second.
@@ -141,7 +142,7 @@ class Subject:
     def __init__(self, arrangement: Arrangement, server: Server, context: ssl.SSLContext | None) -> None:
         self.arrangement = arrangement
         self.server = server
-        self._context = context
+        self.context = context
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.states: list[State] = []
@@ -150,7 +151,7 @@ class Subject:
         """Its clients, which have not begun."""
         name, kind = self.arrangement.name, self.arrangement.client
         return [
-            kind(self.server, f"{name} {index}", self._context, self.counts, self.wrong)
+            kind(self.server, f"{name} {index}", self.context, self.counts, self.wrong)
             for index in range(self.arrangement.clients)
         ]
 
@@ -167,7 +168,7 @@ class Subject:
         """
         if self.arrangement.module == GENERATE_SERVER:
             return
-        with httpx.Client(base_url=self.server.url, verify=self._context or True, timeout=30) as http:
+        with httpx.Client(base_url=self.server.url, verify=self.context or True, timeout=30) as http:
             assert wait_until(lambda: is_idle(http), 120), http.get("/metrics").text
 
     def findings(self, before: State, after: State) -> list[str]:
@@ -197,20 +198,21 @@ class Subject:
 
 
 @contextlib.contextmanager
-def subject(arrangement: Arrangement, certificates: pathlib.Path) -> Iterator[Subject]:
-    """A server that is ended in order: with exit code 0, without a process left."""
-    flags = ["--model", tiny_model("qwen2"), *FLAGS, *arrangement.flags]
-    context = None
-    if arrangement.has_tls:
-        flags += [
-            "--ssl-keyfile",
-            str(certificates / "server.key"),
-            "--ssl-certfile",
-            str(certificates / "server.pem"),
-        ]
-        context = ssl.create_default_context(cafile=certificates / "ca.pem")
-    with running(arrangement.module, flags, context=context) as server:
-        yield Subject(arrangement, server, context)
+def running_subjects(arrangements: Sequence[Arrangement], certificates: pathlib.Path) -> Iterator[list[Subject]]:
+    """Servers that are ended in order: with exit code 0, without a process left."""
+    trust = ssl.create_default_context(cafile=certificates / "ca.pem")
+    tls = ["--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem")]
+    with contextlib.ExitStack() as stack:
+        subjects = []
+        # all start at once, and are waited for then
+        for one in arrangements:
+            flags = ["--model", tiny_model("qwen2"), *FLAGS, *one.flags, *(tls if one.has_tls else [])]
+            server = Server(one.module, flags, scheme="https" if one.has_tls else "http")
+            stack.callback(server.close)
+            subjects.append(Subject(one, server, trust if one.has_tls else None))
+        for subject in subjects:
+            stack.enter_context(ended_in_order(subject.server, 180.0, subject.context or True))
+        yield subjects
 
 
 async def soak(subjects: Sequence[Subject], seconds: float) -> None:
@@ -230,9 +232,11 @@ async def soak(subjects: Sequence[Subject], seconds: float) -> None:
             if task.done():
                 # a client does not end by itself
                 task.result()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    # again and again: a wait that ends at the same moment makes a task miss it
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=1)
     # the event loop closes what they have left
     await asyncio.sleep(0.2)
 
@@ -242,8 +246,7 @@ async def soak(subjects: Sequence[Subject], seconds: float) -> None:
 def test_soak(tmp_path: pathlib.Path, soak_seconds: float) -> None:
     make_certificates(tmp_path)
     chosen = [arrangement for arrangement in ARRANGEMENTS if seconds_allow(arrangement, soak_seconds)]
-    with contextlib.ExitStack() as stack:
-        subjects = [stack.enter_context(subject(arrangement, tmp_path)) for arrangement in chosen]
+    with running_subjects(chosen, tmp_path) as subjects:
         # everything once: threads, caches and processes that are made when they are first needed
         asyncio.run(soak(subjects, min(10.0, soak_seconds / 4)))
         for one in subjects:
