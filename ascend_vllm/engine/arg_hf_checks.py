@@ -122,7 +122,8 @@ _COMMON: Mapping[str, _Kind] = {
     "eos_token_id": _TOKEN_IDS,
     "quantization_config": _OBJECT | _NULL,
     "tie_word_embeddings": _SWITCH,
-    "sliding_window": _whole(1, 2**31 - 1) | _NULL,
+    # 0 as Qwen2's mixtures of experts write it: there is none
+    "sliding_window": _whole(0, 2**31 - 1) | _NULL,
     "use_sliding_window": _SWITCH,
     "is_causal": _SWITCH,
     "use_bidirectional_attention": _SWITCH | _TEXT,

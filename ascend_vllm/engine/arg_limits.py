@@ -94,7 +94,7 @@ def sliding_window(hf_config: Mapping[str, Any]) -> int | None:
     if not hf_config.get("use_sliding_window", True):
         return None
     window = hf_config.get("sliding_window")
-    return None if window is None else int(window)
+    return int(window) if window else None
 
 
 def window_of_layers(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -163,7 +163,8 @@ _POOL = {"convert": "embed"}
 
 _NO_NUMBERS: tuple[Any, ...] = ("3", True, [], [3], {}, {"a": 1}, NAN)
 _NO_SIZES = (*_NO_NUMBERS, 2.5, 1e9, 0, -1, 10**9, 10**18, 10**30, INFINITE)
-_NO_WINDOWS = tuple(value for value in _NO_SIZES if value != 10**9 or isinstance(value, float))
+# 0 is none
+_NO_WINDOWS = tuple(value for value in _NO_SIZES if value not in (0, 10**9) or isinstance(value, float | bool))
 _NO_SCALES = (*_NO_NUMBERS, 0, -1.0, INFINITE)
 _NO_TEXTS: tuple[Any, ...] = (3, 2.5, True, ["silu"], {})
 _NO_SWITCHES: tuple[Any, ...] = ("false", 3, [], {}, 0.5)
