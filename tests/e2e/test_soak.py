@@ -105,10 +105,11 @@ class State:
     """What a server's processes hold.
 
     Attributes:
-        memory_mb: resident, shared pages counted for each.
-        files: open files and sockets.
-        threads: of all processes.
-        processes: how many.
+        memory_mb: resident, of the server's process and the engine core's; those for templates and grammars have
+            limits of their own, and come when they are needed.
+        files: open files and sockets of these two.
+        threads: likewise.
+        processes: how many there are in all.
     """
 
     memory_mb: float
@@ -119,14 +120,12 @@ class State:
     @classmethod
     def of(cls, server: Server) -> State:
         """Now."""
-        memory, files, threads, processes = 0.0, 0, 0, 0
-        for process in [psutil.Process(server.process.pid), *server.children()]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                memory += process.memory_info().rss / 1e6
-                files += process.num_fds()
-                threads += process.num_threads()
-                processes += 1
-        return cls(memory, files, threads, processes)
+        memory, files, threads = 0.0, 0, 0
+        for process in (psutil.Process(server.process.pid), server.engine_core()):
+            memory += process.memory_info().rss / 1e6
+            files += process.num_fds()
+            threads += process.num_threads()
+        return cls(memory, files, threads, 1 + len(server.children()))
 
 
 class Subject:
@@ -174,8 +173,8 @@ class Subject:
     def findings(self, before: State, after: State) -> list[str]:
         """What is wrong, each with the server's name."""
         found = list(self.wrong)
-        # a process for templates or a worker of a thread pool is made when it is first needed
-        for name, spare in (("files", 12), ("threads", 12), ("processes", 1)):
+        # some threads, and processes for templates and grammars, are made when they are first needed
+        for name, spare in (("files", 16), ("threads", 12), ("processes", 5)):
             grown = getattr(after, name) - getattr(before, name)
             found += [f"{grown} more {name} than in the beginning"] if grown > spare else []
         # what a client finds ends the soak, which is too short then
