@@ -181,7 +181,10 @@ def max_n_sequences() -> int | None:
 
 
 def http_timeout_keep_alive_s() -> int:
-    """`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`: seconds an HTTP connection may be idle between requests; default 5."""
+    """`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`: seconds an HTTP connection may be idle between requests; default 5.
+
+    It is closed a second later than that.
+    """
     value = os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")
     if not value.isdecimal():
         raise ConfigError(f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE must be a whole number of seconds, got {value!r}.")

@@ -38,6 +38,9 @@ logger = init_logger(__name__)
 
 # seconds that requests which are ended get to say so, before they are cancelled
 _LAST_WORDS_S = 2
+# An idle connection is kept so much longer than is promised: clients that keep theirs for the same time, as httpx does
+# with its 5 s, would else send requests into one that is being closed.
+_KEEP_ALIVE_GRACE_S = 1
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
 # what logs with the words of clients
@@ -89,7 +92,7 @@ class HttpServer(uvicorn.Server):
             log_level=log_level,
             access_log=access_log,
             backlog=_BACKLOG,
-            timeout_keep_alive=envs.http_timeout_keep_alive_s(),
+            timeout_keep_alive=envs.http_timeout_keep_alive_s() + _KEEP_ALIVE_GRACE_S,
             timeout_graceful_shutdown=math.ceil(args.shutdown_timeout) + _LAST_WORDS_S,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,

@@ -117,7 +117,11 @@ def pool_of(**limits: Any) -> Iterator[TemplatePool]:
 
 def is_ready(pid: int) -> bool:
     """Whether a process has nothing open but its socket, and nothing in the place of the standard streams."""
-    names = {str(link.readlink()) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir()}
+    names = set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        # what it closes meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            names.add(str(link.readlink()))
     return len(names) == 2 and os.devnull in names
 
 
