@@ -28,6 +28,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         async_scheduling: the next step is made while one runs.
         max_decode_pause_s: seconds that a step may take in which prompts are read beside decoding rows, whose pieces
             are as small as that needs; None: any.
+        max_scored_tokens: prompt tokens whose log-probabilities a step computes; prompts that ask for more are cut,
+            also without chunked prefill.
         queue_timeout_s: seconds a request may wait for its first step before it is refused (503); None: for ever.
     """
 
@@ -48,4 +50,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     long_prefill_token_threshold: int = 0
     async_scheduling: bool = False
     max_decode_pause_s: float | None = None
+    max_scored_tokens: int = 128
     queue_timeout_s: float | None = None

@@ -16,6 +16,8 @@ from ascend_vllm.core.step_pace import StepPace
 # The workers are told all tokens of a row that enters, also those that it shares with others or finds in the cache:
 # hundreds of long rows would make a step wait for that. With so many the others enter in the next step.
 _MAX_ENTERING_TOKENS = 1 << 18
+# waiting requests that others pass in a step: each of them is looked at again in the next one
+_MAX_OVERTAKEN = 64
 
 
 class Admission:
@@ -61,8 +63,9 @@ class Admission:
             return
         overtaken: list[Request] = []
         num_entering = 0
+        passes_further = self._rows.passes_further
         while budget > 0 and num_entering < _MAX_ENTERING_TOKENS:
-            request = waiting.next(passes_further=self._rows.passes_further)
+            request = waiting.next(passes_further=passes_further or self._rows.passes_further)
             if request is None:
                 break
             group = request.beam_group
@@ -73,8 +76,16 @@ class Admission:
                     break
                 continue
             if self._is_overtaken(builder, request):
+                if len(overtaken) == _MAX_OVERTAKEN:
+                    break
                 waiting.remove(request)
                 overtaken.append(request)
+                continue
+            if self._awaits_parent(builder, request):
+                # copies precede a step: its turn comes when an earlier step has computed the parent's prompt
+                if passes_further or not request.is_further:
+                    break
+                passes_further = True
                 continue
             count = self._begin(builder, request, budget, now)
             if count is None:
@@ -93,7 +104,9 @@ class Admission:
         return now - earliest <= factor * self._pace.last_prompt_latency_s
 
     def _is_overtaken(self, builder: StepBuilder, request: Request) -> bool:
-        """Whether shorter prompts pass this one, since enough long ones are under way."""
+        """Whether other prompts pass this one, since enough such long or scored ones are under way."""
+        if request.is_scored and not builder.limits().allows_scored:
+            return True
         if not self._cuts_prompts or not self._config.long_prefill_token_threshold:
             return False
         limits = builder.limits()
@@ -111,15 +124,17 @@ class Admission:
         if parent is None:
             return self._compute(builder, request, budget, num_reserved, now)
         num_shared = request.num_prompt_tokens - 1
-        if builder.num_computed_before(parent) < num_shared:
-            # its turn comes when an earlier step has computed the parent's prompt: copies precede a step
-            return None
         if not self._kv_cache.can_fork(parent, num_shared):
             return self._compute(builder, request, budget, num_reserved, now)
         if not self._kv_cache.fork(request, parent, num_shared, request.num_tokens, num_reserved):
             return None
         request.num_computed_tokens = num_shared
         return self._enter(builder, request, request, 1, now)
+
+    def _awaits_parent(self, builder: StepBuilder, request: Request) -> bool:
+        """Whether the prompt that a request shares is still being computed."""
+        parent = self._parent(request)
+        return parent is not None and builder.num_computed_before(parent) < request.num_prompt_tokens - 1
 
     def _parent(self, request: Request) -> Request | None:
         """The request whose prompt a waiting one can share, now or soon.
@@ -142,8 +157,7 @@ class Admission:
         cached = kv_cache.find_cached_blocks(request) if reads_cache else []
         num_cached = len(cached) * kv_cache.block_size
         count = request.num_tokens - num_cached
-        if self._cuts_prompts:
-            count = builder.limits().take(count, budget)
+        count = builder.limits().take(count, budget, is_scored=request.is_scored)
         if not 0 < count <= budget:
             return None
         row = request if request.beam_group is None else request.beam_group.begin()

@@ -10,7 +10,13 @@ import numpy as np
 from ascend_vllm.core.grammar import Bitmask, CompiledGrammar, GrammarBackend, last_word
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.types.step import NO_TOKEN
 
+_NO_TOKEN_LEFT = (
+    "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
+    "all of them."
+)
+_GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for its library."
 # CPU seconds that the grammar of a request may take in steps, which others wait for: at first, and with each token
 _BURST_S = 0.5
 _TOKEN_S = 0.005
@@ -148,6 +154,11 @@ class OutputConstraint:
             self.is_waiting, self._tail = False, b""
         else:
             self._tail = self._tail[-len(marker) :]
+
+
+def why_it_cannot_go_on(token_ids: Sequence[int]) -> str:
+    """What a client is told whose text ended with an error, by the tokens that were sampled last."""
+    return _NO_TOKEN_LEFT if NO_TOKEN in token_ids else _GRAMMAR_FAILED
 
 
 def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:

@@ -1,4 +1,8 @@
-"""How many tokens of which prompts a step takes, with chunked prefill.
+"""How many tokens of which prompts a step takes.
+
+Prompts whose log-probabilities are asked for are always cut: each of their tokens takes the logits of the whole
+vocabulary, and others would wait for as many of them as a step has room for. All others are cut with chunked prefill
+only.
 
 By default one prompt at a time is cut, and it takes all that decoding rows leave of the step. With
 --max-num-partial-prefills above 1 that is shared evenly between the prompts at hand; prompts longer than
@@ -20,6 +24,8 @@ class PromptLimits:
     """
 
     def __init__(self, config: SchedulerConfig, num_prompts: int) -> None:
+        self._cuts_prompts = config.enable_chunked_prefill
+        self._num_scored_left = config.max_scored_tokens
         self._max_partial = config.max_num_partial_prefills
         self._max_long = config.max_long_partial_prefills
         self._threshold = config.long_prefill_token_threshold
@@ -36,8 +42,27 @@ class PromptLimits:
         """Whether one more long prompt may be under way."""
         return self._num_long < self._max_long
 
-    def take(self, num_missing: int, budget: int) -> int:
-        """Tokens a prompt gets of what the step has left; 0: it must wait, since too many prompts are cut already."""
+    @property
+    def allows_scored(self) -> bool:
+        """Whether one more prompt may be scored."""
+        return self._num_scored_left > 0
+
+    def take(self, num_missing: int, budget: int, *, is_scored: bool) -> int:
+        """Tokens a prompt gets of what the step has left; 0: it must wait.
+
+        Args:
+            num_missing: tokens that it misses.
+            budget: what the step has left.
+            is_scored: its log-probabilities are asked for.
+        """
+        if is_scored:
+            num_missing = min(num_missing, self._num_scored_left)
+        count = self._take(num_missing, budget) if self._cuts_prompts else num_missing if num_missing <= budget else 0
+        if is_scored:
+            self._num_scored_left -= count
+        return count
+
+    def _take(self, num_missing: int, budget: int) -> int:
         is_long = self.is_long(num_missing)
         count = min(num_missing, budget, self._share)
         if is_long:

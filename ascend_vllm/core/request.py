@@ -255,6 +255,11 @@ class Request:
         pooling = self.pooling_params
         if pooling is not None and pooling.skip_reading_prefix_cache:
             return True
+        return self.is_scored
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
         return self.num_prompt_logprobs < self.num_prompt_tokens
 
     def transition(self, status: RequestStatus) -> None:

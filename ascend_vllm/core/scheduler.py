@@ -5,10 +5,10 @@ tokens they miss, at most max_num_batched_tokens together. A decoding row misses
 comes back from CPU memory or shares a prompt that another has computed; a new one misses its sequence, less what the
 prefix cache holds of it.
 
-Without chunked prefill prompts are never cut and come first, alone: rows decode in the steps in which no
-waiting prompt can be taken in (vLLM 0.6.3's order). With it rows that run come first, and prompts share what
-is left of the step, cut if they must be. When all rows of a step decode, one call may stand for several forward
-steps (--num-scheduler-steps).
+Without chunked prefill prompts are not cut and come first, alone: rows decode in the steps in which no waiting
+prompt can be taken in (vLLM 0.6.3's order), or when they have waited long. With it rows that run come first, and
+prompts share what is left of the step, cut if they must be. When all rows of a step decode, one call may stand for
+several forward steps (--num-scheduler-steps).
 
 Admission gives a request blocks for all its tokens at once, so that a prompt once begun never stalls half
 way. Decoding rows grow block by block; when none is left, the running request that came last (or, with priorities,
@@ -33,6 +33,7 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.admission import Admission
 from ascend_vllm.core.beam_group import BeamGroup
 from ascend_vllm.core.kv_cache_manager import KVCacheManager, NoFreeBlocksError
+from ascend_vllm.core.output_constraint import why_it_cannot_go_on
 from ascend_vllm.core.pooled import pooled_output
 from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
@@ -53,15 +54,10 @@ from ascend_vllm.types.messages import (
     FinishReason,
     SchedulerStats,
 )
-from ascend_vllm.types.step import NO_TOKEN, PooledOutput, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import PooledOutput, SchedulerOutput, StepOutput
 
 logger = init_logger(__name__)
 
-_NO_TOKEN_LEFT = (
-    "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
-    "all of them."
-)
-_GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for its library."
 # how often waiting requests are looked through for those that have waited too long
 _EXPIRY_INTERVAL_S = 0.05
 
@@ -296,9 +292,14 @@ class Scheduler:
             # what has just been preempted does not come back at once: its blocks were short by one already
             self._admission.schedule_waiting(builder, budget, now)
         else:
-            self._admission.schedule_waiting(builder, budget, now)
+            prompts_first, is_alone = self._pace.lets_prompts_pass(now), not self.rows.running
+            if prompts_first:
+                self._admission.schedule_waiting(builder, budget, now)
+            self._pace.note_turn(now, passes=bool(builder.step.slots) and not is_alone)
             if not builder.step.slots:
-                self._schedule_running(builder, budget, num_held)
+                budget = self._schedule_running(builder, budget, num_held)
+            if not (builder.step.slots or prompts_first):
+                self._admission.schedule_waiting(builder, budget, now)
         if builder.is_empty:
             if was_idle and self.waiting:
                 self._end_unservable(self.waiting.peek())
@@ -306,9 +307,7 @@ class Scheduler:
         self._step_id += 1
         step = builder.finish()
         self.rows.tell(step)
-        self._in_flight.append(
-            StepInFlight(step.slots, builder.rows, now, builder.num_piece_tokens, builder.num_prompt_tokens)
-        )
+        self._in_flight.append(builder.in_flight(now))
         return step
 
     def _end_unservable(self, request: Request) -> None:
@@ -396,7 +395,7 @@ class Scheduler:
         for request in prompts:
             # making room for a decoding row may have preempted it
             if request.status is RequestStatus.RUNNING:
-                count = limits.take(request.num_missing_tokens, budget)
+                count = limits.take(request.num_missing_tokens, budget, is_scored=request.is_scored)
                 builder.add(request, count)
                 budget -= count
         return budget
@@ -504,7 +503,7 @@ class Scheduler:
                 result.finish_reason = request.finish_reason
                 result.stop_reason = request.stop_reason
                 if request.status is RequestStatus.FINISHED_ERROR:
-                    result.error = _NO_TOKEN_LEFT if NO_TOKEN in token_ids else _GRAMMAR_FAILED
+                    result.error = why_it_cannot_go_on(token_ids)
                 self._forget(request)
                 any_finished = True
             elif self.rows.num_stages > 1:

@@ -128,6 +128,10 @@ class StepBuilder:
         self.step.block_moves = self._kv_cache.take_moves()
         return self.step
 
+    def in_flight(self, made_at: float) -> StepInFlight:
+        """The step as it is remembered until its outputs come; see there."""
+        return StepInFlight(self.step.slots, self.rows, made_at, self.num_piece_tokens, self.num_prompt_tokens)
+
     def _count_prompt_tokens(self, row: Request) -> None:
         """Each prompt token counts once, however often preemption makes it be computed."""
         end = min(row.num_computed_tokens, row.num_prompt_tokens)

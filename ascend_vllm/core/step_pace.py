@@ -1,9 +1,16 @@
-"""How large the pieces of prompts may be beside running answers, from how long steps take (--max-decode-pause-ms)."""
+"""How long running answers pause for prompts.
+
+With chunked prefill pieces of prompts are as small as --max-decode-pause-ms needs, by how long steps take. Without it
+whole prompts come before rows that decode, but not again and again: as long as prompts keep coming, rows decode in
+between.
+"""
 
 from __future__ import annotations
 
 # weight of the newest step in the pace: a step that was held up once does not count for long
 _NEWEST = 0.5
+# rows that have waited so long for whole prompts decode before more of them are taken in
+_MOST_WAIT_S = 0.05
 
 
 class StepPace:
@@ -33,6 +40,19 @@ class StepPace:
         self._token_s = 0.0
         self._last_end = 0.0
         self.last_prompt_latency_s = 0.0
+        # when the first step of whole prompts was handed out that rows have waited for since they decoded
+        self._passing_since: float | None = None
+
+    def lets_prompts_pass(self, now: float) -> bool:
+        """Whether whole prompts come before the rows that decode; `now` is in seconds of time.monotonic()."""
+        return self._passing_since is None or now - self._passing_since <= _MOST_WAIT_S
+
+    def note_turn(self, now: float, *, passes: bool) -> None:
+        """Takes in whether a step is one of whole prompts that rows must wait for which could decode."""
+        if not passes:
+            self._passing_since = None
+        elif self._passing_since is None:
+            self._passing_since = now
 
     def note(self, made_at: float, end: float, num_prompt_tokens: int) -> None:
         """Takes in a step.

@@ -37,6 +37,9 @@ _DECODE_PAUSE_S = 0.25
 _MIN_BUDGET = 2048
 # of the longest sequence: where a prompt begins to be long if several may be cut at a time
 _LONG_PREFILL_SHARE = 0.04
+# logits that a step computes for the log-probabilities of prompts: 64 MiB of them
+_SCORED_LOGITS = 1 << 24
+_MIN_SCORED_TOKENS = 16
 
 # architectures whose layers heed a window; for others it may stand in config.json and mean nothing
 _WINDOWED_ARCHITECTURES = frozenset({"MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -236,6 +239,14 @@ def resolve_max_decode_pause_s(
             "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no pieces."
         )
     return float(requested_ms) / 1000 or None
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """The prompt tokens whose log-probabilities a step computes, each of which takes the logits of all tokens.
+
+    With few enough a step stays as short as those in which other requests decode.
+    """
+    return max(_MIN_SCORED_TOKENS, _SCORED_LOGITS // vocab_size)
 
 
 def resolve_long_prefill_threshold(requested: int, max_num_partial_prefills: int, max_model_len: int) -> int:

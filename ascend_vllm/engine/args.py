@@ -255,6 +255,7 @@ class EngineArgs(
                 chunked_prefill=chunked,
                 has_default=requested is None and self.num_scheduler_steps == 1,
             ),
+            max_scored_tokens=arg_limits.max_scored_tokens(int(hf_config["vocab_size"])),
             queue_timeout_s=None if self.queue_timeout_s is None else float(self.queue_timeout_s),
         )
 

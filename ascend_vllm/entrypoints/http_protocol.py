@@ -14,10 +14,12 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
+from ascend_vllm.entrypoints.start_gate import StartGate
 
 # vLLM's defaults
 DEFAULT_MAX_HEAD_BYTES = 4 << 20
@@ -33,6 +35,9 @@ _LINGER_S = 1.0
 # What was sent behind a request that is not answered yet waits as bytes. With more of them than this nothing is read
 # any more; with fewer it is, so that it is noticed if the client goes away.
 _MAX_WAITING_BYTES = 1 << 16
+
+# Paths that a server's keepers ask for to see whether it lives: they begin at once.
+_AT_ONCE = frozenset({"/health", "/ping"})
 
 # Where a request may end: at an empty line, or at the beginning of what arrives, if that ends an empty line.
 _MAYBE_END = re.compile(rb"\n[\r\n]*\n|\A[\r\n]+")
@@ -88,14 +93,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     Args:
         limits: of the connection.
+        gate: lets requests of all connections begin.
         kwargs: what uvicorn gives a protocol.
     """
 
     flow: _HeldFlowControl
 
-    def __init__(self, *, limits: HttpLimits, **kwargs: Any) -> None:
+    def __init__(self, *, limits: HttpLimits, gate: StartGate, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._limits = limits
+        self._gate = gate
+        self._answer = self.app
+        self.app = self._begin
         self._head_bytes = 0
         self._is_head = False
         # whether a request has arrived whole and nothing of the next one
@@ -133,6 +142,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._waiting += data[num_parsed:]
         if len(self._waiting) > _MAX_WAITING_BYTES:
             self.flow.hold()
+
+    async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request when its turn comes, if its client is still there then."""
+        cycle = self.cycle
+        if scope["path"] not in _AT_ONCE:
+            await self._gate.enter()
+        if not cycle.disconnected:
+            await self._answer(scope, receive, send)
 
     def on_response_complete(self) -> None:
         """Go on with what was sent behind the request."""

@@ -25,6 +25,7 @@ from ascend_vllm.entrypoints.http_protocol import (
     LimitedHttpProtocol,
 )
 from ascend_vllm.entrypoints.openai.middleware import BodyLimitMiddleware
+from ascend_vllm.entrypoints.start_gate import StartGate
 from ascend_vllm.errors import ConfigError, ServerStoppingError
 from ascend_vllm.log_lines import keep_safe
 from ascend_vllm.logger import init_logger
@@ -38,7 +39,7 @@ logger = init_logger(__name__)
 
 # seconds that requests which are ended get to say so, before they are cancelled
 _LAST_WORDS_S = 2
-# An idle connection is kept so much longer than is promised: clients that keep theirs for the same time, as httpx does
+# An idle connection is kept so much longer than promised: clients that keep theirs for the same time, as httpx does
 # with its 5 s, would else send requests into one that is being closed.
 _KEEP_ALIVE_GRACE_S = 1
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
@@ -85,7 +86,7 @@ class HttpServer(uvicorn.Server):
             port=0 if args.uds else sock.getsockname()[1],
             uds=args.uds,
             # uvicorn calls it as it would call the class
-            http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits)),
+            http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits, gate=StartGate())),
             ws="none",
             # a file of --log-config-file was read when the program began
             log_config=uvicorn.config.LOGGING_CONFIG if args.log_config_file is None else None,

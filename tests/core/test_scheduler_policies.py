@@ -37,7 +37,7 @@ def make_ranked(
 
 def order_of_entry(executor: MemoryExecutor) -> str:
     """Ids of the requests in the order in which they got slots."""
-    return "".join(row.request_id for made in executor.steps for row in made.new_rows)
+    return "".join(order_of_entry_of(executor))
 
 
 def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
@@ -498,3 +498,67 @@ def test_the_budget_is_used_and_never_exceeded(settings: dict[str, Any], async_s
     assert max(totals) == 16
     assert min(totals) > 0
     assert_all_free(core)
+
+
+def test_whole_prompts_that_keep_coming_do_not_stop_those_that_decode(clock: Clock) -> None:
+    core, executor = make_timed(clock, max_num_seqs=16)
+    core.add_request(make_ranked("a", 0, clock.now, max_tokens=20))
+    core.step()
+    for index in range(6):
+        # one waits whenever a step is made
+        core.add_request(make_ranked(f"b{index}", 0, clock.now, max_tokens=20))
+        core.step()
+    steps = scheduled(executor)
+    # the first passes, for as long as rows may wait; from then on rows and prompts take turns
+    assert [step.get("a", 0) for step in steps[1:7]] == [0, 1, 0, 1, 0, 1]
+    assert [set(step.values()) for step in steps[1:7]] == [{4}, {1}] * 3
+    assert steps[5].keys() == {"b3", "b4"}
+
+
+# ---- prompts whose log-probabilities are asked for -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_scored_prompts_are_cut_and_others_pass_them(chunked: bool) -> None:
+    core, executor = make_core(chunked=chunked, max_scored_tokens=6, max_num_seqs=8)
+    requests = [
+        make_request("a", 4, max_tokens=9),
+        make_request("s", 20, max_tokens=2, prompt_logprobs=1),
+        make_request("t", 9, max_tokens=2, prompt_logprobs=0),
+        make_request("b", 10, max_tokens=2),
+    ]
+    for request in requests:
+        core.add_request(request)
+    collected: dict[str, Collected] = {}
+    finish(core, collected)
+    assert_tokens(collected, requests)
+    steps = scheduled(executor)
+    assert steps[0] == {"a": 4, "s": 6, "b": 10}
+    # whole prompts and the beginnings of others come before the rest of those that run, unless all are cut
+    scored = [step.get("s", 0) + step.get("t", 0) for step in steps]
+    assert scored[:6] == ([6, 6, 6, 6, 6, 1] if chunked else [6, 6, 6, 6, 5, 2])
+    beside = [step.get("a", 0) for step in steps[1:5]]
+    assert beside == ([1, 1, 1, 1] if chunked else [0, 1, 1, 1])
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_other_requests_pass_sequences_that_wait_for_their_prompt(chunked: bool) -> None:
+    core, executor = make_core(chunked=chunked, max_scored_tokens=4, max_num_seqs=8)
+    first = make_request("first", 13, prompt_logprobs=1, max_tokens=2)
+    more = [
+        make_request(f"more{index}", first.prompt_token_ids, max_tokens=2, message=message)
+        for index, message in enumerate([{"parent_id": "first", "is_further": True}] * 3)
+    ]
+    other = make_request("other", 5, max_tokens=2)
+    for request in (first, *more, other):
+        core.add_request(request)
+    collected: dict[str, Collected] = {}
+    finish(core, collected)
+    assert_tokens(collected, [first, *more, other])
+    assert order_of_entry_of(executor) == ["first", "other", "more0", "more1", "more2"]
+    assert scheduled(executor)[0] == {"first": 4, "other": 5}
+
+
+def order_of_entry_of(executor: MemoryExecutor) -> list[str]:
+    return [row.request_id for made in executor.steps for row in made.new_rows]

@@ -402,6 +402,8 @@ class ServingBase:
         params: SamplingParams,
         shape: Callable[[RequestOutput], T],
         headers: Mapping[str, str] | None = None,
+        *,
+        is_further: bool = False,
     ) -> AsyncGenerator[T, None]:
         """What a shape makes of the outputs of one engine request, which begins when the first is waited for.
 
@@ -412,8 +414,9 @@ class ServingBase:
             params: how to sample.
             shape: called as `AsyncLLM.generate_shaped` says.
             headers: W3C headers of the caller's trace; None: there is none.
+            is_further: requests of others pass it.
         """
-        return self._generate(_EngineRequest(request, engine_id, prompt, params, headers), shape)
+        return self._generate(_EngineRequest(request, engine_id, prompt, params, headers, is_further), shape)
 
     def _parts(
         self,

@@ -328,7 +328,14 @@ class _Answer:
         # a chosen id may come again while the engine still has it
         engine_id = f"{self.response.id}-{secrets.token_hex(4)}"
         return self._serving.generate_shaped(
-            self._chat, engine_id, self.prompt, self._params, self._take, self.trace_headers
+            self._chat,
+            engine_id,
+            self.prompt,
+            self._params,
+            self._take,
+            self.trace_headers,
+            # nobody waits for what is made in the background
+            is_further=self.response.background,
         )
 
     async def collect(self, pieces: Pieces) -> None:
