@@ -44,6 +44,9 @@ _LAST_WORDS_S = 2
 _KEEP_ALIVE_GRACE_S = 1
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
+# uvloop accepts one connection for each listening descriptor in a turn of the loop. With one of them, clients that
+# connect and leave faster than that keep all who come behind them waiting to be accepted.
+_NUM_LISTENERS = 8
 # what logs with the words of clients
 _LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "asyncio")
 # how often the TLS files are looked at
@@ -124,7 +127,7 @@ class HttpServer(uvicorn.Server):
         if self._tls_files:
             watches.append(asyncio.create_task(self._watch_tls_files()))
         try:
-            await self.serve([self._sock])
+            await self.serve([self._sock, *(self._sock.dup() for _ in range(_NUM_LISTENERS - 1))])
         finally:
             for watch in watches:
                 watch.cancel()
@@ -137,7 +140,7 @@ class HttpServer(uvicorn.Server):
             tls.refuse_old_versions(self.config.ssl)
         await super().startup(sockets)
         if self.started:
-            self._log_started_message(sockets or ())
+            self._log_started_message((sockets or [])[:1])
             self._show_example()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
