@@ -7,7 +7,7 @@
 A row is one client that sends what benchmarks/fairness/attacks.py has under its name, for some seconds. Another one
 asks for small completions (embeddings of a pooling model) and for /health all the while, at fixed times; what it
 waits is compared with what it waited before and after. Its 99th percentile may be at most three times the quiet one
-and 250 ms.
+and 250 ms. What a server does once in its life, such as loading the libraries that compile grammars, is done before.
 All three are processes of their own, and the attacker has the lowest priority: on a machine with few cores the
 others should not notice what sending costs.
 """
@@ -22,6 +22,7 @@ import math
 import pathlib
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +33,8 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from comparison import machine, report, servers
-from fairness.attacks import ATTACKS, GENERATE, PLAIN, POOLING, Attack
+from fairness.attacks import ATTACKS, GENERATE, PLAIN, POOLING, WARM_UP, Attack
+from fairness.wire import HOST, Answers
 
 ALLOWED_RATIO, ALLOWED_S = 3.0, 0.25
 _HERE = pathlib.Path(__file__).resolve().parent / "fairness"
@@ -54,6 +56,21 @@ _SETUPS = {
         "plain",
     ),
 }
+
+
+def _ask_once(server: servers.Server, requests: Sequence[bytes]) -> None:
+    """Asks for what loads libraries when it is first asked for.
+
+    Raises:
+        ServerError: an answer is none of 200.
+    """
+    with socket.create_connection((HOST, server.port), timeout=_FINISH_S) as sock:
+        answers = Answers(sock)
+        for request in requests:
+            sock.sendall(request)
+            status = answers.skip()
+            if status != 200:
+                raise servers.ServerError(f"The server answered {status} to {request[:500]!r}.")
 
 
 class Helper:
@@ -249,6 +266,7 @@ class Fairness:
         with servers.Server(program, str(self._args.model), flags) as server:
             server.wait_ready(_START_S)
             # everything is done once before anything counts
+            _ask_once(server, WARM_UP[setup])
             self._sample(server, setup, 1.0)
             yield server
 

@@ -13,6 +13,8 @@ from ascend_vllm.types.step import SchedulerOutput
 
 # what part of the slots a single request leaves to others
 _KEPT_PART = 8
+# most of its rows but the first: everybody's steps last longer with more of them
+_MOST_FURTHER = 127
 
 
 class Rows:
@@ -44,7 +46,7 @@ class Rows:
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.num_reserved = 0
         # beside the first sequence of their request
-        self.max_further = max(1, num_slots - max(1, num_slots // _KEPT_PART) - 1)
+        self.max_further = max(1, min(num_slots - max(1, num_slots // _KEPT_PART) - 1, _MOST_FURTHER))
         self._num_further = 0
         # freed since the last step that was handed out
         self._freed: list[int] = []

@@ -399,6 +399,17 @@ def _bodies() -> list[bytes]:
     ]
 
 
+# what loads a library when it is first asked for, by setup
+_GRAMMARS = ({"json": {"type": "object"}}, {"grammar": "start: /[a-z]+/"})
+WARM_UP: dict[str, list[bytes]] = {
+    GENERATE: [completion(structured_outputs=grammar) for grammar in _GRAMMARS],
+    PLAIN: [
+        post("/generate", {"prompt": "one two", "max_tokens": 4, "structured_outputs": grammar})
+        for grammar in _GRAMMARS
+    ],
+    POOLING: [],
+}
+
 ATTACKS = (
     Attack("bad-words", lambda: [completion(bad_words=words(100_000)), completion(bad_words=["ab" * 60_000])]),
     Attack("lark", _lark_repeats),

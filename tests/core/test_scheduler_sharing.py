@@ -500,3 +500,15 @@ def test_a_further_sequence_that_may_not_come_in_pushes_nobody_out() -> None:
     assert core._scheduler.stats().num_preemptions == 0
     assert_tokens(collected, requests)
     assert_all_free(core)
+
+
+def test_a_request_of_very_many_sequences_runs_some_of_them_at_a_time() -> None:
+    core, _ = make_core(num_blocks=2000, max_num_seqs=200, max_num_batched_tokens=4000)
+    requests = make_many(180, max_tokens=3)
+    add_all(core, requests)
+    collected: dict[str, Collected] = {}
+    for _ in range(2):
+        step(core, collected)
+    assert core._scheduler.stats().num_running == 128
+    finish(core, collected)
+    assert_tokens(collected, requests)

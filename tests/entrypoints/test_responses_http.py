@@ -367,6 +367,19 @@ def test_cancelling(patient: openai.OpenAI, patient_server: Server) -> None:
     assert patient.responses.retrieve(begun.id).status == "cancelled"
 
 
+def test_others_pass_what_runs_in_the_background(patient: openai.OpenAI, patient_server: Server) -> None:
+    # more than the server can run
+    begun = [patient.responses.create(**ENDLESS, background=True) for _ in range(70)]
+    try:
+        assert chat_text(patient, HELLO)
+        statuses = {patient.responses.retrieve(response.id).status for response in begun}
+        assert statuses == {"queued", "in_progress"}
+    finally:
+        for response in begun:
+            patient.responses.cancel(response.id)
+    assert becomes_idle(patient_server)
+
+
 def test_a_background_stream_survives_its_listener(client: openai.OpenAI, http: httpx.Client) -> None:
     with client.responses.create(**TICK, background=True, stream=True) as stream:
         heard = [event for event, _ in zip(stream, range(6), strict=False)]
