@@ -75,7 +75,20 @@ def _filter(
     return z.masked_fill(z < last, -torch.inf)
 
 
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `sampling.token_logprobs`."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    ids = token_ids[:, None]
+    own = logprobs.gather(-1, ids)
+    # not a sort, which is stable but orders the whole vocabulary
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    return torch.cat((ids, top.indices), -1), torch.cat((own, top.values), -1), (logprobs > own).sum(-1) + 1
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "apply_token_bitmask": apply_token_bitmask,
     "draw_tokens": draw_tokens,
+    "token_logprobs": token_logprobs,
 }

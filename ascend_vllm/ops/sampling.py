@@ -276,6 +276,74 @@ def _draw(
     return torch.where(random, drawn.clamp(max=vocab - 1), greedy)
 
 
+def _logprob_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, vocab, scale in (
+        (0, 8, 1.0),
+        (1, 1, 1.0),
+        (3, 2, 1.0),
+        (4, 33, 2.0),
+        (12, 300, 2.0),
+        (5, 4099, 8.0),
+        (3, 151_936, 2.0),
+    ):
+        logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
+        token_ids = torch.randint(0, vocab, (rows,), generator=generator)
+        for num_top in (0, 1, 5, 20):
+            yield logits, token_ids, num_top
+        # blocks by the hundred, and more than there are
+        yield logits[:2, :9000], token_ids[:2] % min(vocab, 9000), 1000
+        if rows > 3:
+            # all but a few tokens masked, rows that are no distribution, and the token's own logit -inf
+            masked = logits.clone()
+            masked[:, 3:-2] = -torch.inf
+            masked[0] = -torch.inf
+            masked[1, vocab // 2] = torch.nan
+            masked[2, vocab - 1] = torch.inf
+            yield masked, token_ids, 20
+            yield masked, torch.full_like(token_ids, vocab // 2), 3
+            ties = (logits.float() / scale).round().to(dtype)
+            yield ties[:, : vocab - 1], token_ids % (vocab - 1), 20
+            yield torch.zeros_like(logits), token_ids, 20
+            rising = torch.arange(vocab, dtype=torch.float32).to(dtype).expand(rows, -1) / 8
+            yield rising, token_ids, 20
+            yield rising.flip(1), token_ids, 20
+
+
+@define_op(inputs=_logprob_inputs, tolerance=1e-6)
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of one token and of the most likely ones of each row, and the one token's rank.
+
+    Tokens are compared by their logits, and of equal ones the lower id comes first (NPUs: any). The log-probabilities
+    of a row that is no distribution (a logit is NaN, or the largest is not finite) are all NaN: its tokens are equal,
+    each of rank 1.
+
+    Letters: A rows; K most likely tokens, the lesser of `num_top` and V.
+
+    Args:
+        logits: [A, V] float with V > 0; rows may be strided.
+        token_ids: [A] int64, below V.
+        num_top: most likely tokens to tell of, 0 or more.
+
+    Returns:
+        [A, 1+K] int64: the token, then the most likely ones, the best first; [A, 1+K] float32: their
+        log-probabilities; [A] int64: 1 and the number of logits above the token's own.
+
+    Example:
+        >>> token_logprobs(torch.tensor([[0.0, -torch.inf, 0.0]]), torch.tensor([1]), 2)
+        (tensor([[1, 0, 2]]), tensor([[   -inf, -0.6931, -0.6931]]), tensor([3]))
+    """
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = values.log_softmax(-1)
+    values = values.masked_fill(logprobs.isnan(), 0.0)
+    own = token_ids[:, None]
+    top = values.sort(stable=True, dim=-1, descending=True).indices[:, :num_top]
+    ids = torch.cat((own, top), -1)
+    return ids, logprobs.gather(-1, ids), (values > values.gather(-1, own)).sum(-1) + 1
+
+
 def largest_top_k(top_k: npt.NDArray[np.int32], vocab_size: int) -> int:
     """The argument of that name of `draw_tokens`.
 

@@ -16,8 +16,8 @@ from tests.npu.recorder import Recorder
 
 NPU = torch.device("npu:0")
 OPS = {name: spec for name, spec in registry.OPS.items() if "npu" in spec.devices}
-# their results are indices: see the tests of draws below
-INDICES = {"draw_tokens"}
+# their results are indices: see the tests of draws and of log-probabilities below
+INDICES = {"draw_tokens", "token_logprobs"}
 CASES = [
     (name, dtype)
     for name, spec in sorted(OPS.items())
@@ -59,6 +59,8 @@ def results(function: Any, spec: registry.OpSpec, arguments: list[Any]) -> list[
     returned = function(*arguments)
     names = list(spec.reference.__annotations__)
     written = [arguments[names.index(name)] for name in spec.mutates]
+    if isinstance(returned, tuple):
+        return [*returned, *written]
     return ([returned] if isinstance(returned, torch.Tensor) else []) + written
 
 
@@ -218,6 +220,24 @@ def test_equally_likely_tokens_stay_together() -> None:
         True,
     )
     assert ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_log_probabilities(dtype: torch.dtype) -> None:
+    """As the definition says but for the order of equally likely tokens, up to what float32 rounds."""
+    spec = OPS["token_logprobs"]
+    for arguments in spec.inputs(dtype):
+        ids, logprobs, ranks = (part.cpu() for part in torch.ops.ascend_vllm.token_logprobs(*moved(arguments)))
+        _, exact, exact_ranks = spec.reference(*copies(arguments, torch.float64))
+        assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int64, torch.float32, torch.int64)
+        assert torch.equal(ids[:, 0], arguments[1])
+        torch.testing.assert_close(logprobs.double(), exact, rtol=0, atol=1e-4, equal_nan=True)
+        # the ids are those of the log-probabilities, and none is told twice
+        everywhere = arguments[0].double().log_softmax(-1)
+        torch.testing.assert_close(everywhere.gather(-1, ids), exact, rtol=0, atol=1e-4, equal_nan=True)
+        assert all(len(set(row)) == len(row) for row in ids[:, 1:].tolist())
+        # logits apart may be log-probabilities alike in float32
+        assert (ranks <= exact_ranks).all() and (ranks >= exact_ranks - everywhere.shape[1] // 100).all()
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def _results(function: Any, spec: registry.OpSpec, arguments: list[Any]) -> list
     returned = function(*arguments)
     names = list(spec.reference.__annotations__)
     written = [arguments[names.index(name)] for name in spec.mutates]
+    if isinstance(returned, tuple):
+        return [*returned, *written]
     return ([returned] if isinstance(returned, torch.Tensor) else []) + written
 
 

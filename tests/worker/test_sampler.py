@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +77,37 @@ def test_logits_in_place_of_logprobs() -> None:
         ids = found.token_ids[0]
         torch.testing.assert_close(found.logprobs[0], expected[0, ids])
         assert ids[1:].tolist() == expected.topk(4).indices[0].tolist()
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "random": {"temperature": 1.0},
+    "bias": {"logit_bias": {9: 30.0}},
+    "penalty": {"repetition_penalty": 1.9},
+    "allowed": {"allowed_token_ids": [4, 5]},
+    "min_tokens": {"min_tokens": 3},
+    "processor": {"logits_processors": [lambda _ids, logits: logits.mul_(-1)]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("all_ask", [True, False], ids=["all ask", "one asks"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_raw_logprobs_are_those_of_the_logits_before_edits(edit: str, all_ask: bool, dtype: torch.dtype) -> None:
+    """Equal ones in the order of their ids, whatever becomes of the logits, in which many are equal."""
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).round().to(dtype)
+    params = SamplingParams(**({"temperature": 0.0, "seed": 1} | EDITS[edit]), logprobs=20)
+    other = params if all_ask else SamplingParams(temperature=0.0)
+    sampled = sample(make_sampler(params, other), logits.clone(), [0, 1])
+    found = sampled.logprobs
+    assert found is not None and len(found.ranks) == 1 + all_ask
+    for row in range(1 + all_ask):
+        raw = logits[row].double()
+        own = int(sampled.token_ids[row])
+        ids = found.token_ids[row].tolist()
+        assert ids == [own, *sorted(range(VOCAB_SIZE), key=lambda id_: (-float(raw[id_]), id_))[:20]]
+        torch.testing.assert_close(found.logprobs[row].double(), raw.log_softmax(-1)[ids], rtol=0, atol=1e-6)
+        assert int(found.ranks[row]) == 1 + int((raw > raw[own]).sum())
 
 
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ascend_vllm.ops.sampling import token_logprobs
 from ascend_vllm.types.step import StepLogprobs
 from ascend_vllm.worker.ragged import Int64Array
 
@@ -50,11 +51,6 @@ def filtered_logits(
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
-def filtered_logprobs(logits: torch.Tensor, *filters: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the distribution a token is drawn from; the arguments are those of `filtered_logits`."""
-    return torch.log_softmax(filtered_logits(logits, *filters), dim=-1)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobTensors:
     """What a forward pass says of the sampled tokens, still on the device."""
@@ -67,21 +63,25 @@ class LogprobTensors:
     ranks: torch.Tensor
 
 
-def report(logprobs: torch.Tensor, sampled: torch.Tensor, num_logprobs: int) -> LogprobTensors:
+def report(logits: torch.Tensor, sampled: torch.Tensor, num_logprobs: int, *, tells_logits: bool) -> LogprobTensors:
     """Looks up the sampled tokens and the most likely ones.
 
     Args:
-        logprobs: [A, V] float32, of the rows that asked.
+        logits: [A, V] float, of the rows that asked.
         sampled: [A] int64, the ids they drew.
-        num_logprobs: K, the most any of them asked for.
+        num_logprobs: the most any of them asked for; K is V if that is less.
+        tells_logits: the logits themselves are told in place of log-probabilities.
     """
+    if not tells_logits:
+        return LogprobTensors(*token_logprobs(logits, sampled, num_logprobs))
+    logits = logits.float()
     ids = sampled[:, None]
-    own = logprobs.gather(-1, ids)
-    top = logprobs.topk(num_logprobs, dim=-1)
+    own = logits.gather(-1, ids)
+    top = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
     return LogprobTensors(
         token_ids=torch.cat((ids, top.indices), -1),
         logprobs=torch.cat((own, top.values), -1),
-        ranks=(logprobs > own).sum(-1) + 1,
+        ranks=(logits > own).sum(-1) + 1,
     )
 
 

@@ -127,6 +127,12 @@ class SamplingPlan:
     # of one token only
     constraints: TokenMasks | None = None
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits change before tokens are drawn from them."""
+        masks = (self.constraints, self.allowed, self.bad_words, self.forbidden)
+        return any(part is not None for part in (*masks, self.bias, self.penalties, self.processors))
+
 
 class Planner:
     """Makes the plans of one worker.

@@ -135,12 +135,10 @@ class PromptScorer:
         parts = []
         for offset in range(0, len(hidden), _TOKENS_AT_ONCE):
             some = slice(offset, offset + _TOKENS_AT_ONCE)
-            logprobs = self._compute_logits(hidden[some]).float()
+            logits = self._compute_logits(hidden[some])
             if self._processed:
-                logprobs = filtered_logits(logprobs, *self._filters(slot))
-            if not self._tells_logits:
-                logprobs = torch.log_softmax(logprobs, dim=-1)
-            parts.append(report(logprobs, token_ids[some], min(num_logprobs, logprobs.shape[-1])))
+                logits = filtered_logits(logits.float(), *self._filters(slot))
+            parts.append(report(logits, token_ids[some], num_logprobs, tells_logits=self._tells_logits))
         return parts
 
     def _filters(self, slot: int) -> tuple[torch.Tensor, ...]:

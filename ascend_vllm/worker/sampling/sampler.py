@@ -1,9 +1,9 @@
 """From logits to token ids.
 
-Order of application (vLLM's): log-probabilities of the raw logits are set aside; then constraints, allowed ids, bad
-words, min_tokens, logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a draw. With
-``processed_logprobs`` log-probabilities are taken at the end instead. A row that the masks leave no token "gets"
-NO_TOKEN.
+Order of application (vLLM's): the raw logits of rows that ask for log-probabilities are set aside; then constraints,
+allowed ids, bad words, min_tokens, logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a
+draw. With ``processed_logprobs`` log-probabilities are taken at the end instead. A row that the masks leave no token
+"gets" NO_TOKEN.
 
 Letters: S sampling rows of a step, V vocabulary.
 """
@@ -19,7 +19,7 @@ from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import MASKS, LogitsProcessor
-from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, filtered_logprobs, report
+from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
 from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 
 RAW_LOGPROBS = "raw_logprobs"
@@ -82,22 +82,16 @@ class Sampler:
         """
         if plan.needed == 0:
             return Sampled(arg_max(logits), None)
-        logprobs = None
-        if self._raw and len(plan.asking):
-            asking = _asking_rows(logits, plan)
-            # a copy of the logits: they are edited in place
-            logprobs = asking.to(torch.float32, copy=True) if self._tells_logits else _log_softmax(asking)
-        logits = self._edit(logits, plan, num_tokens)
+        told = _asking_rows(logits, plan) if self._raw and len(plan.asking) else None
+        logits = self._edit(logits, plan, num_tokens, keep=told is logits)
         if not self._raw and len(plan.asking):
             assert plan.filters is not None
             filters = (_asking_rows(column, plan) for column in plan.filters)
-            filtered = filtered_logits if self._tells_logits else filtered_logprobs
-            logprobs = filtered(_asking_rows(logits, plan).float(), *filters)
+            told = filtered_logits(_asking_rows(logits, plan).float(), *filters)
         ids = self._draw(logits, plan, num_tokens, number)
         reports = None
-        if logprobs is not None:
-            num_logprobs = min(plan.num_logprobs, logits.shape[-1])
-            reports = report(logprobs, _asking_rows(ids, plan), num_logprobs)
+        if told is not None:
+            reports = report(told, _asking_rows(ids, plan), plan.num_logprobs, tells_logits=self._tells_logits)
         if plan.needed & MASKS:
             ids = ids.masked_fill(logits.gather(1, ids[:, None])[:, 0] == -torch.inf, NO_TOKEN)
         return Sampled(ids, reports)
@@ -113,10 +107,14 @@ class Sampler:
         if plan.history is not None:
             plan.history.token_ids[plan.history.table_rows, num_tokens] = token_ids.int()
 
-    def _edit(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Masks, biases and penalties, on the rows that have them. Masks are exact in any dtype."""
-        if plan.bias is not None or plan.penalties is not None or plan.processors is not None:
-            logits = self._as_float(logits)
+    def _edit(
+        self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, *, keep: bool
+    ) -> torch.Tensor:
+        """Masks, biases and penalties, on the rows that have them: in place, or in a copy if the logits are kept."""
+        # masks are exact in any dtype
+        needs_float = plan.bias is not None or plan.penalties is not None or plan.processors is not None
+        if (needs_float and logits.dtype != torch.float32) or (keep and plan.edits_logits):
+            logits = self._float_copy(logits)
         if plan.processors is not None and plan.history is not None:
             _call_processors(logits, plan.processors, plan.history, num_tokens)
         if plan.constraints is not None:
@@ -135,9 +133,7 @@ class Sampler:
             _penalise(logits, plan.penalties, plan.history, num_tokens)
         return logits
 
-    def _as_float(self, logits: torch.Tensor) -> torch.Tensor:
-        if logits.dtype == torch.float32:
-            return logits
+    def _float_copy(self, logits: torch.Tensor) -> torch.Tensor:
         if len(self._float_logits) < len(logits):
             self._float_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         return self._float_logits[: len(logits)].copy_(logits)
@@ -199,10 +195,6 @@ def _penalise(logits: torch.Tensor, penalties: Penalties, history: History, num_
         num_tokens.int(),
         *penalties.factors,
     )
-
-
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits.float(), dim=-1)
 
 
 def _asking_rows(tensor: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:

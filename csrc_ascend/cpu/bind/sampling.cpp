@@ -2,9 +2,13 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/penalties.h"
 #include "cpu/kernels/token_bitmask.h"
+#include "cpu/kernels/token_logprobs.h"
 
 namespace ascend_vllm {
 namespace {
@@ -116,6 +120,37 @@ void apply_token_bitmask(const at::Tensor& logits, const at::Tensor& bitmask, co
   });
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_logprobs(const at::Tensor& logits,
+                                                              const at::Tensor& token_ids, int64_t num_top) {
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "logits must be [A, V] with V > 0, got ",
+              logits.sizes());
+  TORCH_CHECK(num_top >= 0, "num_top must not be negative, got ", num_top);
+  check_rows(logits, "logits");
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  check_vector(token_ids, "token_ids", at::kLong, rows);
+  const int64_t* ids = token_ids.const_data_ptr<int64_t>();
+  for (int64_t a = 0; a < rows; ++a) {
+    TORCH_CHECK_INDEX(ids[a] >= 0 && ids[a] < vocab, "token ", ids[a], " is outside the vocabulary of ", vocab);
+  }
+  const int64_t top = std::min(num_top, vocab);
+  at::Tensor out_token_ids = at::empty({rows, 1 + top}, token_ids.options());
+  at::Tensor out_logprobs = at::empty({rows, 1 + top}, logits.options().dtype(at::kFloat));
+  at::Tensor out_ranks = at::empty({rows}, token_ids.options());
+  token_logprobs_kernel({
+      .dtype = dtype_of(logits, "logits"),
+      .logits = logits.const_data_ptr(),
+      .rows = rows,
+      .vocab = vocab,
+      .stride = logits.stride(0),
+      .token_ids = ids,
+      .top = top,
+      .out_token_ids = out_token_ids.mutable_data_ptr<int64_t>(),
+      .out_logprobs = out_logprobs.mutable_data_ptr<float>(),
+      .out_ranks = out_ranks.mutable_data_ptr<int64_t>(),
+  });
+  return {out_token_ids, out_logprobs, out_ranks};
+}
+
 }  // namespace
 }  // namespace ascend_vllm
 
@@ -124,4 +159,5 @@ TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("sample_tokens", &ascend_vllm::sample_tokens);
   m.impl("apply_penalties", &ascend_vllm::apply_penalties);
   m.impl("apply_token_bitmask", &ascend_vllm::apply_token_bitmask);
+  m.impl("token_logprobs", &ascend_vllm::token_logprobs);
 }

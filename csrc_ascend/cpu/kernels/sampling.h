@@ -39,14 +39,12 @@ ASCEND_VLLM_KERNEL(philox_uniform, UniformArgs)
 
 #include <stdlib.h>
 
+#include "cpu/kernels/row_blocks.h"
 #include "cpu/kernels/select.h"
 #include "cpu/parallel.h"
 
 namespace ascend_vllm {
 namespace {
-
-constexpr int64_t kBlock = 256;  // logits of a block
-const float kInfinity = __builtin_inff();
 
 // 53 random bits as a double in [0, 1): Philox4x32-10 (Salmon et al., 2011) keyed by the seed, at counter
 // `position`.
@@ -83,19 +81,6 @@ struct Row {
   int64_t begin(int64_t block) const { return block * kBlock; }
   int64_t end(int64_t block) const { return block + 1 == blocks ? vocab : (block + 1) * kBlock; }
 };
-
-template <class T>
-inline float max_of(const T* x, int64_t n) {
-  VecF best = set1(-kInfinity);
-  float tail = -kInfinity;
-  for_lanes(
-      n, [&](int64_t i) { best = max(load(x + i), best); },
-      [&](int64_t i, int rest) {
-        for (int j = 0; j < rest; ++j) tail = to_float(x[i + j]) > tail ? to_float(x[i + j]) : tail;
-      });
-  const float whole = reduce_max(best);
-  return whole > tail ? whole : tail;
-}
 
 template <class T>
 inline void find_block_maxima(Row<T>& row) {
