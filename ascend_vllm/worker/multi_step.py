@@ -172,9 +172,10 @@ class MultiStepDecoder:
         max_seq_lens: list[int] = host.num_tokens.max(axis=1).tolist()
         passes = []
         for number, max_seq_len in enumerate(max_seq_lens):
-            logits = self._forward(rows.batch(number, input_ids, max_seq_len))
+            batch = rows.batch(number, input_ids, max_seq_len)
             num_tokens = rows.num_tokens.select(0, number)
-            sampled = self._sampler.sample(logits, rows.plan, num_tokens, number)
+            # no name for the logits, which would keep their memory from those of the next pass
+            sampled = self._sampler.sample(self._forward(batch), rows.plan, num_tokens, number)
             passes.append((rows.index, rows.plan.asking, sampled))
             if number + 1 == len(max_seq_lens):
                 break

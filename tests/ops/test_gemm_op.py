@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -105,3 +106,40 @@ def test_without_a_kernel_the_layer_is_plain_torch(monkeypatch: pytest.MonkeyPat
     weight = torch.randn(5, 7)
     x = torch.randn(3, 7)
     assert torch.equal(PackedLinear.of(weight)(x, None), torch.nn.functional.linear(x, weight))
+
+
+def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
+    """And never of those that somebody holds. Fresh pages took longer than the product that filled them."""
+    outputs, rows = 100_000, 180
+    layer = PackedLinear.of(torch.randn(outputs, 8, generator=torch.Generator().manual_seed(0)).bfloat16())
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = unpack_weight(layer._weight, 8, outputs)
+    expected = torch.nn.functional.linear(x[:2].float(), weight.float()).bfloat16()
+
+    def check(result: torch.Tensor) -> None:
+        assert result.shape == (rows, outputs) and result.is_contiguous()
+        torch.testing.assert_close(result[:2], expected)
+
+    # 34 MiB each: the first one may grow what is kept
+    check(layer(x, None))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        layer(x, None)
+    pages = rows * outputs * 2 // resource.getpagesize()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages
+    held = layer(x, None)
+    row = held[1]
+    second = layer(2 * x, None)
+    check(held)
+    assert second.data_ptr() != held.data_ptr()
+    del held
+    # a view is enough to keep it
+    copy = row.clone()
+    third = layer(4 * x, None)
+    assert torch.equal(row, copy)
+    assert torch.equal(third, 2 * second)
+    # made in inference mode and used outside of it
+    with torch.inference_mode():
+        del row, second, third
+        layer(x, None)
+    check(layer(x, None).add_(0))

@@ -132,14 +132,15 @@ class PromptScorer:
         """Reports of the tokens from `start` on, of which `hidden`, [P, H], are the states before each."""
         ids = self._batch.token_ids[slot, start : start + len(hidden)].astype(np.int64)
         token_ids = upload(ids, self._device)
-        parts = []
-        for offset in range(0, len(hidden), _TOKENS_AT_ONCE):
-            some = slice(offset, offset + _TOKENS_AT_ONCE)
-            logits = self._compute_logits(hidden[some])
-            if self._processed:
-                logits = filtered_logits(logits.float(), *self._filters(slot))
-            parts.append(report(logits, token_ids[some], num_logprobs, tells_logits=self._tells_logits))
-        return parts
+        pieces = [slice(first, first + _TOKENS_AT_ONCE) for first in range(0, len(hidden), _TOKENS_AT_ONCE)]
+        return [self._part(hidden[piece], token_ids[piece], slot, num_logprobs) for piece in pieces]
+
+    def _part(self, hidden: torch.Tensor, token_ids: torch.Tensor, slot: int, num_logprobs: int) -> LogprobTensors:
+        """Of [T] tokens; the logits are gone when it returns, so that the next ones take their memory."""
+        logits = self._compute_logits(hidden)
+        if self._processed:
+            logits = filtered_logits(logits.float(), *self._filters(slot))
+        return report(logits, token_ids, num_logprobs, tells_logits=self._tells_logits)
 
     def _filters(self, slot: int) -> tuple[torch.Tensor, ...]:
         """[1] each: temperature, top_k, top_p, min_p of a row."""
