@@ -229,10 +229,23 @@ async def test_a_header_without_an_end_is_limited() -> None:
 
 async def test_defaults_let_large_heads_pass() -> None:
     async with opened() as door:
-        answer = await door.ask(post("/size", b"abc", "Connection: close", "X: " + "y" * (1 << 20)))
-        assert answer.endswith(b"\r\n\r\n3")
+        lines = [f"X-{number}: {'y' * 15_000}" for number in range(250)]
+        for headers in (["X: " + "y" * (1 << 20)], lines):
+            answer = await door.ask(post("/size", b"abc", "Connection: close", *headers))
+            assert answer.endswith(b"\r\n\r\n3")
         many = [f"X-{number}: y" for number in range(254)]
         assert error_of(await door.ask(post("/size", b"", *many, "X: y")))[0] == 431
+
+
+async def test_the_length_of_an_address_is_limited() -> None:
+    """Each of many parts of it was put behind all before, and what is this long is no address for the parser."""
+    async with opened() as door:
+        longest = "/size?" + "a=b&" * 16_382 + "c"
+        assert (await door.ask(post(longest, b"abc", "Connection: close"))).endswith(b"\r\n\r\n3")
+        for path in (longest + "d", "/" + "x" * 3_900_000):
+            status, message = error_of(await door.ask(post(path, b"abc")))
+            assert status == 414
+            assert "65535 bytes are allowed" in message
 
 
 async def test_what_is_no_http_is_a_400() -> None:
