@@ -56,11 +56,20 @@ class TextThread:
         name: of the thread.
         nice: is added to its niceness, where the system has one for threads.
         max_waiting: characters of the texts that may wait; None: any number.
+        wait: what is said of those that wait, behind their number, when there are too many; {} stands for the
+            characters of all of them.
     """
 
-    def __init__(self, name: str, nice: int = 0, max_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        nice: int = 0,
+        max_waiting: int | None = None,
+        wait: str = "long texts of {} characters wait to be tokenised",
+    ) -> None:
         self._executor = concurrent.futures.ThreadPoolExecutor(1, name, _prepare_thread, (nice,))
         self._max_waiting = max_waiting
+        self._wait = wait
         self._lock = threading.Lock()
         self._waiting: collections.OrderedDict[_Work, None] = collections.OrderedDict()
         self._num_characters = 0
@@ -102,8 +111,8 @@ class TextThread:
             limit = self._max_waiting
             if limit is not None and self._waiting and self._num_characters + work.size > limit:
                 raise EngineBusyError(
-                    f"The server is overloaded: {len(self._waiting)} long texts of {self._num_characters} characters "
-                    "wait to be tokenised. Please try again later."
+                    f"The server is overloaded: {len(self._waiting)} {self._wait.format(self._num_characters)}. "
+                    "Please try again later."
                 )
             self._waiting[work] = None
             self._num_characters += work.size

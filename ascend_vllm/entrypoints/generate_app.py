@@ -20,7 +20,6 @@ from ascend_vllm.entrypoints.generate_mindie import MindieFormat
 from ascend_vllm.entrypoints.openai.access import ConcurrencyLimitMiddleware
 from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
-    decode_json,
     install_error_handlers,
     json_response,
     to_http_error,
@@ -31,7 +30,7 @@ from ascend_vllm.entrypoints.openai.streaming import (
     StreamResponse,
     run_unless_disconnected,
 )
-from ascend_vllm.entrypoints.openai.validation import check_num_values
+from ascend_vllm.entrypoints.openai.validation import read_by, read_json
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -63,8 +62,7 @@ def parse_request(body: bytes, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> tu
     Raises:
         RequestError: not JSON, no prompt, an unknown field, or a value out of range.
     """
-    check_num_values(body)
-    fields = decode_json(body)
+    fields = read_json(body)
     if not isinstance(fields, dict):
         raise BodyError("The request body must be a JSON object.", "body")
     check_sizes(fields)
@@ -205,7 +203,7 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
         EngineDeadError: the engine is gone.
         ClientDisconnectedError: the client went away; the generation was aborted.
     """
-    prompt, stream, params = form.parse(await http.body())
+    prompt, stream, params = await read_by(http, form.parse)
     headers = trace_headers(http.headers)
     request_id = f"generate-{secrets.token_hex(8)}"
     if engine.config.observability.log_requests:

@@ -18,13 +18,12 @@ from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.entrypoints.openai.errors import (
     AnswerErrorsMiddleware,
     HttpError,
-    decode_json,
     json_response,
     retry_headers,
 )
 from ascend_vllm.entrypoints.openai.protocol_common import log_unknown_fields
 from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes
-from ascend_vllm.entrypoints.openai.validation import check_num_values
+from ascend_vllm.entrypoints.openai.validation import read_json
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -112,8 +111,7 @@ class MindieFormat:
         Raises:
             RequestError: not JSON, no prompt, or a value of the wrong type or out of range.
         """
-        check_num_values(body)
-        fields = decode_json(body)
+        fields = read_json(body)
         if not isinstance(fields, dict):
             raise RequestError("The request body must be a JSON object.", "body")
         check_sizes(fields)

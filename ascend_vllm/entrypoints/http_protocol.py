@@ -94,7 +94,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     Its requests are answered one after the other: the next one is parsed only when the one before is answered.
 
     A request that is not complete in time is answered with 408, one whose head is too large with 431, one whose
-    address is with 414; all close the connection. A client that does not read its answer is disconnected, which aborts its request.
+    address is with 414; all close the connection. A client that does not read its answer is disconnected, which
+    aborts its request.
 
     Args:
         limits: of the connection.

@@ -50,6 +50,20 @@ async def test_a_text_that_nobody_waits_for_any_more_is_not_worked_on() -> None:
     thread.close()
 
 
+async def test_the_refusal_says_what_waits() -> None:
+    thread = TextThread("test", max_waiting=10, wait="bodies of {} bytes wait to be read")
+    begun, go_on = threading.Event(), threading.Event()
+    tasks = [asyncio.ensure_future(thread.run(8, lambda: (begun.set(), go_on.wait(60))))]
+    await wait_until(begun)
+    tasks.append(asyncio.ensure_future(thread.run(8, int)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineBusyError, match=r"overloaded: 1 bodies of 8 bytes wait to be read\. Please"):
+        await thread.run(8, int)
+    go_on.set()
+    await asyncio.gather(*tasks)
+    thread.close()
+
+
 async def test_one_text_may_be_longer_than_all_that_may_wait() -> None:
     thread = TextThread("test", max_waiting=10)
     assert await thread.run(1000, lambda: 5) == 5

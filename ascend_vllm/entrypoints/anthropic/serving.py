@@ -6,7 +6,6 @@ answer is shaped here: content blocks, and a stream of events that open and clos
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -32,10 +31,9 @@ from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.sse import encode_json
 from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.openai.usage import UsageCounter
+from ascend_vllm.entrypoints.openai.validation import read_by
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
-# blocks whose conversion takes milliseconds
-_MANY_BLOCKS = 256
 # for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice
 _INVALID_JSON = "INVALID_JSON"
 
@@ -65,7 +63,7 @@ class ServingMessages:
             EngineDeadError: the engine is gone.
             ClientDisconnectedError: the client went away; the generation was aborted.
         """
-        chat_request = await self._to_chat(request)
+        chat_request = await self._to_chat(request, http)
         prompt = await self._chat.prepare(chat_request, http)
         max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
         response_id = self._chat.response_id(chat_request, "chatcmpl", http)
@@ -86,16 +84,14 @@ class ServingMessages:
             pydantic.ValidationError: its tools do not fit each other.
             ClientDisconnectedError: the client went away.
         """
-        prompt = await self._chat.prepare(await self._to_chat(request), http)
+        prompt = await self._chat.prepare(await self._to_chat(request, http), http)
         count = len(prompt.token_ids)
         return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
 
-    async def _to_chat(self, request: CountTokensRequest) -> ChatCompletionRequest:
-        """The chat request, made beside the event loop if there is much of it; raises as `count_tokens`."""
+    async def _to_chat(self, request: CountTokensRequest, http: Request) -> ChatCompletionRequest:
+        """The chat request, made beside the event loop if its body is long; raises as `count_tokens`."""
         check_number(request.num_blocks, self._chat.settings.max_model_len)
-        if request.num_blocks > _MANY_BLOCKS:
-            return await asyncio.to_thread(request.to_chat)
-        return request.to_chat()
+        return await read_by(http, lambda _body: request.to_chat())
 
 
 class _Answer:

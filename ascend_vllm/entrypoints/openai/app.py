@@ -99,11 +99,12 @@ async def read_body(http: Request, model: type[B]) -> B:
     Raises:
         RequestError: it is not a JSON object, or too large in one of its parts.
         pydantic.ValidationError: it does not fit the model.
+        ClientDisconnectedError: the client went away.
     """
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise BodyError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
-    return await read_model(await http.body(), model)
+    return await read_model(http, model)
 
 
 def _documented_body(model: type[BaseModel]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ MAX_REPEATED_TOKENS = 1 << 23
 MAX_SAMPLING_ENTRIES = 1 << 20
 # candidates that stop_token_ids add to a step of a beam search: so many for each pair of beams
 MAX_ADDED_CANDIDATES = 1 << 18
+# what JSON makes of lists and objects
+_NESTED = frozenset({list, dict})
 # fields with many prompts; a list of numbers is one prompt
 _PROMPTS = frozenset(
     {"prompt", "input", "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items", "tokens"}
@@ -237,11 +239,11 @@ def _are_prompts(name: str, value: list[Any]) -> bool:
 
 def _room_after(value: Any, room: int) -> int:
     """What is left of so many entries after those of a value; negative as soon as they are used up."""
-    stack = [value]
-    while stack and room >= 0:
+    stack = [value] if isinstance(value, list | dict) else []
+    while stack:
         item = stack.pop()
-        if isinstance(item, list | dict):
-            room -= len(item)
-            if room >= 0:
-                stack.extend(item.values() if isinstance(item, dict) else item)
+        room -= len(item)
+        if room < 0:
+            break
+        stack += [one for one in (item.values() if isinstance(item, dict) else item) if type(one) in _NESTED]
     return room

@@ -9,9 +9,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.openai.errors import decode_json, json_response
+from ascend_vllm.entrypoints.openai.errors import json_response
 from ascend_vllm.entrypoints.openai.http_metrics import ServerLoad
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
+from ascend_vllm.entrypoints.openai.validation import read_by, read_json
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _add_invocations(app: FastAPI) -> None:
         """SageMaker's one route: what the body holds decides which other one it is for."""
         routes = {getattr(route, "path", ""): route for route in app.routes}
         # the request keeps its body, so the other route reads it again
-        body = decode_json(await http.body())
+        body = await read_by(http, read_json)
         path = _INVOCATIONS_DEFAULT
         if isinstance(body, dict):
             path = next((path for field, path in _INVOCATIONS if field in body and path in routes), path)

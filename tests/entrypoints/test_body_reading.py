@@ -1,0 +1,158 @@
+"""How long bodies are read: in parts, one at a time, beside the event loop, and no further than they must be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from ascend_vllm.entrypoints.openai import validation
+from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json
+from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
+from ascend_vllm.entrypoints.openai.validation import check_num_values, read_by
+
+LONG = b"x" * (2 << 20)
+
+
+class Client:
+    """Who sends a body, and may go away.
+
+    Attributes:
+        request: of the client.
+        leave: set when it goes.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.request = Request({"type": "http", "method": "POST", "headers": []}, self._receive)
+        self.leave = asyncio.Event()
+        self._messages: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def _receive(self) -> Message:
+        if self._messages:
+            return self._messages.pop()
+        await self.leave.wait()
+        return {"type": "http.disconnect"}
+
+
+def counted(value: Any) -> dict[str, int]:
+    """What a value of JSON has, one by one; a text with a colon or the like counts once."""
+    counts = dict.fromkeys(("lists and objects", "members of objects", "texts", "values"), 0)
+    if isinstance(value, str):
+        counts["texts"] = 1
+    inner: list[Any] = []
+    if isinstance(value, list | dict):
+        counts["lists and objects"], counts["values"] = 1, max(len(value), 1)
+        inner = value if isinstance(value, list) else [*value, *value.values()]
+        counts["members of objects"] = len(value) if isinstance(value, dict) else 0
+    for one in map(counted, inner):
+        counts = {name: count + one[name] for name, count in counts.items()}
+    return counts
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 7, 64])
+def test_values_are_counted_wherever_a_part_ends(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """Between a backslash and its quotation mark, within a text, behind one."""
+    text = '\\\\"[{:,\\\\\\" \\ "'
+    value = {"a": [1, 2, [], {}, text], text: {"b": text * 3, "\\": ["\\\\", '"', "", 5]}, "c": {"d": [[["[,"]]]}}
+    body = json.dumps(value).encode()
+    expected = counted(value)
+    monkeypatch.setattr(validation, "_PART", part)
+    monkeypatch.setattr(validation, "_MOST", expected)
+    check_num_values(body)
+    for name, count in expected.items():
+        monkeypatch.setattr(validation, "_MOST", expected | {name: count - 1})
+        with pytest.raises(BodyError, match=f"too many {name}; it may have at most {count - 1}"):
+            check_num_values(body)
+
+
+@pytest.mark.parametrize("body", [b"[" * 10_000_000, b'{"x":1,' * 2_000_000, b'"",' * 4_000_000])
+def test_a_body_of_too_many_values_is_read_no_further(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    """Ten megabytes of them took hundreds of milliseconds, and the interpreter with them."""
+    parts = validation._parts
+    num_read = 0
+
+    def counting(body: bytes) -> Iterator[bytes]:
+        nonlocal num_read
+        for part in parts(body):
+            num_read += len(part)
+            yield part
+
+    monkeypatch.setattr(validation, "_parts", counting)
+    with pytest.raises(BodyError, match="too many"):
+        check_num_values(body)
+    assert num_read < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}] * 40_000}, True),
+        ({"tags": [{"begin": "a", "schema": {"type": "object"}, "end": "b"}] * 20_000}, True),
+        ({"logit_bias": {str(number): 1 for number in range(100_000)}}, True),
+        ({"stop": ["a"] * 1_000_000}, True),
+        ({"prompt": [[5]] * 100_000}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 8000}, False),
+        ({"properties": {str(number): {"type": "string", "enum": ["a"]} for number in range(5000)}}, False),
+        ({"logit_bias": {str(number): 1 for number in range(16_384)}}, False),
+        ({"prompt": ["a"] * 65_536}, False),
+        ({"prompt": [[5]] * 65_536}, False),
+        ({"prompt": [5] * 1_000_000}, False),
+    ],
+)
+def test_what_would_be_refused_by_its_entries_is_not_even_decoded(fields: dict[str, Any], is_refused: bool) -> None:
+    body = json.dumps(fields).encode()
+    if not is_refused:
+        check_num_values(body)
+        return
+    with pytest.raises(BodyError, match="Send several requests"):
+        check_num_values(body)
+
+
+async def test_long_bodies_are_read_one_at_a_time_and_those_of_clients_that_left_not_at_all() -> None:
+    clients = [Client(LONG) for _ in range(4)]
+    begun, go_on = threading.Event(), threading.Event()
+    read: list[int] = []
+    running = 0
+    most = 0
+
+    def hold(_body: bytes, number: int) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        begun.set()
+        go_on.wait(60)
+        running -= 1
+        read.append(number)
+        return threading.current_thread().name
+
+    waiting = [asyncio.ensure_future(read_by(client.request, hold, number)) for number, client in enumerate(clients)]
+    assert await asyncio.to_thread(begun.wait, 60)
+    clients[2].leave.set()
+    with pytest.raises(ClientDisconnectedError):
+        await waiting[2]
+    # one of medium length does not wait for them, a short one for nobody
+    medium = Client(b"x" * (1 << 20))
+    assert await read_by(medium.request, lambda _body: threading.current_thread().name) == "medium-bodies_0"
+    assert await read_by(Client(b"x").request, lambda _body: threading.current_thread()) is threading.main_thread()
+    go_on.set()
+    names = await asyncio.gather(waiting[0], waiting[1], waiting[3])
+    assert set(names) == {"long-bodies_0"}
+    assert (most, read) == (1, [0, 1, 3])
+
+
+def test_long_bodies_are_held_against_the_standard() -> None:
+    """Reading them once more by Python's json, which takes NaN, held the interpreter for longer than all else."""
+    padding = b'{"a": "' + LONG + b'", '
+    for end in (b'"temperature": NaN}', b"b"):
+        with pytest.raises(BodyError, match="JSON decode error") as caught:
+            decode_json(padding + end)
+        assert caught.value.param == f"body.{len(padding) + (end.find(b'N') if b'N' in end else 0)}"
+    for body in (padding + b'"b": "\xff"}', padding[:-3], padding + b'"b": "\\ud800"}'):
+        with pytest.raises(BodyError, match=r"cannot be decoded|JSON decode error"):
+            decode_json(body)
