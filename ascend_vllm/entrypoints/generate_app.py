@@ -22,6 +22,7 @@ from ascend_vllm.entrypoints.openai.errors import (
     BodyError,
     install_error_handlers,
     json_response,
+    shown_params,
     to_http_error,
 )
 from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes
@@ -208,7 +209,7 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
     request_id = f"generate-{secrets.token_hex(8)}"
     if engine.config.observability.log_requests:
         # as vLLM's server without the prompt, which this program has no --max-log-len to shorten
-        logger.info("Received request %s: params: %s.", request_id, params)
+        logger.info("Received request %s: params: %s.", request_id, shown_params(params))
     if stream:
         # frames are made where text is, in the output thread
         shape = functools.partial(form.frame, prompt, params)

@@ -13,9 +13,13 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from ascend_vllm.entrypoints.openai import validation
-from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json
+from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json, shown_params
+from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.entrypoints.openai.validation import check_num_values, read_by
+from ascend_vllm.errors import RequestError
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 LONG = b"x" * (2 << 20)
 
@@ -156,3 +160,36 @@ def test_long_bodies_are_held_against_the_standard() -> None:
     for body in (padding + b'"b": "\xff"}', padding[:-3], padding + b'"b": "\\ud800"}'):
         with pytest.raises(BodyError, match=r"cannot be decoded|JSON decode error"):
             decode_json(body)
+
+
+LARGE = {"type": "object", "properties": {f"property {number}": {"type": "string"} for number in range(8000)}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": LARGE}, "guided_json"),
+        ({"guided_json": json.dumps(LARGE)}, "guided_json"),
+        ({"structured_outputs": {"json": LARGE}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}}, "response_format"),
+    ],
+)
+def test_constraints_that_are_too_large_do_not_come_to_the_engine(fields: dict[str, Any], param: str) -> None:
+    """They were logged whole, and sent to the engine core, which refused them between two steps."""
+    request = CompletionRequest.model_validate({"prompt": "a"} | fields)
+    with pytest.raises(RequestError, match=r"is too large: \d+ \w+, the limit is 262144 bytes") as caught:
+        request.sampling_params({}, 1, False)
+    assert caught.value.param == param
+
+
+def test_parameters_in_the_log_are_cut() -> None:
+    """Half a million ids were written out, and all but 8192 characters thrown away."""
+    short = SamplingParams(stop=["a"], logit_bias={5: 1.0}, structured_outputs=StructuredOutputsParams(regex="a+"))
+    assert shown_params(short) == repr(short)
+    long = SamplingParams(
+        allowed_token_ids=[12_345] * 500_000, structured_outputs=StructuredOutputsParams(json=LARGE)
+    )
+    text = shown_params(long)
+    assert len(text) < 10_000
+    assert "allowed_token_ids=[12345, 12345" in text and "json={'type': 'object'" in text

@@ -28,6 +28,8 @@ logger = init_logger(__name__)
 _MAX_SHOWN_ERRORS = 10
 _MAX_INPUT_CHARACTERS = 200
 _MAX_MESSAGE_CHARACTERS = 8192
+# what a line of the log tells of a field; the line is cut as well
+_MAX_LOGGED_CHARACTERS = 2000
 # what pydantic calls the members of a union in the place of a finding
 _UNION_MEMBER = re.compile(r"str|(list|dict|literal|function-wrap)\[.*\]|constrained-\w+|[A-Z]\w+")
 # bodies that Python's json reads as well where msgspec does not: of longer ones it would make hundreds of
@@ -105,35 +107,51 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
+def shown_params(params: msgspec.Struct) -> str:
+    """Parameters for the log, of each field the beginning; takes no longer for long ones."""
+    fields = []
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        text = shown_params(value) if isinstance(value, msgspec.Struct) else _beginning(value, _MAX_LOGGED_CHARACTERS)
+        fields.append(f"{name}={repr(value) if text is None else text}")
+    return f"{type(params).__name__}({', '.join(fields)})"
+
+
 def _shortened(value: Any) -> Any:
     """A value of JSON, or the beginning of how Python writes it; takes no longer for a long one."""
+    text = _beginning(value, _MAX_INPUT_CHARACTERS)
+    return value if text is None else text
+
+
+def _beginning(value: Any, most: int) -> str | None:
+    """So many characters of how Python writes a value of JSON; None: it has no more."""
     text = ""
-    for piece in _written(value):
+    for piece in _written(value, most):
         text += piece
-        if len(text) > _MAX_INPUT_CHARACTERS:
-            return shortened(text, _MAX_INPUT_CHARACTERS)
-    return value
+        if len(text) > most:
+            return shortened(text, most)
+    return None
 
 
-def _written(value: Any) -> Iterator[str]:
-    """How Python writes a value of JSON, piece by piece."""
+def _written(value: Any, most: int) -> Iterator[str]:
+    """How Python writes a value of JSON, piece by piece; of texts no more than what so many characters may show."""
     if isinstance(value, list):
         yield "["
         for index, item in enumerate(value):
             yield ", " if index else ""
-            yield from _written(item)
+            yield from _written(item, most)
         yield "]"
     elif isinstance(value, dict):
         yield "{"
         for index, (name, item) in enumerate(value.items()):
             yield ", " if index else ""
-            yield from _written(name)
+            yield from _written(name, most)
             yield ": "
-            yield from _written(item)
+            yield from _written(item, most)
         yield "}"
     else:
         # of a longer text its beginning is all that will be shown
-        yield repr(value[: _MAX_INPUT_CHARACTERS + 1] if isinstance(value, str) else value)
+        yield repr(value[: most + 1] if isinstance(value, str) else value)
 
 
 def decode_json(body: bytes) -> Any:

@@ -17,6 +17,7 @@ from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.chat_template import described_tool, render_chat
 from ascend_vllm.entrypoints.conversation_limits import check_conversation
 from ascend_vllm.entrypoints.openai.access import caller_of
+from ascend_vllm.entrypoints.openai.errors import shown_params
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import (
     GenerationRequest,
@@ -516,6 +517,6 @@ class ServingBase:
             "Received request %s: prompt: %r, params: %s, prompt_token_ids: %s.",
             engine_id,
             None if prompt.text is None else prompt.text[:size],
-            params,
+            shown_params(params),
             prompt.token_ids[:size],
         )

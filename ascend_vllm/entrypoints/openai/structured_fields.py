@@ -9,10 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from ascend_vllm.core.constraint import MAX_BYTES
 from ascend_vllm.errors import RequestError
-from ascend_vllm.structured_outputs import StructuredOutputsParams
+from ascend_vllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
 
 # 0.6.3's fields → what they are called here
 _GUIDED = {
@@ -75,20 +77,44 @@ def checked_params(name: str, **fields: Any) -> StructuredOutputsParams:
         name: field of the request that errors name.
 
     Raises:
-        RequestError: the fields contradict one another.
+        RequestError: the fields contradict one another, or one is too large.
     """
+    for kind in CONSTRAINTS:
+        _check_size(kind, fields.get(kind), name)
     try:
         return StructuredOutputsParams(**fields)
     except ValueError as error:
         raise RequestError(str(error), name) from error
 
 
+def _check_size(kind: str, value: Any, name: str) -> None:
+    """Refuse a constraint that the engine core refuses for its size, before it is copied, logged and sent there.
+
+    Args:
+        kind: one of `CONSTRAINTS`.
+        value: text, or a schema.
+        name: field of the request that the error names.
+
+    Raises:
+        RequestError: it is too large.
+    """
+    unit = "characters"
+    if isinstance(value, dict):
+        try:
+            value, unit = msgspec.json.encode(value), "bytes"
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return  # what it holds is told by others
+    if isinstance(value, str | bytes) and len(value) > MAX_BYTES:
+        raise RequestError(f"{kind} is too large: {len(value)} {unit}, the limit is {MAX_BYTES} bytes.", name)
+
+
 def check_schema_text(name: str, value: Any) -> None:
     """Refuse a schema that is given as text and is not JSON, with the text of Python's json as vLLM 0.6.3 does.
 
     Raises:
-        RequestError: it is not JSON.
+        RequestError: it is not JSON, or, as text or not, too large.
     """
+    _check_size("json", value, name)
     if isinstance(value, str):
         try:
             json.loads(value)
@@ -107,7 +133,7 @@ def from_guided(
         whitespace: `guided_whitespace_pattern`.
 
     Raises:
-        RequestError: the schema is not JSON.
+        RequestError: the schema is not JSON, or the constraint too large.
     """
     if not values:
         return None
@@ -120,7 +146,8 @@ def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParam
     """What `structured_outputs` asks for.
 
     Raises:
-        RequestError: no constraint or several at once, or a field that this server does not know.
+        RequestError: no constraint or several at once, one that is too large, or a field that this server does not
+            know.
     """
     if fields.model_extra:
         known = sorted(name.rstrip("_") for name in StructuredOutputs.model_fields)
