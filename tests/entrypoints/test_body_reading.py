@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from ascend_vllm.entrypoints.openai import validation
+from ascend_vllm.entrypoints.openai import long_json, validation
 from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json, shown_params
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
@@ -148,6 +150,62 @@ async def test_long_bodies_are_read_one_at_a_time_and_those_of_clients_that_left
     names = await asyncio.gather(waiting[0], waiting[1], waiting[3])
     assert set(names) == {"long-bodies_0"}
     assert (most, read) == (1, [0, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": [1, -2, 3.5, 4e5,\n 678901234567], "a": [1, [2, 3], "4, 5, 6"], "b": {"c": [1, 2, 3, 4]}}',
+        '{"a": [1], "a": [22222222222222222222222222222222222, 1]}',
+        '{"a": [              ], "b": [], "c": [1   ,2], "d": [     1     ,2], "e": null, "f": "[1,2,3,4,5,6,7,8]"}',
+        "[1, 2, 3, 4, 5, 6, 7, 8]",
+        '"text"',
+        "17",
+    ],
+)
+def test_json_in_parts_says_what_it_says_at_once(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for part in range(1, 40):
+        monkeypatch.setattr(long_json, "_PART", part)
+        assert long_json.decode_in_parts(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [1,,2]}',
+        '{"a": [1, 2 3, 4]}',
+        '{"a": [01, 2, 3]}',
+        '{"a": [1, 2, 3}',
+        '{"a": [1, 2, 3,]}',
+        '{"a": [1, 2, 3, NaN]}',
+        '{"a": 1, "b": "\\ud800"}',
+        '{"a": [1, 1e999, 2]}',
+    ],
+)
+def test_json_in_parts_is_as_wrong_as_at_once(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    with pytest.raises(msgspec.DecodeError) as expected:
+        msgspec.json.decode(text)
+    for part in range(1, 20):
+        monkeypatch.setattr(long_json, "_PART", part)
+        with pytest.raises(msgspec.DecodeError, match=re.escape(str(expected.value))):
+            long_json.decode_in_parts(text.encode())
+
+
+def test_long_lists_of_numbers_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million ids at once were tens of milliseconds in which nobody else had the interpreter."""
+    sizes: list[int] = []
+    decode = msgspec.json.decode
+
+    def watched(data: bytes) -> Any:
+        sizes.append(len(memoryview(data)))
+        return decode(data)
+
+    ids = list(range(1_000_000))
+    body = json.dumps({"prompt": ids, "model": "m"}).encode()
+    monkeypatch.setattr(msgspec.json, "decode", watched)
+    assert decode_json(body) == {"prompt": ids, "model": "m"}
+    assert sum(sizes) > 6_000_000
+    assert max(sizes) < 100_000
 
 
 def test_long_bodies_are_held_against_the_standard() -> None:

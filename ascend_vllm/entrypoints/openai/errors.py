@@ -18,6 +18,7 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ascend_vllm.entrypoints.openai.long_json import decode_in_parts
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
 from ascend_vllm.errors import EngineDeadError, RequestError, ServerStoppingError, WorkerCallError
 from ascend_vllm.logger import init_logger
@@ -163,7 +164,7 @@ def decode_json(body: bytes) -> Any:
     if not body.strip():
         raise BodyError("1 validation error:\n  {'type': 'missing', 'loc': 'body', 'msg': 'Field required'}", "body")
     try:
-        return msgspec.json.decode(body)
+        return decode_in_parts(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if len(body) <= _MAX_LENIENT_BYTES:
             return _decode_json_leniently(body)

@@ -189,7 +189,12 @@ def _brief(schema: Any) -> Any:
 
 def _take_ids(value: Any, check: Callable[[Any], Any]) -> Any:
     """A list of numbers from 0 on, as all good ones are; what else it may hold is pydantic's to say."""
+    if not isinstance(value, list):
+        return check(value)
     try:
-        return msgspec.convert(value, _Ids)
+        # in parts, so that other threads have their turns
+        for start in range(0, len(value), _PART):
+            msgspec.convert(value[start : start + _PART], _Ids)
     except msgspec.ValidationError:
         return check(value)
+    return value
