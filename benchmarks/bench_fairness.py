@@ -300,7 +300,7 @@ class Fairness:
             remarks.append(f"ended at {self._args.max_memory_gib:g} GiB")
         elif server.has_ended:
             remarks.append("the server ended")
-        else:
+        elif not attack.leaves_work:
             after = self._come_to_rest(server, attack, before)
             remarks += [] if after else [f"not at rest after {_REST_S:.0f} s"]
         quiet = joined([before, *([after] if after else [])])

@@ -33,6 +33,7 @@ class Attack:
             "idle" sends what there is and waits.
         setup: on which server.
         times: requests of all clients together; 0: as many as there is time for.
+        leaves_work: what it has asked for goes on for minutes without it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Attack:
     how: str = "ask"
     setup: str = GENERATE
     times: int = 0
+    leaves_work: bool = False
 
 
 def completion(**fields: Any) -> bytes:
@@ -454,7 +456,7 @@ ATTACKS = (
     Attack("echo-logprobs", lambda: [completion(prompt=[5] * 4000, echo=True, logprobs=20)], clients=2),
     Attack("large-responses", _large_responses),
     Attack("response-chains", _response_chains, clients=1),
-    Attack("background", _background_responses, clients=8, how="leave"),
+    Attack("background", _background_responses, clients=8, how="leave", leaves_work=True),
     Attack(
         "abandoned",
         lambda: [completion(stream=True, max_tokens=2000, ignore_eos=True), completion(max_tokens=2000)],
