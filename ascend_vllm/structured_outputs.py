@@ -14,6 +14,8 @@ import msgspec
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 # the fields of which at most one may be given
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# what is larger is refused before anything of it is read
+MAX_BYTES = 256 * 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):

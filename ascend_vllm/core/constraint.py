@@ -14,10 +14,9 @@ from typing import Any
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.errors import RequestError
-from ascend_vllm.structured_outputs import StructuredOutputsParams
+from ascend_vllm.structured_outputs import MAX_BYTES, StructuredOutputsParams
 
-# Beyond these a constraint is refused before anything of it is read.
-MAX_BYTES = 256 * 1024
+# Beyond these, and MAX_BYTES, a constraint is refused before anything of it is read.
 MAX_REGEX_BYTES = 32 * 1024
 MAX_WHITESPACE_BYTES = 1024
 MAX_CHOICES = 8192

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from ascend_vllm.core.constraint import MAX_BYTES
 from ascend_vllm.errors import RequestError
-from ascend_vllm.structured_outputs import CONSTRAINTS, StructuredOutputsParams
+from ascend_vllm.structured_outputs import CONSTRAINTS, MAX_BYTES, StructuredOutputsParams
 
 # 0.6.3's fields → what they are called here
 _GUIDED = {
