@@ -137,16 +137,20 @@ class Admission:
         return parent is not None and builder.num_computed_before(parent) < request.num_prompt_tokens - 1
 
     def _parent(self, request: Request) -> Request | None:
-        """The request whose prompt a waiting one can share, now or soon.
+        """The running sequence whose prompt a waiting one can share, now or soon.
 
         One that waits behind it is none: the two would wait for each other.
         """
-        if request.parent_id is None or request.num_output_tokens:
+        parent_id = request.parent_id
+        if parent_id is None or request.num_output_tokens:
             return None
-        parent = self._requests.get(request.parent_id)
-        if parent is None or parent.status is not RequestStatus.RUNNING:
+        parent = self._requests.get(parent_id)
+        if parent is not None and parent.status is RequestStatus.RUNNING:
+            return parent
+        # the first sequence has ended or made room; others have the same prompt, unless they end with its last token
+        if request.max_num_tokens == request.num_prompt_tokens + 1:
             return None
-        return parent
+        return next((row for row in reversed(self._rows.running) if row.parent_id == parent_id), None)
 
     def _compute(
         self, builder: StepBuilder, request: Request, budget: int, num_reserved: int, now: float

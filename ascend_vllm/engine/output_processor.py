@@ -49,6 +49,10 @@ T = TypeVar("T")
 # Outputs that wait for a consumer who gets each token of a step by itself; he is slow if there are more.
 _MAX_TOKEN_OUTPUTS = 256
 
+# Log-probabilities of generated tokens that are kept until their requests end, of all requests that do not stream.
+# Each takes about 200 bytes.
+MAX_KEPT_LOGPROBS = 1 << 23
+
 # names in EngineCoreOutput.error_class → what the consumer of the request gets; RequestError for any other
 _ERRORS: dict[str, type[RequestError] | type[EngineDeadError]] = {
     error.__name__: error for error in (RequestError, ModelNotFoundError, EngineBusyError, EngineDeadError)
@@ -92,6 +96,7 @@ class _RequestState:
         "max_tokens",
         "metrics",
         "num_cached_tokens",
+        "num_kept_logprobs",
         "num_preemptions",
         "num_returned",
         "num_unfinished",
@@ -129,6 +134,8 @@ class _RequestState:
         self.max_tokens = request.core_requests[0].sampling_params.max_tokens or 0
         self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
+        # of generated tokens, until its last output
+        self.num_kept_logprobs = 0
         # of those of its sequences that were preempted
         self.num_preemptions: dict[str, int] = {}
         self.tokenizer = tokenizer if params.detokenize else None
@@ -235,6 +242,8 @@ class OutputProcessor:
         # core request id → its request and its sequence
         self._sequences: dict[str, tuple[_RequestState, AnySequence]] = {}
         self._lock = FairLock()
+        # of all requests
+        self._num_kept_logprobs = 0
         # of a step that failed, those that were put something
         self._unpublished: list[OutputQueue[Any]] = []
 
@@ -331,6 +340,9 @@ class OutputProcessor:
         self._deliver_changed(step)
         if several:
             self._take_one_by_one(several, step)
+        while self._num_kept_logprobs > MAX_KEPT_LOGPROBS:
+            with self._lock:
+                self._fail_largest(step)
 
     def _take_prompt_logprobs(self, core_id: str, entries: Sequence[TokenLogprobs]) -> None:
         """Shapes those of a prompt, without the lock: a long one's take seconds, and nobody else touches them."""
@@ -358,6 +370,10 @@ class OutputProcessor:
 
     def _take(self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
         """Adds to a sequence what it got, and ends it if it has ended."""
+        if output.new_logprobs and state.queue is not None and state.kind is not RequestOutputKind.DELTA:
+            num_kept = len(output.new_logprobs) * len(output.new_logprobs[0].token_ids)
+            state.num_kept_logprobs += num_kept
+            self._num_kept_logprobs += num_kept
         if sequence.update(output) and output.finish_reason is None:
             step.processed.stopped_ids.append(output.request_id)
         if sequence.finish_reason is not None:
@@ -393,7 +409,7 @@ class OutputProcessor:
                     found = self._sequences.get(output.request_id)
                     # it had fewer tokens, or a stop string ended it before its last one
                     if found is not None and position < len(output.new_token_ids):
-                        self._take(*found, _one_token(output, position), step)
+                        self._take(*found, output.one_token(position), step)
             self._deliver_changed(step)
         # the core knows of those that it ended itself, if later than the stop string did
         stopped_ids[num_stopped:] = [id_ for id_ in stopped_ids[num_stopped:] if id_ not in ends]
@@ -430,6 +446,7 @@ class OutputProcessor:
             states = list(self._requests.values())
             self._requests.clear()
             self._sequences.clear()
+            self._num_kept_logprobs = 0
             for state in states:
                 state.changed = []
                 if state.queue is not None:
@@ -444,6 +461,21 @@ class OutputProcessor:
             tracer, self._tracer = self._tracer, None
         if tracer is not None:
             tracer.shutdown()
+
+    def _fail_largest(self, step: _Step) -> None:
+        """Ends the request that keeps the most log-probabilities."""
+        state = max(self._requests.values(), key=lambda state: state.num_kept_logprobs)
+        self._fail(
+            state,
+            EngineCoreOutput(
+                "",
+                [],
+                error=f"The answer has {state.num_kept_logprobs} log-probabilities so far, and all answers together "
+                f"may keep at most {MAX_KEPT_LOGPROBS}. Ask for fewer, or for a stream.",
+                error_param="logprobs",
+            ),
+            step,
+        )
 
     def _fail(self, state: _RequestState, output: EngineCoreOutput, step: _Step) -> None:
         """Ends a request, and all its sequences, with the core's words."""
@@ -473,6 +505,7 @@ class OutputProcessor:
         if state.num_unfinished == 0:
             state.metrics.finished_time = step.now
             del self._requests[state.request.request_id]
+            self._num_kept_logprobs -= state.num_kept_logprobs
             finished = _summarize(state, step.now)
             step.stats.finished_requests.append(finished)
             if self._tracer is not None:
@@ -496,20 +529,6 @@ class _Step:
     now: float
     processed: ProcessedOutputs = dataclasses.field(default_factory=ProcessedOutputs)
     changed: list[_RequestState] = dataclasses.field(default_factory=list)
-
-
-def _one_token(output: EngineCoreOutput, position: int) -> EngineCoreOutput:
-    """One of several tokens, as if it came alone; the end comes with the last one."""
-    is_last = position == len(output.new_token_ids) - 1
-    logprobs = output.new_logprobs
-    return EngineCoreOutput(
-        output.request_id,
-        [output.new_token_ids[position]],
-        None if logprobs is None else [logprobs[position]],
-        output.finish_reason if is_last else None,
-        output.stop_reason if is_last else None,
-        error=output.error if is_last else None,
-    )
 
 
 def _deliver(state: _RequestState, changed: Sequence[AnySequence], processed: ProcessedOutputs) -> None:

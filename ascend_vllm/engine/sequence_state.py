@@ -155,7 +155,8 @@ class SequenceState:
         if kind is RequestOutputKind.DELTA:
             text = text[self._num_sent_chars : end]
             token_ids = token_ids[self._num_sent_tokens :]
-            logprobs = None if logprobs is None else logprobs[self._num_sent_tokens :]
+            # what is told is not told again
+            self._logprobs = None if logprobs is None else []
         else:
             text = text[:end]
             token_ids = token_ids.copy()

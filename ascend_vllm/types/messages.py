@@ -195,6 +195,18 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     # how often the sequence made room for others so far
     num_preemptions: int = 0
 
+    def one_token(self, position: int) -> EngineCoreOutput:
+        """One of several tokens, as if it came alone; the end comes with the last one."""
+        is_last = position == len(self.new_token_ids) - 1
+        return EngineCoreOutput(
+            self.request_id,
+            [self.new_token_ids[position]],
+            None if self.new_logprobs is None else [self.new_logprobs[position]],
+            self.finish_reason if is_last else None,
+            self.stop_reason if is_last else None,
+            error=self.error if is_last else None,
+        )
+
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """State of the scheduler after a step; counters are totals since the start."""

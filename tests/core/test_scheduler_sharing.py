@@ -138,8 +138,9 @@ def test_a_parent_that_is_aborted_before(num_steps: int) -> None:
         core.step()
     core.abort_requests(["p"])
     assert_tokens(run(core), requests[1:])
-    # the others compute the prompt themselves, each of them
-    assert [entries(executor, name)[0].num_computed_tokens for name in ("c1", "c2")] == [0, 0]
+    # another one computes the prompt, and shares it with those that run beside it
+    shared = [entries(executor, name)[0].num_computed_tokens for name in ("c1", "c2")]
+    assert shared == ([0, 9] if num_steps else [0, 0])
     assert_all_free(core)
 
 
@@ -512,3 +513,22 @@ def test_a_request_of_very_many_sequences_runs_some_of_them_at_a_time() -> None:
     assert core._scheduler.stats().num_running == 128
     finish(core, collected)
     assert_tokens(collected, requests)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_later_sequences_share_the_prompt_of_those_that_run(chunked: bool) -> None:
+    """A request of many sequences runs them in turns: its prompt is computed once, also when the first has ended."""
+    core, executor = make_core(num_blocks=200, max_num_seqs=4, chunked=chunked)
+    prompt = make_request("p", 21).prompt_token_ids
+    requests = [make_request("p", prompt, max_tokens=2)]
+    requests += [
+        make_request(f"c{i}", prompt, seed=i, max_tokens=3 + i % 3, message={"parent_id": "p", "is_further": True})
+        for i in range(12)
+    ]
+    add_all(core, requests)
+    collected: dict[str, Collected] = {}
+    finish(core, collected)
+    assert_tokens(collected, requests)
+    assert_all_free(core)
+    computed = [count for made in scheduled(executor) for count in made.values() if count > 1]
+    assert computed == [21]

@@ -286,6 +286,33 @@ async def test_an_aborted_request_ends(byte_level: Tokenizer) -> None:
     assert engine.give([5]) == []
 
 
+async def test_log_probabilities_that_are_kept_have_a_limit(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_processor, "MAX_KEPT_LOGPROBS", 12)
+    engine = FakeEngine(byte_level)
+    queues = {name: OutputQueue[RequestOutput](FINAL if name != "stream" else DELTA) for name in ("a", "b", "stream")}
+    for name, queue in queues.items():
+        kind = DELTA if name == "stream" else FINAL
+        engine.add(SamplingParams(n=2, logprobs=1, output_kind=kind), name, queue=queue)
+    for token_id in range(5, 8):
+        for name in ("a", "b", "stream", "stream"):
+            engine.give([token_id], name, new_logprobs=logprobs_of([token_id], 9))
+    # six of each of the two, and none of the stream, which has told them
+    engine.give([8], "b", new_logprobs=logprobs_of([8], 9))
+    with pytest.raises(RequestError, match=r"has 8 log-probabilities so far, .* at most 12") as caught:
+        await queues["b"].get()
+    assert caught.value.param == "logprobs"
+    assert engine.stopped == engine.core_ids["b"]
+    for index in (0, 1):
+        engine.give([9], "a", index, finish_reason=FinishReason.LENGTH, new_logprobs=logprobs_of([9], 8))
+    output = await queues["a"].get()
+    assert sorted(len(part.logprobs) for part in output.outputs) == [1, 4]
+    assert engine.output._num_kept_logprobs == 0
+    (part,) = (await queues["stream"].get()).outputs
+    assert len(part.logprobs) == 6
+
+
 def test_times_and_counts(byte_level: Tokenizer) -> None:
     engine = FakeEngine(byte_level)
     engine.add(SamplingParams(n=2, max_tokens=9, output_kind=FINAL), arrival_time=10.0)
