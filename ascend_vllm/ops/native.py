@@ -62,6 +62,12 @@ def native_library() -> ctypes.CDLL:
     return library
 
 
+def release_memory() -> None:
+    """Gives the system back the memory that kernels keep, and what malloc keeps of tensors that are no longer."""
+    if load_native_library():
+        native_library().ascend_vllm_release_memory()
+
+
 def available_cpu_isas() -> list[str]:
     """Instruction sets that the kernels can use on this machine, best first; empty without the library."""
     if not load_native_library():

@@ -29,6 +29,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.loader import load_model
+from ascend_vllm.ops import native
 from ascend_vllm.ops.native import import_op_modules, load_native_library
 from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
@@ -344,6 +345,7 @@ class Worker:
             self._loaded = None
         self._let_go_of_caches()
         self._platform.release_memory()
+        native.release_memory()
         logger.info("Asleep at level %d: %.2f GiB given back", level, (self._platform.free_bytes() - before) / GIB)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
@@ -143,3 +144,11 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
         del row, second, third
         layer(x, None)
     check(layer(x, None).add_(0))
+    # given back when it is asked for, unless somebody holds it
+    layer(x, None)
+    resident = psutil.Process().memory_info().rss
+    native.release_memory()
+    assert resident - psutil.Process().memory_info().rss > 30 << 20
+    held = layer(x, None)
+    native.release_memory()
+    check(held)

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
+#include <malloc.h>
 
 #include <atomic>
 #include <mutex>
@@ -13,10 +14,11 @@ namespace {
 // keeping.
 constexpr size_t kLeastBytes = size_t{32} << 20, kMostBytes = size_t{256} << 20;
 
+std::mutex mutex;
+c10::Storage* const block = new c10::Storage();  // never freed: torch may end before
+
 // The block, if it has room for `bytes` or can get it; an empty storage if somebody holds it.
 c10::Storage take_block(size_t bytes) {
-  static std::mutex mutex;
-  static c10::Storage* const block = new c10::Storage();  // never freed: torch may end before
   const std::lock_guard<std::mutex> lock(mutex);
   if (*block && block->use_count() > 1) return {};
   // What the last holder did with it, perhaps in another thread, is done.
@@ -33,9 +35,20 @@ c10::Storage take_block(size_t bytes) {
 at::Tensor large_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
   if (bytes >= kLeastBytes && bytes <= kMostBytes) {
-    if (c10::Storage block = take_block(bytes)) return at::empty({0}, options).set_(block, 0, sizes);
+    if (c10::Storage storage = take_block(bytes)) return at::empty({0}, options).set_(storage, 0, sizes);
   }
   return at::empty(sizes, options);
 }
 
 }  // namespace ascend_vllm
+
+// Gives the system back what is kept, and what malloc keeps of freed tensors.
+extern "C" __attribute__((visibility("default"))) void ascend_vllm_release_memory() {
+  {
+    const std::lock_guard<std::mutex> lock(ascend_vllm::mutex);
+    *ascend_vllm::block = c10::Storage();
+  }
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
