@@ -81,7 +81,10 @@ class Client:
         self._server = server
         self._context = context
         self.rng = random.Random(seed)
-        self._http = httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S, verify=context or True)
+        # A busy machine may stop a client for seconds, between choosing a connection and asking over it. One that it
+        # keeps for nearly as long as the server does would be closed by then.
+        limits = httpx.Limits(keepalive_expiry=1.0)
+        self._http = httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S, verify=context or True, limits=limits)
         self._counts = counts
         self._wrong = wrong
 
