@@ -13,8 +13,10 @@ from ascend_vllm.types.step import SchedulerOutput
 
 # what part of the slots a single request leaves to others
 _KEPT_PART = 8
-# most of its rows but the first: everybody's steps last longer with more of them
-_MOST_FURTHER = 127
+# Everybody's steps last longer the more rows there are: a single request runs at most so many, or this part of the
+# slots, whichever is more.
+_MANY_ROWS = 64
+_MOST_PART = 4
 
 
 class Rows:
@@ -46,7 +48,8 @@ class Rows:
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.num_reserved = 0
         # beside the first sequence of their request
-        self.max_further = max(1, min(num_slots - max(1, num_slots // _KEPT_PART) - 1, _MOST_FURTHER))
+        kept = max(1, num_slots // _KEPT_PART)
+        self.max_further = max(1, min(num_slots - kept, max(_MANY_ROWS, num_slots // _MOST_PART)) - 1)
         self._num_further = 0
         # freed since the last step that was handed out
         self._freed: list[int] = []

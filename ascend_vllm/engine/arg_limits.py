@@ -37,8 +37,8 @@ _DECODE_PAUSE_S = 0.25
 _MIN_BUDGET = 2048
 # of the longest sequence: where a prompt begins to be long if several may be cut at a time
 _LONG_PREFILL_SHARE = 0.04
-# logits that a step computes for the log-probabilities of prompts: 64 MiB of them
-_SCORED_LOGITS = 1 << 24
+# logits that a step computes for the log-probabilities of prompts: 32 MiB of them
+_SCORED_LOGITS = 1 << 23
 _MIN_SCORED_TOKENS = 16
 
 # architectures whose layers heed a window; for others it may stand in config.json and mean nothing

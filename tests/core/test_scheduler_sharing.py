@@ -510,7 +510,7 @@ def test_a_request_of_very_many_sequences_runs_some_of_them_at_a_time() -> None:
     collected: dict[str, Collected] = {}
     for _ in range(2):
         step(core, collected)
-    assert core._scheduler.stats().num_running == 128
+    assert core._scheduler.stats().num_running == 64
     finish(core, collected)
     assert_tokens(collected, requests)
 

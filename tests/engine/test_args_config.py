@@ -79,7 +79,7 @@ def test_defaults(make_model: MakeModel) -> None:
     assert config.scheduler.max_num_seqs == 256
     assert config.scheduler.enable_chunked_prefill is False
     assert config.scheduler == SchedulerConfig(
-        4096, 256, 4096, async_scheduling=True, max_scored_tokens=2**24 // config.model.vocab_size
+        4096, 256, 4096, async_scheduling=True, max_scored_tokens=2**23 // config.model.vocab_size
     )
     assert config.cache == CacheConfig(CPU.default_block_size)
     assert config.device.device == "cpu"

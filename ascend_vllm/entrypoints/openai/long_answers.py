@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from ascend_vllm.engine.text_threads import TextThread
 from ascend_vllm.outputs import RequestOutput
 
 T = TypeVar("T")
@@ -18,11 +18,13 @@ _PIECE = 8192
 
 # tokens, or numbers, of an answer that is made in a moment
 _SHORT = 2048
+# one after the other: several at once would take the interpreter from the event loop more often than it has it
+_thread = TextThread("answers")
 
 
 async def make_answer(size: int, make: Callable[[], T]) -> T:
     """What a function makes of an answer of so many tokens or numbers, called in a thread if these are many."""
-    return make() if size <= _SHORT else await asyncio.to_thread(make)
+    return make() if size <= _SHORT else await _thread.run(size, make)
 
 
 def num_tokens(outputs: Sequence[RequestOutput]) -> int:
@@ -37,7 +39,7 @@ async def encode_list(items: Sequence[Any]) -> Sequence[Any] | msgspec.Raw:
     Args:
         items: anything that msgspec can encode, each of it short.
     """
-    return items if len(items) <= _PIECE else await asyncio.to_thread(_encode, items)
+    return items if len(items) <= _PIECE else await _thread.run(len(items), _encode, items)
 
 
 def encode_rows(rows: Iterable[Any]) -> msgspec.Raw:
