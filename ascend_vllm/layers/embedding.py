@@ -12,6 +12,14 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear, LinearOutput
 from ascend_vllm.ops.embedding import gather_rows
 from ascend_vllm.ops.gemm import PackedLinear, has_kernel
+from ascend_vllm.platforms.host_memory import weight_memory
+
+
+def _table(context: BuildContext, num_rows: int, width: int) -> torch.Tensor:
+    """Room for num_rows vectors [width] in the model's dtype."""
+    if context.device.type == "cpu":
+        return weight_memory((num_rows, width), context.dtype)
+    return torch.empty(num_rows, width, dtype=context.dtype, device=context.device)
 
 
 class Embedding(Layer):
@@ -31,7 +39,7 @@ class Embedding(Layer):
         self.prefix = prefix
         self._offset = offset
         # [V, H] in the model's dtype
-        self.weight = torch.empty(num_embeddings, width, dtype=context.dtype, device=context.device)
+        self.weight = _table(context, num_embeddings, width)
 
     def slots(self) -> list[WeightSlot]:
         """The table."""
@@ -64,7 +72,7 @@ class VocabParallelEmbedding(Layer):
         # [V, H] in the model's dtype, or a rank's part of it
         self._weight: torch.Tensor | PackedLinear
         self._look_up = gather_rows if has_kernel(context.dtype, context.device) else torch.embedding
-        self._weight = torch.empty(self._shard.size, width, dtype=context.dtype, device=context.device)
+        self._weight = _table(context, self._shard.size, width)
 
     def slots(self) -> list[WeightSlot]:
         """The table."""

@@ -6,7 +6,6 @@ Letters: T tokens, K inputs, N outputs, P panels of 16 outputs.
 from __future__ import annotations
 
 import math
-import mmap
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from ascend_vllm.ops.elementwise import gelu_and_mul, silu_and_mul
 from ascend_vllm.ops.native import cpu_isa, load_native_library
 from ascend_vllm.ops.registry import FLOAT_DTYPES, define_op
+from ascend_vllm.platforms.host_memory import weight_memory
 
 # Why one kernel serves every dtype and number of rows: GFLOP/s of the best of several interleaved calls, one thread
 # of an AMD EPYC (Zen 3: AVX2, no BF16 instructions), busy with other work. `linear` is torch.nn.functional.linear;
@@ -56,24 +56,13 @@ from ascend_vllm.ops.registry import FLOAT_DTYPES, define_op
 #
 # The kernel keeps a single copy of the weight, and a row's result does not depend on the rows beside it.
 PANEL = 16
-_HUGE_PAGE_BYTES = 2 << 20
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a weight: in huge pages where the system has them, since decoding reads all of it every step."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps the mapping alive
 
 
 def _packed_zeros(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """Room for a weight [N, K] in panels, zero where nothing is written."""
     panels = -(-outputs // PANEL)
     is_paired = dtype == torch.bfloat16
-    return _zeros((panels, -(-inputs // 2), PANEL, 2) if is_paired else (panels, inputs, PANEL), dtype)
+    return weight_memory((panels, -(-inputs // 2), PANEL, 2) if is_paired else (panels, inputs, PANEL), dtype)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

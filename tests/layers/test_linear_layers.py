@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -166,3 +170,39 @@ def test_a_scheme_chooses_the_method_of_each_layer() -> None:
         slot.fill(value)
     quantised.after_load()
     torch.testing.assert_close(quantised.forward(_x()), _x().sum(-1, keepdim=True) * scales + 0.5)
+
+
+_DROP_A_TABLE = """
+import threading, psutil, torch
+from ascend_vllm.distributed.parallel_context import ParallelContext
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.embedding import Embedding, VocabParallelEmbedding
+
+def resident():
+    return psutil.Process().memory_info().rss >> 20
+
+def work():
+    context = BuildContext(torch.float32, torch.device("cpu"), ParallelContext(0, 1))
+    for kind in (Embedding, VocabParallelEmbedding):
+        table = kind(context, "embed", 98304, 64)
+        table.slots()[0].target.fill_(1)
+        held = resident()
+        del table
+        print(held - resident())
+
+work()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_tables_give_their_memory_back_whatever_malloc_keeps() -> None:
+    """malloc raises both limits in servers that run for a while, and never trims the top of a thread's arena."""
+    limits = {"MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+    run = subprocess.run(
+        [sys.executable, "-c", _DROP_A_TABLE], env=os.environ | limits, capture_output=True, text=True, check=True
+    )
+    freed_mib = [int(line) for line in run.stdout.split()]
+    assert len(freed_mib) == 4
+    assert min(freed_mib) > 20, freed_mib
