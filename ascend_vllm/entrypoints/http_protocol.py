@@ -32,6 +32,9 @@ _MIN_BYTES_PER_S = 1000
 # be answered with a reset, which throws away what it has not read yet.
 _LINGER_S = 1.0
 
+# How long the end of an encrypted connection takes to be sent, and perhaps to be answered.
+_GOODBYE_S = 0.5
+
 # What was sent behind a request that is not answered yet waits as bytes. With more of them than this nothing is read
 # any more; with fewer it is, so that it is noticed if the client goes away.
 _MAX_WAITING_BYTES = 1 << 16
@@ -272,6 +275,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
             self.loop.call_later(self._limits.client_timeout_s, self.transport.abort)
+        else:
+            self._close_socket()
+
+    def _close_socket(self) -> None:
+        """Have the client of a closed connection notice, though it is not reading.
+
+        With TLS the socket would stay open until the client has said goodbye, too; it would send its next request
+        into nothing.
+        """
+        if not self.transport.can_write_eof():
+            self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -311,6 +325,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             )
         else:
             self.transport.close()
+            self._close_socket()
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer and close; without an answer if the one to the body that is refused has begun."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pathlib
 import re
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -23,6 +25,7 @@ from ascend_vllm.entrypoints.launcher import bind
 from ascend_vllm.entrypoints.openai.errors import install_error_handlers
 from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError, StreamResponse
 from ascend_vllm.errors import ConfigError
+from tests.certificates import make_certificates
 from tests.entrypoints.conftest import ENGINE_FLAGS
 from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
 
@@ -359,6 +362,26 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="VLLM_HTTP_TIMEOUT_KEEP_ALIVE must be a whole number of seconds"):
         async with opened():
             pass
+
+
+async def test_clients_notice_that_an_idle_connection_with_tls_was_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """One that reads an answer late has it when the server has closed the connection, and asks again."""
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "1")
+    make_certificates(tmp_path)
+    trust = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    files = {f"ssl_{kind}file": str(tmp_path / f"server.{end}") for kind, end in (("key", "key"), ("cert", "pem"))}
+    async with (
+        opened(**files) as door,
+        httpx.AsyncClient(base_url=f"https://127.0.0.1:{door.port}", verify=trust) as http,
+    ):
+        async with http.stream("POST", "/slowly", content=b"abc") as answer:
+            await asyncio.wait_for(door.echo.closed.wait(), 10)
+            # two seconds of keeping it, and what closing takes
+            await asyncio.sleep(3.5)
+            assert await answer.aread() == b"xxxxx"
+        assert (await http.post("/size", content=b"abc")).text == "3"
 
 
 @pytest.mark.parametrize(
