@@ -107,8 +107,8 @@ class Request:
         first_scheduled_time: seconds of time.monotonic().
         num_pending_tokens: tokens that steps handed out will have sampled.
         num_counted_prompt_tokens: prompt tokens that statistics have counted.
-        prompt_logprobs: of the prompt's tokens but the first, as far as they are known; None unless asked for, and
-            once they have been told.
+        prompt_logprobs: of prompt tokens, in order, that are known and not emitted; None unless asked for, and once
+            all of them have been emitted.
         num_prompt_logprobs: prompt tokens, counted from the first, that need no log-probabilities any more.
         end_ids: ids that end it, once it has min_num_tokens, and NO_TOKEN, which always does.
         min_num_tokens: tokens before which it cannot end.

@@ -457,7 +457,7 @@ class Scheduler:
         self._num_step_prompt_tokens = made.num_prompt_tokens
         self._pace.note(made.made_at, time.monotonic(), made.num_piece_tokens)
         if output.prompt_logprobs:
-            take_prompt_logprobs(dict(zip(made.slots, made.rows, strict=True)), output.prompt_logprobs)
+            outputs += take_prompt_logprobs(dict(zip(made.slots, made.rows, strict=True)), output.prompt_logprobs)
         num_generated = 0
         any_finished = bool(output.pooled)
         if output.pooled:

@@ -23,7 +23,7 @@ from ascend_vllm.engine.input_processor import ProcessedRequest
 from ascend_vllm.engine.output_queue import OutputQueue
 from ascend_vllm.engine.pooling_state import PoolingState
 from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
-from ascend_vllm.engine.sequence_state import SequenceState, shape_prompt_logprobs
+from ascend_vllm.engine.sequence_state import PromptLogprobsState, SequenceState
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tracing import RequestTracer
 from ascend_vllm.errors import (
@@ -34,7 +34,7 @@ from ascend_vllm.errors import (
     RequestError,
 )
 from ascend_vllm.logger import init_logger
-from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from ascend_vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, TokenLogprobs
 
@@ -87,7 +87,6 @@ class _RequestState:
     """One request: its sequences, or its beam search as if it were one, and its times."""
 
     __slots__ = (
-        "awaits_prompt_logprobs",
         "changed",
         "core_ids",
         "holds_back",
@@ -104,7 +103,6 @@ class _RequestState:
         "queue",
         "request",
         "sequences",
-        "tokenizer",
     )
 
     def __init__(
@@ -138,25 +136,21 @@ class _RequestState:
         self.num_kept_logprobs = 0
         # of those of its sequences that were preempted
         self.num_preemptions: dict[str, int] = {}
-        self.tokenizer = tokenizer if params.detokenize else None
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
-        self.awaits_prompt_logprobs = params.prompt_logprobs is not None
+        # until they are emitted
+        self.prompt_logprobs: PromptLogprobsState | None = None
+        if params.prompt_logprobs is not None:
+            texts = tokenizer if params.detokenize else None
+            self.prompt_logprobs = PromptLogprobsState(prompt_token_ids, params.prompt_logprobs, texts)
         # sequences have tokens that no output has told of, since the prompt's log-probabilities come first
         self.holds_back = False
-
-    def take_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Keeps the prompt's log-probabilities until they are told."""
-        num_logprobs = self.request.params.prompt_logprobs or 0
-        self.prompt_logprobs = shape_prompt_logprobs(
-            self.request.prompt_token_ids, entries, num_logprobs, self.tokenizer
-        )
-        self.awaits_prompt_logprobs = False
 
     def make_output(self, changed: Sequence[AnySequence]) -> RequestOutput | None:
         """The output due after a change of some sequences, if one is."""
         finished = self.num_unfinished == 0
         # the first sequence brings them; others may be ahead of it if it was preempted
-        if self.awaits_prompt_logprobs and not finished and self.sequences[0].finish_reason is None:
+        of_prompt = self.prompt_logprobs
+        is_awaited = of_prompt is not None and of_prompt.is_awaited
+        if is_awaited and not finished and self.sequences[0].finish_reason is None:
             self.holds_back = True
             return None
         if self.holds_back:
@@ -176,14 +170,13 @@ class _RequestState:
             outputs = [output for sequence in self.sequences for output in sequence.make_outputs(self.kind)]
             if len(self.sequences) > 1:
                 outputs = self._choose(outputs, finished)
-        prompt_logprobs = self.prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:
             self.prompt_logprobs = None
         return RequestOutput(
             self.request.request_id,
             self.request.prompt,
             self.request.prompt_token_ids,
-            prompt_logprobs,
+            None if of_prompt is None or is_awaited else of_prompt.positions,
             outputs,
             finished,
             self.metrics,
@@ -332,7 +325,10 @@ class OutputProcessor:
         several: list[EngineCoreOutput] = []
         for output in outputs:
             if output.prompt_logprobs is not None:
-                self._take_prompt_logprobs(output.request_id, output.prompt_logprobs)
+                is_last = bool(output.new_token_ids) or output.finish_reason is not None
+                self._take_prompt_logprobs(output.request_id, output.prompt_logprobs, is_last=is_last)
+                if not is_last:
+                    continue
             with self._lock:
                 found = self._sequences.get(output.request_id)
                 if found is not None and self._take_output(*found, output, step):
@@ -344,12 +340,12 @@ class OutputProcessor:
             with self._lock:
                 self._fail_largest(step)
 
-    def _take_prompt_logprobs(self, core_id: str, entries: Sequence[TokenLogprobs]) -> None:
-        """Shapes those of a prompt, without the lock: a long one's take seconds, and nobody else touches them."""
+    def _take_prompt_logprobs(self, core_id: str, entries: Sequence[TokenLogprobs], *, is_last: bool) -> None:
+        """Shapes those of a part of a prompt, without the lock: nobody else touches them."""
         with self._lock:
-            found = self._sequences.get(core_id)
-        if found is not None:
-            found[0].take_prompt_logprobs(entries)
+            state, _ = self._sequences.get(core_id, (None, None))
+        if state is not None and state.prompt_logprobs is not None:
+            state.prompt_logprobs.take(entries, is_last=is_last)
 
     def _take_output(
         self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step

@@ -202,28 +202,40 @@ class SequenceState:
             self._logprobs.append(_shape_position(entry, self._num_logprobs, self._tokenizer, piece))
 
 
-def shape_prompt_logprobs(
-    prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_logprobs: int, tokenizer: Tokenizer | None
-) -> list[PositionLogprobs | None]:
-    """Log-probabilities of a prompt as callers get them.
+class PromptLogprobsState:
+    """Log-probabilities of a prompt as callers get them, which come part by part.
 
     Args:
         prompt_token_ids: the prompt.
-        entries: one per token but the first.
         num_logprobs: most likely tokens to show beside each token.
         tokenizer: None: no texts.
 
-    Returns:
-        One entry per token; None for the first, which nothing comes before.
+    Attributes:
+        positions: one entry per token so far; None for the first, which nothing comes before.
+        is_awaited: more are to come.
     """
-    detokenizer: IncrementalDetokenizer = NoDetokenizer()
-    if tokenizer is not None:
-        detokenizer = tokenizer.make_detokenizer(skip_special_tokens=False)
-    detokenizer.push(prompt_token_ids[:1])
-    result: list[PositionLogprobs | None] = [None]
-    for token_id, entry in zip(prompt_token_ids[1:], entries, strict=True):
-        result.append(_shape_position(entry, num_logprobs, tokenizer, detokenizer.push((token_id,))))
-    return result
+
+    __slots__ = ("_detokenizer", "_num_logprobs", "_token_ids", "_tokenizer", "is_awaited", "positions")
+
+    def __init__(self, prompt_token_ids: Sequence[int], num_logprobs: int, tokenizer: Tokenizer | None) -> None:
+        self.positions: list[PositionLogprobs | None] = [None]
+        self.is_awaited = True
+        self._token_ids = prompt_token_ids
+        self._num_logprobs = num_logprobs
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer = NoDetokenizer()
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.make_detokenizer(skip_special_tokens=False)
+        self._detokenizer.push(prompt_token_ids[:1])
+
+    def take(self, entries: Sequence[TokenLogprobs], *, is_last: bool) -> None:
+        """Appends those of the next tokens, one entry each."""
+        first = len(self.positions)
+        token_ids = self._token_ids[first : first + len(entries)]
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            piece = self._detokenizer.push((token_id,))
+            self.positions.append(_shape_position(entry, self._num_logprobs, self._tokenizer, piece))
+        self.is_awaited = not is_last
 
 
 def _shape_position(

@@ -30,7 +30,16 @@ from ascend_vllm.core.structured_output import StructuredOutputManager
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
-from ascend_vllm.types.step import NO_TOKEN, KVCacheSize, MoveKind, NewRow, SchedulerOutput, StepLogprobs, StepOutput
+from ascend_vllm.types.step import (
+    NO_TOKEN,
+    KVCacheSize,
+    MoveKind,
+    NewRow,
+    PromptLogprobs,
+    SchedulerOutput,
+    StepLogprobs,
+    StepOutput,
+)
 from tests.core.first_stage import FirstStage
 
 VOCAB_SIZE = 40
@@ -210,9 +219,13 @@ class MemoryExecutor(Executor):
         self.allowed = _allowed_tokens(step)
         self.wasted = {slot for slot in step.slots if self.slots[slot].is_wasted}
         sampled = []
+        scored = []
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
+            first = self.slots[slot].num_computed_tokens + 1
             if self._compute(self.slots[slot], count):
                 sampled.append(slot)
+            if self.slots[slot].params.prompt_logprobs is not None:
+                scored += _prompt_logprobs(slot, self.slots[slot], first, first + count)
         if self.first_stage is not None:
             inputs = {slot: self.slots[slot].token_ids[: self.slots[slot].num_computed_tokens] for slot in step.slots}
             assert self.first_stage.inputs.popleft() == inputs, "stages compute different tokens"
@@ -228,7 +241,9 @@ class MemoryExecutor(Executor):
                 if goes_on:
                     assert self._compute(self.slots[slot], 1)
             columns.append(self._sample(sampled, going_on))
-        return self._output(step.step_id, sampled, columns)
+        output = self._output(step.step_id, sampled, columns)
+        output.prompt_logprobs = scored
+        return output
 
     def _apply(self, step: SchedulerOutput) -> None:
         for slot in step.freed_slots:
@@ -386,6 +401,18 @@ def make_config(
         device=DeviceConfig(),
         observability=ObservabilityConfig(),
     )
+
+
+def _prompt_logprobs(slot_id: int, slot: Slot, start: int, end: int) -> list[PromptLogprobs]:
+    """Of the prompt's tokens from `start` to before `end`, each alone."""
+    token_ids = np.array(slot.token_ids[start : min(end, slot.num_prompt_tokens)], np.int32)
+    if not token_ids.size:
+        return []
+    width = 1 + (slot.params.prompt_logprobs or 0)
+    columns = np.repeat(token_ids[:, None], width, axis=1)
+    return [
+        PromptLogprobs(slot_id, start, columns, np.zeros(columns.shape, np.float32), np.ones(len(columns), np.int32))
+    ]
 
 
 def make_core(

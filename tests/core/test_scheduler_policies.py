@@ -560,5 +560,26 @@ def test_other_requests_pass_sequences_that_wait_for_their_prompt(chunked: bool)
     assert scheduled(executor)[0] == {"first": 4, "other": 5}
 
 
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"num_blocks": 6, "chunked": True}])
+def test_log_probabilities_of_a_prompt_are_emitted_as_they_are_computed(settings: dict[str, Any]) -> None:
+    core, _ = make_core(**{"max_scored_tokens": 6, **settings})
+    core.add_request(make_request("s", 20, max_tokens=3, prompt_logprobs=1))
+    core.add_request(make_request("other", 30, max_tokens=20))
+    parts: list[list[int]] = []
+    num_tokens = 0
+    while core.has_unfinished():
+        for output in core.step().outputs:
+            if output.request_id == "s":
+                if output.prompt_logprobs is not None:
+                    assert num_tokens == 0
+                    parts.append([entry.token_ids[0] for entry in output.prompt_logprobs])
+                num_tokens += len(output.new_token_ids)
+    prompt = make_request("s", 20).prompt_token_ids
+    assert [token_id for part in parts for token_id in part] == prompt[1:]
+    assert len(parts) > 2 and max(map(len, parts)) <= 6
+    assert num_tokens == 3
+    assert_all_free(core)
+
+
 def order_of_entry_of(executor: MemoryExecutor) -> list[str]:
     return [row.request_id for made in executor.steps for row in made.new_rows]

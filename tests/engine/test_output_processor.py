@@ -13,9 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ascend_vllm.engine import output_processor
+from ascend_vllm.engine import output_processor, sequence_state
 from ascend_vllm.engine.output_queue import OutputQueue
-from ascend_vllm.engine.sequence_state import shape_prompt_logprobs
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput
@@ -649,9 +648,10 @@ def test_who_adds_and_aborts_does_not_wait_for_the_log_probabilities_of_a_prompt
     def shape_slowly(*arguments: Any) -> Any:
         has_begun.set()
         assert may_go_on.wait(60)
-        return shape_prompt_logprobs(*arguments)
+        return shape_position(*arguments)
 
-    monkeypatch.setattr(output_processor, "shape_prompt_logprobs", shape_slowly)
+    shape_position = sequence_state._shape_position
+    monkeypatch.setattr(sequence_state, "_shape_position", shape_slowly)
     engine = FakeEngine(byte_level)
     engine.add(SamplingParams(prompt_logprobs=1), prompt={"prompt_token_ids": [5, 6]})
     outputs: list[RequestOutput] = []
@@ -667,6 +667,22 @@ def test_who_adds_and_aborts_does_not_wait_for_the_log_probabilities_of_a_prompt
     may_go_on.set()
     giving.join(60)
     assert outputs[0].prompt_logprobs is not None
+
+
+@pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+def test_log_probabilities_of_a_prompt_come_in_parts(byte_level: Tokenizer, kind: RequestOutputKind) -> None:
+    """They are shaped as they come, and emitted when all of them are there."""
+    ids = byte_level.encode("The quick 日本 fox")
+    entries = prompt_entries(ids)
+    engine = FakeEngine(byte_level)
+    engine.add(SamplingParams(prompt_logprobs=1, output_kind=kind), prompt={"prompt_token_ids": ids})
+    whole = engine.give([7], finish_reason=FinishReason.STOP, prompt_logprobs=entries)[-1].prompt_logprobs
+    engine.add(SamplingParams(prompt_logprobs=1, output_kind=kind), prompt={"prompt_token_ids": ids})
+    for first in range(0, len(entries) - 1, 3):
+        assert engine.give([], prompt_logprobs=entries[first : min(first + 3, len(entries) - 1)]) == []
+    last = engine.give([7], finish_reason=FinishReason.STOP, prompt_logprobs=entries[-1:])[-1]
+    assert whole is not None and len(whole) == len(ids)
+    assert last.prompt_logprobs == whole
 
 
 def test_the_first_delta_has_the_prompt_logprobs(byte_level: Tokenizer) -> None:
