@@ -14,14 +14,14 @@ __version__ = "0.1.0"
 
 # public name → module that defines it; imported on first use, so that `import ascend_vllm` stays instant
 _EXPORTS = {
-    "LLM": "ascend_vllm.entrypoints.llm",
+    "LLM": "ascend_vllm.entrypoints.offline.llm",
     "LLMEngine": "ascend_vllm.engine.llm_engine",
     "AsyncLLM": "ascend_vllm.engine.async_llm",
     "AsyncLLMEngine": "ascend_vllm.engine.async_llm",
-    "EngineArgs": "ascend_vllm.engine.args",
-    "AsyncEngineArgs": "ascend_vllm.engine.args",
+    "EngineArgs": "ascend_vllm.args.engine_args",
+    "AsyncEngineArgs": "ascend_vllm.args.engine_args",
     "ModelRegistry": "ascend_vllm.models.registry",
-    "initialize_ray_cluster": "ascend_vllm.executor.ray_cluster",
+    "initialize_ray_cluster": "ascend_vllm.executor.ray.cluster",
     "PromptType": "ascend_vllm.engine.input_processor",
     "TextPrompt": "ascend_vllm.engine.input_processor",
     "TokensPrompt": "ascend_vllm.engine.input_processor",
@@ -43,12 +43,12 @@ _EXPORTS = {
     "ScoringOutput": "ascend_vllm.outputs",
     "ScoringRequestOutput": "ascend_vllm.outputs",
     # LMDeploy's names
-    "pipeline": "ascend_vllm.entrypoints.pipeline",
-    "GenerationConfig": "ascend_vllm.entrypoints.pipeline_config",
-    "TurbomindEngineConfig": "ascend_vllm.entrypoints.pipeline_config",
-    "PytorchEngineConfig": "ascend_vllm.entrypoints.pipeline_config",
-    "ChatTemplateConfig": "ascend_vllm.entrypoints.pipeline_template",
-    "Response": "ascend_vllm.entrypoints.pipeline_config",
+    "pipeline": "ascend_vllm.entrypoints.lmdeploy.pipeline",
+    "GenerationConfig": "ascend_vllm.entrypoints.lmdeploy.config",
+    "TurbomindEngineConfig": "ascend_vllm.entrypoints.lmdeploy.config",
+    "PytorchEngineConfig": "ascend_vllm.entrypoints.lmdeploy.config",
+    "ChatTemplateConfig": "ascend_vllm.entrypoints.lmdeploy.templates",
+    "Response": "ascend_vllm.entrypoints.lmdeploy.config",
 }
 
 __all__ = ["__version__", *_EXPORTS]

@@ -1,7 +1,7 @@
 """What an output must look like: `StructuredOutputsParams`, and vLLM 0.6.3's `GuidedDecodingParams`.
 
 Names, defaults and the text for several constraints at once are vLLM's (0.32 and 0.6.3). At most one constraint
-holds; what a grammar makes of it is the engine core's matter (core/grammar.py).
+holds; what a grammar makes of it is the engine core's matter (core/structured/grammar.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import psutil
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.request import Request
-from ascend_vllm.core.structured_output import StructuredOutputManager
-from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.core.structured.manager import StructuredOutputManager
+from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import RequestError
 from ascend_vllm.hf_tokenizer import load_hf_tokenizer
 from ascend_vllm.sampling_params import SamplingParams

@@ -35,8 +35,8 @@ from typing import Any
 from ascend_vllm import EngineArgs, SamplingParams
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.entrypoints.bench.http_client import HttpClient, HttpError
 from ascend_vllm.executor.uniproc import UniProcExecutor
+from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
 from ascend_vllm.types.messages import EngineCoreRequest
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 

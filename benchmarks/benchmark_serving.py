@@ -15,8 +15,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from bandwidth import Roofline, read_bandwidth, weight_bytes
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
-from ascend_vllm.entrypoints.bench.serve import add_arguments, measure
+from ascend_vllm.args.parser import FlexibleArgumentParser
+from ascend_vllm.tools.bench.serve import add_arguments, measure
 
 
 def main() -> None:

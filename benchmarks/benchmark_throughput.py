@@ -14,8 +14,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from bandwidth import Roofline, read_bandwidth, weight_bytes
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
-from ascend_vllm.entrypoints.bench.offline import add_throughput_arguments, measure_throughput
+from ascend_vllm.args.parser import FlexibleArgumentParser
+from ascend_vllm.tools.bench.offline import add_throughput_arguments, measure_throughput
 
 
 def main() -> None:

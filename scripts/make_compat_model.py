@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ascend_vllm.entrypoints.demo.training import DemoShape, Sample, TrainingPlan, train
+from ascend_vllm.tools.demo.training import DemoShape, Sample, TrainingPlan, train
 
 VOCAB_SIZE = 512
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

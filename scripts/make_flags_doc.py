@@ -1,4 +1,4 @@
-"""Writes docs/flags.md from the flag table in ascend_vllm/engine/args_*.py.
+"""Writes docs/flags.md from the flag table in ascend_vllm/args/tables/*.py.
 
 python scripts/make_flags_doc.py            write the file
 python scripts/make_flags_doc.py --check    exit with 1 if the file is not up to date
@@ -10,15 +10,15 @@ import argparse
 import pathlib
 import sys
 
-from ascend_vllm.engine.arg_fields import Flag
-from ascend_vllm.engine.args import all_flags
+from ascend_vllm.args.engine_args import all_flags
+from ascend_vllm.args.fields import Flag
 
 OUTPUT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
 HEADER = """\
 # Flags
 
-<!-- Written by scripts/make_flags_doc.py from ascend_vllm/engine/args_*.py; change it there. -->
+<!-- Written by scripts/make_flags_doc.py from ascend_vllm/args/tables/*.py; change it there. -->
 
 Every flag of the servers. `ascend-vllm serve` and `python -m ascend_vllm.entrypoints.openai.api_server` take all of
 them except those of the /generate server; `python -m ascend_vllm.entrypoints.api_server` takes those of the HTTP

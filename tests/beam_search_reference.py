@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from ascend_vllm.core.beam_search import BeamSearch
+from ascend_vllm.core.beam.search import BeamSearch
 from ascend_vllm.types.messages import BeamSearchSpec
 from tests.tiny_models import tiny_model
 

@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("any machine")
 @pytest.fixture(scope="session")
 def demo_model_dir() -> str:
     """Directory of the demo model, trained once per machine and version (a minute or two on two cores)."""
-    from ascend_vllm.entrypoints.demo import ensure_demo_model
+    from ascend_vllm.entrypoints.demo_model import ensure_demo_model
 
     with pytest.MonkeyPatch.context() as patch:
         # it takes longest of all: it may have every core

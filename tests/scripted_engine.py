@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers

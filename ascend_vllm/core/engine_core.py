@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.pausing import Pausing
 from ascend_vllm.core.request_queue import QUEUES
 from ascend_vllm.core.scheduler import Scheduler
-from ascend_vllm.core.structured_output import StructuredOutputManager
+from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.executor.base import Executor, create_executor
 from ascend_vllm.logger import init_logger

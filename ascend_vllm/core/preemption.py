@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.request import Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows, rows_of

@@ -23,8 +23,8 @@ from ascend_vllm.types.messages import EngineCoreRequest, FinishReason, TokenLog
 from ascend_vllm.types.step import NO_TOKEN
 
 if TYPE_CHECKING:
-    from ascend_vllm.core.beam_group import BeamGroup
-    from ascend_vllm.core.output_constraint import OutputConstraint
+    from ascend_vllm.core.beam.group import BeamGroup
+    from ascend_vllm.core.structured.output_constraint import OutputConstraint
 
 NO_SLOT = -1
 _SEED_MASK = (1 << 63) - 1
@@ -88,7 +88,7 @@ class Request:
         slot: its row in the workers; NO_SLOT unless it runs.
         block_ids: KV blocks it holds on the device, in the order of its tokens.
         cpu_block_ids: KV blocks it holds in CPU memory, while SWAPPED.
-        block_hashes: of the blocks that its tokens fill (core/block_hash.py).
+        block_hashes: of the blocks that its tokens fill (core/kv/block_hash.py).
         num_cached_blocks: how many of its first blocks the prefix cache has been told of.
         num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
         content_keys: what besides the token ids decides its KV, as in EngineCoreRequest.

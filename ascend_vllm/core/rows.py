@@ -6,7 +6,7 @@ step is handed out.
 
 from __future__ import annotations
 
-from ascend_vllm.core.beam_group import BeamGroup
+from ascend_vllm.core.beam.group import BeamGroup
 from ascend_vllm.core.request import NO_SLOT, Request
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.types.step import SchedulerOutput

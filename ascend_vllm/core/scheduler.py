@@ -31,9 +31,8 @@ from typing import Any
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.admission import Admission
-from ascend_vllm.core.beam_group import BeamGroup
-from ascend_vllm.core.kv_cache_manager import KVCacheManager, NoFreeBlocksError
-from ascend_vllm.core.output_constraint import why_it_cannot_go_on
+from ascend_vllm.core.beam.group import BeamGroup
+from ascend_vllm.core.kv.manager import KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.pooled import pooled_output
 from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
@@ -43,7 +42,8 @@ from ascend_vllm.core.scheduler_audit import audit
 from ascend_vllm.core.step_builder import StepBuilder, StepInFlight
 from ascend_vllm.core.step_logprobs import row_logprobs, take_prompt_logprobs
 from ascend_vllm.core.step_pace import StepPace
-from ascend_vllm.core.structured_output import StructuredOutputManager
+from ascend_vllm.core.structured.manager import StructuredOutputManager
+from ascend_vllm.core.structured.output_constraint import why_it_cannot_go_on
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.structured_outputs import StructuredOutputsParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ascend_vllm.core.kv_cache_manager import KVCacheManager
+from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
 from ascend_vllm.core.rows import Rows, rows_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.core.kv_cache_manager import KVCacheManager
-from ascend_vllm.core.output_constraint import fill_bitmasks
+from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.prompt_limits import PromptLimits
 from ascend_vllm.core.request import Request
+from ascend_vllm.core.structured.output_constraint import fill_bitmasks
 from ascend_vllm.types.step import NewRow, SchedulerOutput
 
 

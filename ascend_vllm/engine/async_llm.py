@@ -35,7 +35,7 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutputs
 
 if TYPE_CHECKING:
-    from ascend_vllm.engine.args import EngineArgs
+    from ascend_vllm.args.engine_args import EngineArgs
 
 logger = init_logger(__name__)
 

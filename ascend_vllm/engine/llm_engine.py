@@ -22,7 +22,7 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from ascend_vllm.engine.args import EngineArgs
+    from ascend_vllm.args.engine_args import EngineArgs
 
 
 class LLMEngine:

@@ -6,7 +6,6 @@ batches, on a thread of their own.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,32 +13,12 @@ from typing import Any
 from ascend_vllm import envs
 from ascend_vllm.config.engine import ObservabilityConfig
 from ascend_vllm.engine.request_stats import FinishedRequest
-from ascend_vllm.errors import ConfigError
 from ascend_vllm.sampling_params import SamplingParams
 
 # W3C Trace Context: by which of a request's headers its span belongs to the trace of whoever sent it
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 _NS_PER_S = 1_000_000_000
-
-
-def check_tracing(config: ObservabilityConfig) -> None:
-    """Raise `ConfigError` unless requests can be traced, if they are to be."""
-    if config.otlp_traces_endpoint is None:
-        return
-    if not _is_installed("opentelemetry.sdk") or not _is_installed("opentelemetry.exporter.otlp"):
-        raise ConfigError(
-            "--otlp-traces-endpoint needs the OpenTelemetry packages: pip install 'ascend-vllm[otel]', or "
-            "opentelemetry-sdk and opentelemetry-exporter-otlp."
-        )
-    envs.otlp_traces_protocol()
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent is not there either
-        return False
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:

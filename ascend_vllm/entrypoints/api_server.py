@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
-from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.args_server import GenerateServerArgs
-from ascend_vllm.entrypoints import launcher
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+from ascend_vllm.args.tables.server import GenerateServerArgs
+from ascend_vllm.entrypoints.http import launcher
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,7 +45,7 @@ def _run_server(args: argparse.Namespace) -> int:
     engine_args = EngineArgs.from_cli_args(args)
 
     def load_app() -> Callable[[AsyncLLM], FastAPI]:
-        from ascend_vllm.entrypoints.generate_app import build_app
+        from ascend_vllm.entrypoints.generate.app import build_app
 
         return lambda engine: build_app(engine, server_args)
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ascend_vllm
-from ascend_vllm.engine.arg_fields import flags_of
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, expand_config_file
-from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.fields import flags_of
+from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, expand_config_file
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.entrypoints import cli_client
-from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME
+from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.errors import AscendVllmError, ConfigError
 
 EXIT_FAILURE = 1
@@ -83,8 +85,6 @@ def _add_demo_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def _demo(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command gets its namespace
-    from ascend_vllm.entrypoints.demo import ensure_demo_model
-
     print(ensure_demo_model())
     return 0
 
@@ -102,51 +102,13 @@ def _add_run_batch_arguments(parser: FlexibleArgumentParser) -> None:
     add_arguments(parser)
 
 
-def _add_bench_arguments(parser: FlexibleArgumentParser) -> None:
-    from ascend_vllm.entrypoints.bench.cli import add_arguments
+def _tool(description: str, module: str) -> Command:
+    """A program of `ascend_vllm.tools`, whose module has `add_arguments(parser)` and `run(namespace)`."""
 
-    add_arguments(parser)
+    def load() -> Any:
+        return importlib.import_module(f"ascend_vllm.tools.{module}")
 
-
-def _bench(namespace: argparse.Namespace) -> int:
-    from ascend_vllm.entrypoints.bench.cli import run
-
-    return run(namespace)
-
-
-def _add_sim_run_arguments(parser: FlexibleArgumentParser) -> None:
-    from ascend_vllm.entrypoints.sim_run import add_arguments
-
-    add_arguments(parser)
-
-
-def _sim_run(namespace: argparse.Namespace) -> int:
-    from ascend_vllm.entrypoints.sim_run import run
-
-    return run(namespace)
-
-
-def _add_collect_env_arguments(parser: FlexibleArgumentParser) -> None:
-    parser.description = "Prints what a bug report should say of this machine and of what is installed."
-
-
-def _collect_env(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command gets its namespace
-    from ascend_vllm.entrypoints.collect_env import describe
-
-    print(describe())
-    return 0
-
-
-def _add_doctor_arguments(parser: FlexibleArgumentParser) -> None:
-    from ascend_vllm.entrypoints.doctor import add_arguments
-
-    add_arguments(parser)
-
-
-def _doctor(namespace: argparse.Namespace) -> int:
-    from ascend_vllm.entrypoints.doctor import run
-
-    return run(namespace)
+    return Command(description, lambda parser: load().add_arguments(parser), lambda words: int(load().run(words)))
 
 
 COMMANDS: dict[str, Command] = {
@@ -155,11 +117,11 @@ COMMANDS: dict[str, Command] = {
         "continue lines with a running server", cli_client.add_complete_arguments, cli_client.complete
     ),
     "chat": Command("talk to a running server", cli_client.add_chat_arguments, cli_client.chat),
-    "bench": Command("measure a server or the engine", _add_bench_arguments, _bench),
+    "bench": _tool("measure a server or the engine", "bench.cli"),
     "run-batch": Command("answer a file of requests", _add_run_batch_arguments, _run_batch),
-    "collect-env": Command("describe this machine for a report", _add_collect_env_arguments, _collect_env),
-    "doctor": Command("check what a model on an Ascend NPU needs", _add_doctor_arguments, _doctor),
-    "sim-run": Command("run a command on simulated Ascend devices", _add_sim_run_arguments, _sim_run),
+    "collect-env": _tool("describe this machine for a report", "collect_env"),
+    "doctor": _tool("check what a model on an Ascend NPU needs", "doctor"),
+    "sim-run": _tool("run a command on simulated Ascend devices", "sim_run"),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from ascend_vllm import envs
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
+from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.errors import AscendVllmError
 
 _TIMEOUT_S = 600

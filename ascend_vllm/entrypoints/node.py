@@ -9,8 +9,8 @@ from typing import NoReturn
 import msgspec
 
 from ascend_vllm import envs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.node import NodeStart
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import AscendVllmError, ConfigError
 
 _EXIT_FAILURE = 1
@@ -35,7 +35,7 @@ def become_node(args: EngineArgs) -> NoReturn:
     os.close(descriptor)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "ascend_vllm.executor.node_agent"], envs.everything())
+    os.execve(sys.executable, [sys.executable, "-m", "ascend_vllm.executor.nodes.agent"], envs.everything())
 
 
 def make_start(args: EngineArgs) -> NodeStart:

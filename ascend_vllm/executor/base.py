@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 EXECUTORS: dict[str, str] = {
     "uni": "ascend_vllm.executor.uniproc:UniProcExecutor",
     "mp": "ascend_vllm.executor.multiproc:MultiprocExecutor",
-    "ray": "ascend_vllm.executor.ray:RayExecutor",
+    "ray": "ascend_vllm.executor.ray.executor:RayExecutor",
 }
 
 

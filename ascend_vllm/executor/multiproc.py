@@ -9,7 +9,7 @@ from typing import Any
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.executor.base import Executor, check_kv_cache_size
-from ascend_vllm.executor.node_group import NodeGroup
+from ascend_vllm.executor.nodes.group import NodeGroup
 from ascend_vllm.executor.remote_workers import RemoteWorkers
 from ascend_vllm.executor.worker_group import WorkerGroup
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput

@@ -2,7 +2,7 @@
 
 A record is one byte that says what it is, and its contents. Steps and their outputs are msgpack, with arrays as
 their bytes. Calls of methods and their results are pickled between a process and those that it has started, for these
-may be anything; between machines they are plain values (`plain_values`), and what is pickled is not taken.
+may be anything; between machines they are plain values (`nodes.plain_values`), and what is pickled is not taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.distributed.shm_ring import RingEnds
 from ascend_vllm.errors import ConfigError, RequestError
-from ascend_vllm.executor.plain_values import decode_plain, encode_plain
+from ascend_vllm.executor.nodes.plain_values import decode_plain, encode_plain
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 

@@ -35,7 +35,7 @@ class FinishReason(enum.IntEnum):
 
 
 class BeamSearchSpec(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A beam search; see core/beam_search.py for what the fields mean to it."""
+    """A beam search; see core/beam/search.py for what the fields mean to it."""
 
     # live beams
     width: int

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
+from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.bench.datasets import SampleRequest, apply_general_lengths, sample_requests
-from ascend_vllm.entrypoints.bench.load import LoadGenerator, Run, make_client
-from ascend_vllm.entrypoints.bench.metrics import Outcome, figures
-from ascend_vllm.entrypoints.bench.serve import add_arguments
+from ascend_vllm.tools.bench.datasets import SampleRequest, apply_general_lengths, sample_requests
+from ascend_vllm.tools.bench.load import LoadGenerator, Run, make_client
+from ascend_vllm.tools.bench.metrics import Outcome, figures
+from ascend_vllm.tools.bench.serve import add_arguments
 from comparison.servers import MODEL_NAME
 
 _METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -14,7 +14,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
 
     import ascend_vllm
-    from ascend_vllm.entrypoints.llm import LLM
+    from ascend_vllm.entrypoints.offline.llm import LLM
     from ascend_vllm.sampling_params import SamplingParams
 
     llm = LLM(**settings)

@@ -16,8 +16,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2] / PACKAGE
 
 # Top to bottom: a module may import its own layer and any layer below it. "" is the package's root modules.
 LAYERS = (
+    "tools",
     "entrypoints",
     "engine",
+    "args",
     "core",
     "executor",
     "worker",
@@ -39,8 +41,8 @@ PROCESSES = {
     "executor.worker_process": {"entrypoints", "engine", "core"},
     "entrypoints.openai.app": {"core", "executor", "worker", "models", "layers"},
     "entrypoints.openai.api_server": {"executor", "worker", "models", "layers"},
-    "entrypoints.template_process": {"engine", "core", "executor", "worker", "models", "layers"},
-    "core.grammar_process": {"entrypoints", "engine", "executor", "worker", "models", "layers"},
+    "entrypoints.templates.process": {"engine", "core", "executor", "worker", "models", "layers"},
+    "core.structured.compile_process": {"entrypoints", "engine", "executor", "worker", "models", "layers"},
 }
 DEVICE_MODULES = {"torch_npu", "torchair", "npugraph_ex"}
 # all that import them, by import_module in functions: most machines have none of them

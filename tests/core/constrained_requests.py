@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.constraint import Constraint, make_constraint
-from ascend_vllm.core.grammar import GrammarBackend
-from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
-from ascend_vllm.core.grammar_process import Trial
-from ascend_vllm.core.grammar_processes import NUM_QUICK, NUM_SLOW, GrammarProcesses
-from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
-from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.core.structured.backend_guidance import LLGuidanceBackend
+from ascend_vllm.core.structured.backend_xgrammar import XGrammarBackend
+from ascend_vllm.core.structured.compile_pool import NUM_QUICK, NUM_SLOW, GrammarProcesses
+from ascend_vllm.core.structured.compile_process import Trial
+from ascend_vllm.core.structured.constraint import Constraint, make_constraint
+from ascend_vllm.core.structured.grammar import GrammarBackend
+from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.sandbox.family import Job
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from ascend_vllm.core.grammar import Grammar
-from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.core.structured.grammar import Grammar
+from ascend_vllm.core.structured.vocabulary import Vocabulary
 
 _WORDS = ["ab", "true", '{"', '":', '", "', "no", "yes", " 1", "\r\n", "é", "日本", "null", "}}", "00", "</think>"]
 # neither a multiple of 32 nor all of it tokens

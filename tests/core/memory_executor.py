@@ -26,7 +26,7 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.core.structured_output import StructuredOutputManager
+from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason

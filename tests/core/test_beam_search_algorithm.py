@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_vllm.core.beam_search import beam_score
+from ascend_vllm.core.beam.search import beam_score
 from ascend_vllm.types.messages import BeamSequence, FinishReason
 from tests.beam_search_reference import (
     EOS,

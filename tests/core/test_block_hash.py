@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascend_vllm.core.block_hash import extend_block_hashes
+from ascend_vllm.core.kv.block_hash import extend_block_hashes
 
 Keys = list[tuple[int, str]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ascend_vllm.core.block_pool import BlockPool
+from ascend_vllm.core.kv.block_pool import BlockPool
 
 
 def test_allocate_takes_each_block_once() -> None:

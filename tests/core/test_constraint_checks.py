@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.constraint import make_constraint
-from ascend_vllm.core.constraint_checks import check_constraint
-from ascend_vllm.core.grammar_size import gbnf_size, lark_size
-from ascend_vllm.core.json_schema import find_reference_cycle, schema_size
-from ascend_vllm.core.postorder import postorder
+from ascend_vllm.core.structured.constraint import make_constraint
+from ascend_vllm.core.structured.constraint_checks import check_constraint
+from ascend_vllm.core.structured.grammar_size import gbnf_size, lark_size
+from ascend_vllm.core.structured.json_schema import find_reference_cycle, schema_size
+from ascend_vllm.core.structured.postorder import postorder
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.constraint import MAX_CHOICES, MAX_DEPTH, make_constraint
-from ascend_vllm.core.constraint_checks import check_constraint
-from ascend_vllm.core.grammar import CompiledGrammar, GrammarBackend, GrammarError
-from ascend_vllm.core.grammar_guidance import LLGuidanceBackend
-from ascend_vllm.core.grammar_xgrammar import XGrammarBackend, ignored_keywords, without_newline_dots
+from ascend_vllm.core.structured.backend_guidance import LLGuidanceBackend
+from ascend_vllm.core.structured.backend_xgrammar import XGrammarBackend, ignored_keywords, without_newline_dots
+from ascend_vllm.core.structured.constraint import MAX_CHOICES, MAX_DEPTH, make_constraint
+from ascend_vllm.core.structured.constraint_checks import check_constraint
+from ascend_vllm.core.structured.grammar import CompiledGrammar, GrammarBackend, GrammarError
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from tests.core.grammar_vocabulary import EOS, SPECIAL, allowed, make_vocabulary, matches, random_text, spell

@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core import grammar_process, output_constraint
-from ascend_vllm.core.constraint import Constraint, make_constraint
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.core.grammar_backends import BACKENDS
-from ascend_vllm.core.grammar_process import try_out
-from ascend_vllm.core.grammar_processes import QUICK, SLOW, GrammarProcesses
-from ascend_vllm.core.grammar_xgrammar import XGrammarBackend
-from ascend_vllm.core.structured_output import StructuredOutputManager
+from ascend_vllm.core.structured import compile_process, output_constraint
+from ascend_vllm.core.structured.backend_xgrammar import XGrammarBackend
+from ascend_vllm.core.structured.backends import BACKENDS
+from ascend_vllm.core.structured.compile_pool import QUICK, SLOW, GrammarProcesses
+from ascend_vllm.core.structured.compile_process import try_out
+from ascend_vllm.core.structured.constraint import Constraint, make_constraint
+from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.sandbox.family import Job, LimitExceededError, TooSlowError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import FinishReason
@@ -109,7 +109,7 @@ def test_who_gives_up_ends_the_process_at_once() -> None:
 
 def test_the_process_is_small() -> None:
     code = (
-        f"import sys; from {grammar_process.__name__} import _import_xgrammar; _import_xgrammar(); "
+        f"import sys; from {compile_process.__name__} import _import_xgrammar; _import_xgrammar(); "
         "import xgrammar, llguidance; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
@@ -170,19 +170,19 @@ def test_a_grammar_is_the_same_whatever_was_compiled_before() -> None:
 def test_grammars_with_slow_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = make_vocabulary()
     backend = XGrammarBackend(vocabulary, 1)
-    job = grammar_process.Job("xgrammar", constraint_of(grammar=AMBIGUOUS))
-    monkeypatch.setattr(grammar_process, "_MAX_TRIAL_S", 0.001)
+    job = compile_process.Job("xgrammar", constraint_of(grammar=AMBIGUOUS))
+    monkeypatch.setattr(compile_process, "_MAX_TRIAL_S", 0.001)
     assert "tokens take" in (try_out(job, backend, vocabulary).error or "")
-    monkeypatch.setattr(grammar_process, "_MAX_MASK_S", 0.0)
+    monkeypatch.setattr(compile_process, "_MAX_MASK_S", 0.0)
     assert "a mask of it takes" in (try_out(job, backend, vocabulary).error or "")
 
 
 def test_what_took_long_and_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "_AFFORDABLE_S", 0.0)
+    monkeypatch.setattr(compile_process, "_AFFORDABLE_S", 0.0)
     vocabulary = make_vocabulary()
     for name, make in BACKENDS.items():
         backend = make(vocabulary, 1)
-        trial = try_out(grammar_process.Job(name, constraint_of(regex="a{9}")), backend, vocabulary)
+        trial = try_out(compile_process.Job(name, constraint_of(regex="a{9}")), backend, vocabulary)
         assert (trial.error or "").endswith("the limit is 0 s") == (name == "guidance")
         assert (trial.packed is None) == (name == "guidance")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ascend_vllm.core.kv_cache_manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
+from ascend_vllm.core.kv.manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.request import Request
 from ascend_vllm.types.step import MoveKind
 from tests.core.kv_cache_requests import Keys, append, make_request

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from ascend_vllm.core.kv_cache_manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
+from ascend_vllm.core.kv.manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.request import Request
 from ascend_vllm.types.step import MoveKind
 from tests.core.kv_cache_requests import Keys, append, make_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ascend_vllm.core.regex_size import end_of_class, written_out_size
+from ascend_vllm.core.structured.regex_size import end_of_class, written_out_size
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from hypothesis.stateful import (
 )
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.beam_search import BeamSearch
+from ascend_vllm.core.beam.search import BeamSearch
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.core.structured_output import StructuredOutputManager
+from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, EngineCoreRequest, FinishReason
 from tests.core.constrained_requests import CONSTRAINTS, PROCESSES, VOCABULARY, constrain_alone, constrained
 from tests.core.memory_executor import (

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core import structured_output
-from ascend_vllm.core.constraint import Constraint, make_constraint
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.core.grammar_process import Trial
-from ascend_vllm.core.grammar_processes import GrammarProcesses
-from ascend_vllm.core.output_constraint import OutputConstraint
 from ascend_vllm.core.request import Request
-from ascend_vllm.core.structured_output import StructuredOutputManager
-from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.core.structured import manager as structured_output
+from ascend_vllm.core.structured.compile_pool import GrammarProcesses
+from ascend_vllm.core.structured.compile_process import Trial
+from ascend_vllm.core.structured.constraint import Constraint, make_constraint
+from ascend_vllm.core.structured.manager import StructuredOutputManager
+from ascend_vllm.core.structured.output_constraint import OutputConstraint
+from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.sandbox.family import Job
 from ascend_vllm.structured_outputs import StructuredOutputsParams

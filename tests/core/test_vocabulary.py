@@ -8,7 +8,7 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ascend_vllm.core.vocabulary import Vocabulary
+from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.hf_tokenizer import load_hf_tokenizer
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 

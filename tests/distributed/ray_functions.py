@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 
 from ascend_vllm.errors import ConfigError
-from ascend_vllm.executor.ray_cluster import RayCluster
+from ascend_vllm.executor.ray.cluster import RayCluster
 
 
 def use_own_group() -> tuple[list[int], bool, str]:

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.args import parallel
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig
-from ascend_vllm.engine import arg_parallel
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.data_parallel import VISIBLE_NPUS, config_of_engine, environment_of_engine
 from ascend_vllm.engine.data_parallel_client import DataParallelClient, merge_results
 from ascend_vllm.errors import ConfigError, EngineDeadError
@@ -389,12 +389,12 @@ def test_each_core_has_npus_of_its_own(
 
 
 def test_too_few_npus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arg_parallel, "probe_npus", lambda: NpuProbe(3, "Ascend910B3"))
+    monkeypatch.setattr(parallel, "probe_npus", lambda: NpuProbe(3, "Ascend910B3"))
     args = EngineArgs(model="", data_parallel_size=2, tensor_parallel_size=2)
     text = r"--data-parallel-size 2 with --tensor-parallel-size 2: 4 NPUs are needed and this container has 3\."
     with pytest.raises(ConfigError, match=text):
-        arg_parallel.parallel_config(args, {}, "npu")
-    assert arg_parallel.parallel_config(dataclasses.replace(args, tensor_parallel_size=1), {}, "npu").world_size == 1
+        parallel.parallel_config(args, {}, "npu")
+    assert parallel.parallel_config(dataclasses.replace(args, tensor_parallel_size=1), {}, "npu").world_size == 1
 
 
 def test_cores_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,17 +23,17 @@ import pytest
 
 import ascend_vllm
 from ascend_vllm import envs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.node import NodeStart, model_digest
 from ascend_vllm.config.node_secret import make_secret, read_secret, require_secret
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError, EngineDeadError
-from ascend_vllm.executor import node_agent, node_door
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.local_workers import LocalWorkers
-from ascend_vllm.executor.node_agent import NodeAgent
-from ascend_vllm.executor.node_door import MAX_STRANGERS, NodeDoor
-from ascend_vllm.executor.node_handshake import PROTOCOL_VERSION, SessionKeys, introduce
-from ascend_vllm.executor.node_link import Hello, LinkLostError, MessageKind, NodeLink
+from ascend_vllm.executor.nodes import acceptor, agent
+from ascend_vllm.executor.nodes.acceptor import MAX_STRANGERS, NodeDoor
+from ascend_vllm.executor.nodes.agent import NodeAgent
+from ascend_vllm.executor.nodes.handshake import PROTOCOL_VERSION, SessionKeys, introduce
+from ascend_vllm.executor.nodes.link import Hello, LinkLostError, MessageKind, NodeLink
 from ascend_vllm.executor.wire import RecordKind
 from tests.server import ROOT, free_port, wait_until
 from tests.tiny_models import tiny_model
@@ -42,7 +42,7 @@ from tests.worker.worker_driver import make_config
 # a guard: everything here takes milliseconds
 TIMEOUT_S = 60.0
 SECRET = "a secret of the nodes of a test"
-# sizes of what is said before a node is known: see `node_handshake`
+# sizes of what is said before a node is known: see `handshake`
 GREETING_BYTES, PROOF_BYTES = 49, 32
 
 
@@ -265,7 +265,7 @@ def test_silent_strangers_keep_no_node_out(door: NodeDoor, model: str, log: pyte
 
 def test_a_stranger_has_no_time_to_lose(door: NodeDoor, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte after another does not keep a connection open."""
-    monkeypatch.setattr(node_door, "STRANGER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(acceptor, "STRANGER_TIMEOUT_S", 0.5)
     slow = _connect(door)
     start = time.monotonic()
     with pytest.raises(OSError):
@@ -371,7 +371,7 @@ def test_a_node_that_knows_the_secret_gets_nothing_unpickled(model: str, tmp_pat
 
     def answer() -> None:
         start = NodeStart(1, 2, "127.0.0.1", port, 2, 1, None, None)
-        with contextlib.closing(node_agent.connect(start, SECRET.encode(), TIMEOUT_S)) as link:
+        with contextlib.closing(agent.connect(start, SECRET.encode(), TIMEOUT_S)) as link:
             link.send(MessageKind.HELLO, _hello(model))
             assert link.receive(TIMEOUT_S).kind == MessageKind.SETUP
             link.send(MessageKind.ANSWER, struct.pack("<Bq", RecordKind.RESULT, 0) + pickle.dumps(_Trap(trap)), 1)
@@ -468,7 +468,7 @@ def test_a_node_that_has_no_turn_tries_again(door: NodeDoor, model: str) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         start = NodeStart(1, 2, "127.0.0.1", server.getsockname()[1], 2, 1, None, None)
         links: list[NodeLink] = []
-        thread = threading.Thread(target=lambda: links.append(node_agent.connect(start, SECRET.encode(), TIMEOUT_S)))
+        thread = threading.Thread(target=lambda: links.append(agent.connect(start, SECRET.encode(), TIMEOUT_S)))
         thread.start()
         server.accept()[0].close()
         # the second time it is let through

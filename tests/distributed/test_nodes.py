@@ -15,19 +15,19 @@ import msgspec
 import pytest
 
 import ascend_vllm
+from ascend_vllm.args import parallel
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.node import NodeStart, model_digest
-from ascend_vllm.engine import arg_parallel
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.entrypoints.node import make_start
 from ascend_vllm.errors import ConfigError
-from ascend_vllm.executor import node_agent
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.local_workers import LocalWorkers
-from ascend_vllm.executor.node_agent import NodeAgent
-from ascend_vllm.executor.node_door import NodeDoor
-from ascend_vllm.executor.node_handshake import SessionKeys, introduce
-from ascend_vllm.executor.node_link import Hello, MessageKind, NodeLink
+from ascend_vllm.executor.nodes import agent
+from ascend_vllm.executor.nodes.acceptor import NodeDoor
+from ascend_vllm.executor.nodes.agent import NodeAgent
+from ascend_vllm.executor.nodes.handshake import SessionKeys, introduce
+from ascend_vllm.executor.nodes.link import Hello, MessageKind, NodeLink
 from ascend_vllm.platforms.facts import NpuProbe
 from tests.server import free_port, wait_until
 from tests.tiny_models import tiny_model
@@ -201,7 +201,7 @@ def test_node_zero_that_is_not_there(model: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", "0.1")
     port = free_port()
     with pytest.raises(ConfigError, match=f"--master-port {port}: node 0 does not answer there within 0.1 seconds"):
-        node_agent.run_node(make_start(_args(model, master_port=port)), lambda _: None)
+        agent.run_node(make_start(_args(model, master_port=port)), lambda _: None)
 
 
 def test_node_zero_hears_why_a_node_cannot_take_part(
@@ -209,17 +209,17 @@ def test_node_zero_hears_why_a_node_cannot_take_part(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
     start = make_start(_args("/absent/model", master_port=_port(door)))
-    assert node_agent.run_node(start, lambda _: None) == 2
+    assert agent.run_node(start, lambda _: None) == 2
     with pytest.raises(ConfigError, match=r"node 1 \(127.0.0.1\) cannot take part: .*/absent/model"):
         door.wait()
-    assert any("/absent/model" in record.message and record.name.endswith("node_agent") for record in caplog.records)
+    assert any("/absent/model" in record.message and record.name.endswith("nodes.agent") for record in caplog.records)
 
 
 def test_a_refused_node_says_why(door: NodeDoor, model: str) -> None:
     start = make_start(_args(model, master_port=_port(door), pipeline_parallel_size=6))
     assert start.config is not None
     with pytest.raises(ConfigError, match=r"Node 0 \(127.0.0.1\) refuses this node: .*--pipeline-parallel-size 6"):
-        node_agent.run_node(start, lambda _: None)
+        agent.run_node(start, lambda _: None)
 
 
 @contextlib.contextmanager
@@ -288,14 +288,14 @@ def test_flags_that_contradict_each_other(
 
 
 def test_each_machine_needs_its_share_of_npus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arg_parallel, "probe_npus", lambda: NpuProbe(3, "Ascend910B3"))
+    monkeypatch.setattr(parallel, "probe_npus", lambda: NpuProbe(3, "Ascend910B3"))
     args = EngineArgs(model="", tensor_parallel_size=8, nnodes=2, node_rank=1)
     text = r"--nnodes 2 with --tensor-parallel-size 8: 4 NPUs are needed and this container has 3\."
     with pytest.raises(ConfigError, match=text):
-        arg_parallel.parallel_config(args, {}, "npu")
+        parallel.parallel_config(args, {}, "npu")
     args = dataclasses.replace(args, tensor_parallel_size=3, pipeline_parallel_size=2)
     hf_config = {"num_hidden_layers": 2}
-    assert arg_parallel.parallel_config(args, hf_config, "npu").local_world_size == 3
+    assert parallel.parallel_config(args, hf_config, "npu").local_world_size == 3
 
 
 def test_engines_are_on_node_zero(model: str) -> None:

@@ -23,9 +23,9 @@ import pytest
 
 from ascend_vllm import LLM
 from ascend_vllm.errors import ConfigError, EngineDeadError
-from ascend_vllm.executor import ray_cluster
 from ascend_vllm.executor.base import create_executor
-from ascend_vllm.executor.ray import RayExecutor
+from ascend_vllm.executor.ray import cluster as ray_cluster
+from ascend_vllm.executor.ray.executor import RayExecutor
 from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
@@ -379,7 +379,7 @@ def test_a_cluster_that_was_started_ends_with_the_program_that_is_killed(odd_mod
 # as Ray's process on a machine does, without Ray
 PARENT = """
 import subprocess, sys
-worker = "import os; from ascend_vllm.executor.ray_worker import RayWorker; actor = RayWorker(); "
+worker = "import os; from ascend_vllm.executor.ray.worker import RayWorker; actor = RayWorker(); "
 worker += "print(os.getpid(), flush=True); actor.watch()"
 worker = subprocess.Popen([sys.executable, "-c", worker])
 sys.stdin.read()
@@ -401,7 +401,7 @@ def test_a_worker_ends_with_its_parent() -> None:
 WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 try:
     EngineArgs(model=sys.argv[1], distributed_executor_backend="ray").create_engine_config()
 except ValueError as error:

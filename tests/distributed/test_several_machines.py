@@ -32,7 +32,7 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.node import NodeStart, model_digest
 from ascend_vllm.errors import ConfigError, EngineDeadError, RequestError
 from ascend_vllm.executor.base import Executor, create_executor
-from ascend_vllm.executor.node_link import Hello
+from ascend_vllm.executor.nodes.link import Hello
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, PROMPTS, generate
 from tests.distributed.test_kill_matrix import shared_memory_of
@@ -221,7 +221,7 @@ def _second_node(
     start = NodeStart(1, 2, "127.0.0.1", config.parallel.master_port, 2, 1, secret_file and str(secret_file), own)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ascend_vllm.executor.node_agent"],
+            [sys.executable, "-m", "ascend_vllm.executor.nodes.agent"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -353,7 +353,7 @@ def test_a_program_is_node_zero(odd_model: str, texts: list[str], tmp_path: path
 
 NODE_ZERO = """
 import asyncio, json, sys
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 
 async def main():

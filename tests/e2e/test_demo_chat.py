@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from ascend_vllm.engine.args import all_flags
+from ascend_vllm.args.engine_args import all_flags
 from tests.server import Server, is_idle, needs_curl, wait_until
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import CompletionOutput, RequestOutput

@@ -15,13 +15,13 @@ import psutil
 import pytest
 import transformers
 
+from ascend_vllm.args import limits
+from ascend_vllm.args.checks import check_block_size
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.hf_files import read_hf_config
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine import arg_limits
-from ascend_vllm.engine.arg_checks import check_block_size
-from ascend_vllm.engine.arg_hf_config import read_hf_config
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
 from ascend_vllm.models.blocks import DecoderForCausalLM
 from ascend_vllm.models.registry import resolve_model_class
@@ -184,7 +184,7 @@ def test_config_survives_the_way_to_the_core(make_model: MakeModel) -> None:
 def test_torch_is_not_imported(make_model: MakeModel) -> None:
     program = (
         "import sys\n"
-        "from ascend_vllm.engine.args import EngineArgs\n"
+        "from ascend_vllm.args.engine_args import EngineArgs\n"
         "EngineArgs(model=sys.argv[1]).create_engine_config()\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
     )
@@ -255,7 +255,7 @@ def test_families_are_read_as_transformers_reads_them(
         rope = {name: value for name, value in theirs.rope_parameters.items() if name != "type"}
         assert ours.hf_config["rope_parameters"] == rope
         assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert arg_limits.sliding_window(ours.hf_config) == getattr(theirs, "sliding_window", None)
+    assert limits.sliding_window(ours.hf_config) == getattr(theirs, "sliding_window", None)
     head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_size == head_size
 
@@ -454,7 +454,7 @@ def test_wrong_dtype(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match="dtype 'float8_e4m3fn' is not supported; choose one with --dtype"):
         config_of(make_model(QWEN2 | {"torch_dtype": "float8_e4m3fn"}))
     with pytest.raises(ConfigError, match="--dtype float32 does not run on npu; possible are bfloat16, float16"):
-        arg_limits.resolve_dtype("float32", QWEN2, NPU)
+        limits.resolve_dtype("float32", QWEN2, NPU)
 
 
 # ---- lengths and budgets -------------------------------------------------------------------------------------
@@ -507,8 +507,8 @@ def test_too_long_max_model_len(make_model: MakeModel, monkeypatch: pytest.Monke
 
 
 def test_model_without_a_stated_length() -> None:
-    assert arg_limits.resolve_max_model_len(None, {}) == 2048
-    assert arg_limits.resolve_max_model_len(9999, {}) == 9999
+    assert limits.resolve_max_model_len(None, {}) == 2048
+    assert limits.resolve_max_model_len(9999, {}) == 9999
 
 
 def test_max_model_len_auto_fits_the_cache(make_model: MakeModel) -> None:
@@ -594,7 +594,7 @@ def test_windows_are_those_of_the_layers(name: str) -> None:
     windows: list[int | None] = [None] * config.model.num_layers
     if issubclass(model_class, DecoderForCausalLM):
         windows = [model_class.layer_options(hf_config, i).sliding_window for i in range(config.model.num_layers)]
-    assert list(arg_limits.window_of_layers(hf_config)) == windows
+    assert list(limits.window_of_layers(hf_config)) == windows
     assert config.cache.sliding_window == (windows[0] if len(set(windows)) == 1 else None)
 
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascend_vllm.engine.arg_fields import flags_of
-from ascend_vllm.engine.arg_parser import (
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.fields import flags_of
+from ascend_vllm.args.parser import (
     FlexibleArgumentParser,
     LoRAModule,
     add_flags,
     expand_config_file,
     length,
 )
-from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.errors import ConfigError, UnsupportedFlagError
 
 ALL_FLAGS = [*flags_of(FrontendArgs), *flags_of(EngineArgs)]

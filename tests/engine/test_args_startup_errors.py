@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.errors import ConfigError, UnsupportedFlagError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

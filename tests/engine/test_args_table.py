@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ascend_vllm.engine.arg_fields import Flag, flags_of, refuse_unsupported
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
-from ascend_vllm.engine.args import EngineArgs, all_flags
-from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.args.engine_args import EngineArgs, all_flags
+from ascend_vllm.args.fields import Flag, flags_of, refuse_unsupported
+from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
 from ascend_vllm.errors import UnsupportedFlagError
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads((pathlib.Path(__file__).parent / "flags_0_6_3.json").read_text())

@@ -14,7 +14,7 @@ import pytest_asyncio
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.errors import AscendVllmError, EngineBusyError, EngineDeadError, ModelLoadError, RequestError
 from ascend_vllm.outputs import RequestOutput

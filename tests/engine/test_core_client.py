@@ -22,9 +22,9 @@ import pytest
 import zmq
 
 from ascend_vllm import envs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine import core_client
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.core_client import AsyncCoreClient
 from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import generate_latest
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import RequestError

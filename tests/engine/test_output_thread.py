@@ -16,13 +16,13 @@ import msgspec
 import pytest
 import zmq
 
-from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.engine.fair_lock import FairLock
 from ascend_vllm.engine.sequence_state import SequenceState
+from ascend_vllm.entrypoints.http.sse import ChatChunkWriter, CompletionChunkWriter
 from ascend_vllm.entrypoints.openai.app import build_app
-from ascend_vllm.entrypoints.openai.sse import ChatChunkWriter, CompletionChunkWriter
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams

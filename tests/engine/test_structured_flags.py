@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.structured import structured_outputs_config
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.engine.arg_structured import structured_outputs_config
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from tests.tiny_models import tiny_model

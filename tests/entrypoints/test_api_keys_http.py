@@ -17,10 +17,10 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Mount
 
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.config.model import PoolerConfig
-from ascend_vllm.engine.args_server import FrontendArgs
-from ascend_vllm.entrypoints.http_server import HttpServer
-from ascend_vllm.entrypoints.launcher import bind
+from ascend_vllm.entrypoints.http.launcher import bind
+from ascend_vllm.entrypoints.http.server import HttpServer
 from ascend_vllm.entrypoints.openai.app import build_app
 from tests.recording_middleware import RecordingMiddleware
 from tests.scripted_engine import ScriptedEngine

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.bench import arrivals, datasets, metrics, serve
-from ascend_vllm.entrypoints.bench.backends import BACKENDS
-from ascend_vllm.entrypoints.bench.http_client import HttpClient
-from ascend_vllm.entrypoints.bench.verses import LINES
 from ascend_vllm.entrypoints.cli import main, make_parser
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.tools.bench import arrivals, datasets, metrics, serve
+from ascend_vllm.tools.bench.backends import BACKENDS
+from ascend_vllm.tools.bench.http_client import HttpClient
+from ascend_vllm.tools.bench.verses import LINES
 from tests.server import ROOT, Server
 
 # the keys of vLLM 0.32's result file, in its order

@@ -14,11 +14,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from ascend_vllm.entrypoints.openai import long_json, validation
-from ascend_vllm.entrypoints.openai.errors import BodyError, decode_json, shown_params
+from ascend_vllm.entrypoints.http import long_json, validation
+from ascend_vllm.entrypoints.http.errors import BodyError, decode_json, shown_params
+from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError
+from ascend_vllm.entrypoints.http.validation import check_num_values, read_by
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
-from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
-from ascend_vllm.entrypoints.openai.validation import check_num_values, read_by
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams

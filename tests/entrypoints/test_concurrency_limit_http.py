@@ -12,10 +12,10 @@ import prometheus_client
 import pytest
 from fastapi import FastAPI
 
-from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
-from ascend_vllm.entrypoints import generate_app
-from ascend_vllm.entrypoints.http_server import HttpServer
-from ascend_vllm.entrypoints.launcher import bind
+from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.entrypoints.generate import app as generate_app
+from ascend_vllm.entrypoints.http.launcher import bind
+from ascend_vllm.entrypoints.http.server import HttpServer
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.outputs import RequestOutput

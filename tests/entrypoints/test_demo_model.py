@@ -8,11 +8,11 @@ import pathlib
 import pytest
 from transformers import AutoTokenizer
 
-from ascend_vllm.engine.args import all_flags
-from ascend_vllm.entrypoints.demo import demo_model_path, ensure_demo_model
-from ascend_vllm.entrypoints.demo.checkpoint import make_demo_model
-from ascend_vllm.entrypoints.demo.corpus import build_conversations, build_facts
-from ascend_vllm.entrypoints.demo.training import TrainingPlan
+from ascend_vllm.args.engine_args import all_flags
+from ascend_vllm.entrypoints.demo_model import demo_model_path, ensure_demo_model
+from ascend_vllm.tools.demo.checkpoint import make_demo_model
+from ascend_vllm.tools.demo.corpus import build_conversations, build_facts
+from ascend_vllm.tools.demo.training import TrainingPlan
 
 # the second step depends on what the first one left in the optimisers
 SHORT = TrainingPlan(num_steps=2)

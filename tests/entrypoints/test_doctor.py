@@ -10,8 +10,8 @@ import pathlib
 import pytest
 
 from ascend_vllm.entrypoints import cli
-from ascend_vllm.entrypoints.doctor import Finding, Machine, describe, examine
 from ascend_vllm.platforms.facts import NpuProbe
+from ascend_vllm.tools.doctor import Finding, Machine, describe, examine
 
 VERSIONS = {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ascend_vllm.entrypoints.generate_mindie import MAX_PROMPT_CHARACTERS, MindieFormat, to_mindie_error
+from ascend_vllm.entrypoints.generate.mindie import MAX_PROMPT_CHARACTERS, MindieFormat, to_mindie_error
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.sampling_params import RequestOutputKind
 from tests.certificates import make_certificates

@@ -18,12 +18,12 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
-from ascend_vllm.entrypoints import http_protocol
-from ascend_vllm.entrypoints.http_server import HttpServer
-from ascend_vllm.entrypoints.launcher import bind
-from ascend_vllm.entrypoints.openai.errors import install_error_handlers
-from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError, StreamResponse
+from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.entrypoints.http import protocol
+from ascend_vllm.entrypoints.http.errors import install_error_handlers
+from ascend_vllm.entrypoints.http.launcher import bind
+from ascend_vllm.entrypoints.http.server import HttpServer
+from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError, StreamResponse
 from ascend_vllm.errors import ConfigError
 from tests.certificates import make_certificates
 from tests.entrypoints.conftest import ENGINE_FLAGS
@@ -200,7 +200,7 @@ async def test_the_size_of_a_head_is_limited() -> None:
 
 
 async def test_a_client_that_goes_on_sending_can_read_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_LINGER_S", 60.0)
+    monkeypatch.setattr(protocol, "_LINGER_S", 60.0)
     loop = asyncio.get_running_loop()
     async with opened(h11_max_incomplete_event_size=1000) as door:
         with socket.create_connection(("127.0.0.1", door.port)) as sock:

@@ -14,11 +14,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from ascend_vllm.engine.args_server import GenerateServerArgs
-from ascend_vllm.entrypoints.http_protocol import LimitedHttpProtocol
-from ascend_vllm.entrypoints.http_server import HttpServer
-from ascend_vllm.entrypoints.launcher import bind
-from ascend_vllm.entrypoints.openai.streaming import StreamResponse
+from ascend_vllm.args.tables.server import GenerateServerArgs
+from ascend_vllm.entrypoints.http.launcher import bind
+from ascend_vllm.entrypoints.http.protocol import LimitedHttpProtocol
+from ascend_vllm.entrypoints.http.server import HttpServer
+from ascend_vllm.entrypoints.http.streaming import StreamResponse
 
 # far more than all the buffers between a client and a server hold
 MUCH = 18 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ascend_vllm.entrypoints.openai.streaming import (
+from ascend_vllm.entrypoints.http.streaming import (
     ClientDisconnectedError,
     StreamResponse,
     merge,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ascend_vllm import LLM, BeamSearchParams, EngineArgs, SamplingParams
-from ascend_vllm.entrypoints.llm_arguments import REFUSED, REFUSED_METHODS
+from ascend_vllm.entrypoints.offline.arguments import REFUSED, REFUSED_METHODS
 from ascend_vllm.errors import RequestError, UnsupportedFlagError
 from tests.tiny_models import tiny_model
 

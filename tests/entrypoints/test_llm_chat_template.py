@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.chat_template import (
+from ascend_vllm.entrypoints.templates.chat_template import (
     detect_content_format,
     load_chat_template,
     parse_messages,

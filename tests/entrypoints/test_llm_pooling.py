@@ -203,7 +203,7 @@ def test_sentence_transformers_files_decide(tmp_path: pathlib.Path) -> None:
 
 
 def config_of(directory: str, **options: Any) -> Any:
-    from ascend_vllm.engine.args import EngineArgs
+    from ascend_vllm.args.engine_args import EngineArgs
 
     return EngineArgs(model=directory, dtype="float32", **options).create_engine_config().model.pooler
 

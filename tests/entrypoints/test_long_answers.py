@@ -6,7 +6,7 @@ import threading
 
 import msgspec
 
-from ascend_vllm.entrypoints.openai.long_answers import encode_list, encode_rows, make_answer
+from ascend_vllm.entrypoints.http.long_answers import encode_list, encode_rows, make_answer
 
 
 async def test_lists_in_pieces_are_the_same_json() -> None:

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from ascend_vllm.engine.args_server import FrontendArgs
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from tests.entrypoints.conftest import KEY

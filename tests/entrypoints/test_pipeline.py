@@ -30,7 +30,7 @@ from ascend_vllm import (
     pipeline,
 )
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.pipeline import Pipeline, WordTokens
+from ascend_vllm.entrypoints.lmdeploy.pipeline import Pipeline, WordTokens
 from ascend_vllm.errors import ConfigError, RequestError
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -306,7 +306,7 @@ def test_bad_words_are_never_generated(pipe: Pipeline) -> None:
 
 
 def test_a_word_of_several_tokens_is_ignored(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("ascend_vllm.entrypoints.pipeline")
+    logger = logging.getLogger("ascend_vllm.entrypoints.lmdeploy.pipeline")
     logger.addHandler(caplog.handler)
     logger.setLevel("WARNING")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ascend_vllm.entrypoints.openai.request_ids import MAX_ID_LENGTH
+from ascend_vllm.entrypoints.http.request_ids import MAX_ID_LENGTH
 from tests.entrypoints.conftest import LONG_ENV, LONG_FLAGS, LONG_TOKENS
 from tests.scripted_engine import PatientEngine, client_of
 from tests.server import OPENAI_SERVER, is_idle, running, wait_until

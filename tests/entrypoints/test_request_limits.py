@@ -14,16 +14,16 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from ascend_vllm.entrypoints.anthropic.protocol import MessagesRequest
+from ascend_vllm.entrypoints.http.errors import to_http_error
+from ascend_vllm.entrypoints.http.streaming import merge
+from ascend_vllm.entrypoints.http.validation import _read, check_num_values, validated
 from ascend_vllm.entrypoints.openai import protocol_common, request_limits
-from ascend_vllm.entrypoints.openai.errors import to_http_error
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_misc import DetokenizeRequest
 from ascend_vllm.entrypoints.openai.protocol_pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest
-from ascend_vllm.entrypoints.openai.streaming import merge
-from ascend_vllm.entrypoints.openai.validation import _read, check_num_values, validated
 from ascend_vllm.errors import RequestError
 from tests.entrypoints.conftest import ENGINE_FLAGS
 from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, is_idle, running, wait_until

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints import template_process
-from ascend_vllm.entrypoints.chat_template import render_chat
-from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
-from ascend_vllm.entrypoints.template_process import Limits
+from ascend_vllm.entrypoints.templates import process
+from ascend_vllm.entrypoints.templates.chat_template import render_chat
+from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
+from ascend_vllm.entrypoints.templates.process import Limits
 from ascend_vllm.errors import EngineBusyError, RequestError
 from tests.entrypoints.conftest import ENGINE_FLAGS
 from tests.raw_requests import post_raw
@@ -232,7 +232,7 @@ def test_long_models_may_have_long_prompts() -> None:
 
 def test_the_process_is_small_and_inherits_nothing() -> None:
     heavy = ("torch", "transformers", "numpy", "fastapi")
-    code = f"import sys, {template_process.__name__}; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, {process.__name__}; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
     with pathlib.Path(__file__).open() as inheritable, pool_of() as pool:
         os.set_inheritable(inheritable.fileno(), True)
@@ -267,7 +267,7 @@ def chat(client: httpx.Client, template: str | None, **fields: Any) -> httpx.Res
 
 def renderers(server: Server) -> list[psutil.Process]:
     """The processes that render."""
-    return server.find(template_process.__name__)
+    return server.find(process.__name__)
 
 
 def test_the_servers_own_template_sent_as_a_requests(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from ascend_vllm.entrypoints.demo import demo_model_path
+from ascend_vllm.entrypoints.demo_model import demo_model_path
 from tests.certificates import make_certificates
 from tests.entrypoints.conftest import ENGINE_FLAGS, LONG_ENV, LONG_FLAGS, LONG_TOKENS
 from tests.raw_requests import post_raw, read_events, read_rest

@@ -15,11 +15,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from ascend_vllm.engine.args_server import GenerateServerArgs
-from ascend_vllm.entrypoints.generate_mindie import to_mindie_error
-from ascend_vllm.entrypoints.http_server import HttpServer
-from ascend_vllm.entrypoints.launcher import bind
-from ascend_vllm.entrypoints.openai.errors import install_error_handlers
+from ascend_vllm.args.tables.server import GenerateServerArgs
+from ascend_vllm.entrypoints.generate.mindie import to_mindie_error
+from ascend_vllm.entrypoints.http.errors import install_error_handlers
+from ascend_vllm.entrypoints.http.launcher import bind
+from ascend_vllm.entrypoints.http.server import HttpServer
 from ascend_vllm.errors import ConfigError, ServerStoppingError
 from tests.certificates import make_certificates
 from tests.entrypoints.conftest import LONG_ENV, LONG_FLAGS, LONG_TOKENS

@@ -18,8 +18,8 @@ import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from ascend_vllm.engine.args_server import FrontendArgs
-from ascend_vllm.entrypoints import launcher, tls
+from ascend_vllm.args.tables.server import FrontendArgs
+from ascend_vllm.entrypoints.http import launcher, tls
 from ascend_vllm.entrypoints.openai.api_server import make_parser, run_server
 from ascend_vllm.errors import ConfigError
 from tests.certificates import make_certificates
@@ -288,7 +288,7 @@ def test_a_unix_socket_with_tls_that_is_renewed(tiny_dir: str, tmp_path: pathlib
     server = Server(OPENAI_SERVER, ["--model", tiny_dir, *flags, *ENGINE_FLAGS])
     try:
         assert wait_until(lambda: f"OWN uvicorn.error Uvicorn running on unix socket {path}" in server.log, 90)
-        assert "OWN ascend_vllm.entrypoints.launcher args: Namespace(" in server.log
+        assert "OWN ascend_vllm.entrypoints.http.launcher args: Namespace(" in server.log
         transport = httpx.HTTPTransport(uds=str(path), verify=False)
         with httpx.Client(transport=transport, base_url="https://localhost") as client:
             assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200

@@ -9,8 +9,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from ascend_vllm.entrypoints.http.sse import ChatChunkWriter, CompletionChunkWriter
 from ascend_vllm.entrypoints.openai.protocol_common import Usage
-from ascend_vllm.entrypoints.openai.sse import ChatChunkWriter, CompletionChunkWriter
 
 
 def decoded(event: bytes) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from ascend_vllm.entrypoints.start_gate import StartGate
+from ascend_vllm.entrypoints.http.start_gate import StartGate
 from tests.entrypoints.test_http_limits import opened, post
 
 
@@ -62,7 +62,7 @@ async def test_a_request_whose_client_has_gone_never_begins(monkeypatch: pytest.
             waiting.append(task)
             await is_open.wait()
 
-    monkeypatch.setattr("ascend_vllm.entrypoints.http_server.StartGate", ClosedGate)
+    monkeypatch.setattr("ascend_vllm.entrypoints.http.server.StartGate", ClosedGate)
     async with opened() as door:
         (_, gone), (reader, stays) = await door.connect(), await door.connect()
         for writer in (gone, stays):

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from ascend_vllm.entrypoints.stop_signals import StopSignals
+from ascend_vllm.entrypoints.http.stop_signals import StopSignals
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 

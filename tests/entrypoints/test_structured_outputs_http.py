@@ -420,7 +420,7 @@ def test_a_grammar_of_endless_repetitions_is_refused_at_once(asked: httpx.Client
 
 def test_a_client_that_leaves_ends_the_compilation_of_its_grammar(server: Server, asked: httpx.Client) -> None:
     """Its thread went on, with all its memory, and others' requests waited for the processor."""
-    name = "ascend_vllm.core.grammar_process"
+    name = "ascend_vllm.core.structured.compile_process"
     texts(asked, COMPLETIONS, guided_regex="a")
     # the quick ones stand back behind nobody
     niceness = psutil.Process().nice()

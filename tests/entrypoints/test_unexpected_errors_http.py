@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from ascend_vllm.entrypoints.openai.errors import AnswerErrorsMiddleware, error_response
+from ascend_vllm.entrypoints.http.errors import AnswerErrorsMiddleware, error_response
 from tests.entrypoints.conftest import KEY
 from tests.server import Server
 

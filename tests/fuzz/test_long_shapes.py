@@ -21,7 +21,7 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
-from ascend_vllm.entrypoints.generate_mindie import MindieRequest
+from ascend_vllm.entrypoints.generate.mindie import MindieRequest
 from ascend_vllm.entrypoints.openai.app import _DOCUMENTED_BODIES
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest
 from ascend_vllm.entrypoints.openai.protocol_responses import RetrieveQuery

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.input_processor import InputProcessor
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import ConfigError, ModelLoadError

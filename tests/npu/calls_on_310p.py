@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.platforms.npu import NpuPlatform
 from tests.npu.attention_reference import Sequences
 

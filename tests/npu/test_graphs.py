@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ascend_vllm import SamplingParams
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
 from ascend_vllm.config.model import ModelConfig
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.context import BuildContext

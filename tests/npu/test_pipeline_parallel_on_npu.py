@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ascend_vllm import LLM, SamplingParams
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model

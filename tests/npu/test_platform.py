@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_npu
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import facts, get_platform, resolve_device
 from ascend_vllm.platforms.facts import NpuProbe, npu_unusable_reason

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_npu
 
-from ascend_vllm.entrypoints.sim_run import LIBRARIES
+from ascend_vllm.tools.sim_run import LIBRARIES
 from tests.npu import acl
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ascend_vllm.engine.args import all_flags
+from ascend_vllm.args.engine_args import all_flags
 from tests.compat import requests_agents, requests_chat, requests_completions, requests_routes, requests_structured
 from tests.compat.requests_common import Case
 from tests.npu.same_answers import Pair, Side, differences, is_tie

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.model import PoolerConfig
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput

@@ -120,8 +120,6 @@ def test_version_and_help_come_without_torch() -> None:
 
 
 def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from ascend_vllm.entrypoints import demo
-
-    monkeypatch.setattr(demo, "ensure_demo_model", lambda: "/where/it/is")
+    monkeypatch.setattr(cli, "ensure_demo_model", lambda: "/where/it/is")
     assert cli.main(["demo"]) == 0
     assert capsys.readouterr().out == "/where/it/is\n"

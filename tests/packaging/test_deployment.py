@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
-from ascend_vllm.engine.args import EngineArgs
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.parser import FlexibleArgumentParser
 from tests.server import ROOT, free_port, wait_until
 
 KUBERNETES = ROOT / "examples" / "kubernetes"

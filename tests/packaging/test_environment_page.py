@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ascend_vllm.engine.arg_hf_config import find_directory
+from ascend_vllm.args.hf_files import find_directory
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.models import registry
 

@@ -13,9 +13,9 @@ import tomllib
 import pytest
 
 import ascend_vllm
-from ascend_vllm.engine.arg_fields import flags_of
-from ascend_vllm.engine.args import EngineArgs, all_flags
-from ascend_vllm.engine.args_server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.args.engine_args import EngineArgs, all_flags
+from ascend_vllm.args.fields import flags_of
+from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ascend_vllm"
@@ -88,14 +88,12 @@ def test_every_import_is_a_declared_dependency() -> None:
 @pytest.mark.parametrize("owner", [FrontendArgs, GenerateServerArgs])
 def test_supported_flags_of_the_servers_are_read_by_them(owner: type) -> None:
     """A flag that parses, is not refused and is read nowhere would be ignored silently."""
-    sources = [*(PACKAGE / "entrypoints").rglob("*.py"), PACKAGE / "engine" / "args_server.py"]
+    sources = [*(PACKAGE / "entrypoints").rglob("*.py"), PACKAGE / "args" / "tables" / "server.py"]
     assert _unread(owner, sources) == []
 
 
 def test_supported_flags_of_the_engine_are_read_by_it() -> None:
-    assert (
-        _unread(EngineArgs, [*(PACKAGE / "entrypoints").rglob("*.py"), *(PACKAGE / "engine").glob("arg*.py")]) == []
-    )
+    assert _unread(EngineArgs, [*(PACKAGE / "entrypoints").rglob("*.py"), *(PACKAGE / "args").rglob("*.py")]) == []
 
 
 def _unread(owner: type, sources: list[pathlib.Path]) -> list[str]:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ascend_vllm.args.checks import check_block_size
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.limits import resolve_dtype
 from ascend_vllm.config.cache import CacheConfig
-from ascend_vllm.engine.arg_checks import check_block_size
-from ascend_vllm.engine.arg_limits import resolve_dtype
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import cpu, facts, get_platform, npu, resolve_device
 from ascend_vllm.platforms.cpu import GIB, CpuPlatform

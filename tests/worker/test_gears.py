@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.graphs import resolve_graph_config
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ParallelConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode, adjusted_gears, default_gears, parse_gears
 from ascend_vllm.config.model import PoolerConfig
-from ascend_vllm.engine.arg_graphs import resolve_graph_config
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.errors import ConfigError
 
 HF_CONFIG = {

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
-from ascend_vllm.engine.args import EngineArgs
 from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
 from tests.worker.test_gears import HF_CONFIG
 

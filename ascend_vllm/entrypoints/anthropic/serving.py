@@ -21,17 +21,17 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
     MessageUsage,
     error_of,
 )
-from ascend_vllm.entrypoints.conversation_limits import check_number
+from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
+from ascend_vllm.entrypoints.http.sse import encode_json
+from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.http.validation import read_by
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
-from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
-from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
-from ascend_vllm.entrypoints.openai.sse import encode_json
-from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.openai.usage import UsageCounter
-from ascend_vllm.entrypoints.openai.validation import read_by
+from ascend_vllm.entrypoints.templates.conversation_limits import check_number
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
 # for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice

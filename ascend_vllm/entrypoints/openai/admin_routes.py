@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ascend_vllm.engine.async_llm import PAUSE_MODES
-from ascend_vllm.entrypoints.openai.errors import BodyError, json_response
+from ascend_vllm.entrypoints.http.errors import BodyError, json_response
 from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError, WorkerCallError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser, add_flags, fields_from_namespace
-from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.args_server import FrontendArgs
-from ascend_vllm.entrypoints import launcher
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+from ascend_vllm.args.tables.server import FrontendArgs
+from ascend_vllm.entrypoints.http import launcher
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.errors import ConfigError
 
@@ -49,7 +49,7 @@ def run_server(args: argparse.Namespace) -> int:
 def _run_server(args: argparse.Namespace) -> int:
     frontend_args = FrontendArgs(**fields_from_namespace(FrontendArgs, args))
     if frontend_args.chat_template is not None:
-        from ascend_vllm.entrypoints.chat_template import load_chat_template
+        from ascend_vllm.entrypoints.templates.chat_template import load_chat_template
 
         frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
     engine_args = EngineArgs.from_cli_args(args)

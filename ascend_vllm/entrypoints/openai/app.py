@@ -17,12 +17,11 @@ from pydantic import BaseModel, ValidationError
 
 import ascend_vllm
 from ascend_vllm import envs
+from ascend_vllm.engine.pooling_scores import is_cross_encoder
 from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
-from ascend_vllm.entrypoints.openai.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware, api_keys
-from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
-from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
-from ascend_vllm.entrypoints.openai.errors import (
+from ascend_vllm.entrypoints.http.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware, api_keys
+from ascend_vllm.entrypoints.http.errors import (
     AnswerErrorsMiddleware,
     BodyError,
     error_response,
@@ -30,13 +29,18 @@ from ascend_vllm.entrypoints.openai.errors import (
     json_response,
     validation_error,
 )
-from ascend_vllm.entrypoints.openai.http_metrics import (
+from ascend_vllm.entrypoints.http.metrics import (
     HttpMetrics,
     HttpMetricsMiddleware,
     ServerLoad,
     ServerLoadMiddleware,
 )
-from ascend_vllm.entrypoints.openai.middleware import RequestIdMiddleware, add_named_middleware
+from ascend_vllm.entrypoints.http.middleware import RequestIdMiddleware, add_named_middleware
+from ascend_vllm.entrypoints.http.request_ids import RequestIdClaimsMiddleware
+from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError
+from ascend_vllm.entrypoints.http.validation import read_model
+from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
+from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_misc import (
@@ -53,7 +57,6 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     ScoreRequest,
 )
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
-from ascend_vllm.entrypoints.openai.request_ids import RequestIdClaimsMiddleware
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest, ServingChatBatch
 from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
@@ -62,15 +65,12 @@ from ascend_vllm.entrypoints.openai.serving_responses import ServingResponses
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
 from ascend_vllm.entrypoints.openai.small_routes import add_small_routes
-from ascend_vllm.entrypoints.openai.streaming import ClientDisconnectedError
 from ascend_vllm.entrypoints.openai.tool_metrics import ToolCallCollector
-from ascend_vllm.entrypoints.openai.validation import read_model
-from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder
 from ascend_vllm.errors import EngineDeadError
 
 if TYPE_CHECKING:
+    from ascend_vllm.args.tables.server import FrontendArgs
     from ascend_vllm.config.model import PoolerConfig
-    from ascend_vllm.engine.args_server import FrontendArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 B = TypeVar("B", bound=BaseModel)

@@ -24,7 +24,7 @@ from ascend_vllm.entrypoints.parsers.tools_forced import NamedToolParser, Requir
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.args.tables.server import FrontendArgs
     from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ascend_vllm.entrypoints.openai.long_answers import encode_rows
+from ascend_vllm.entrypoints.http.long_answers import encode_rows
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionLogprobs
 from ascend_vllm.outputs import Logprob, PositionLogprobs

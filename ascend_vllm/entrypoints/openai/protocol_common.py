@@ -19,7 +19,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.openai.request_ids import ChosenId
+from ascend_vllm.entrypoints.http.request_ids import ChosenId
 from ascend_vllm.entrypoints.openai.request_limits import MAX_PROMPTS, check_beams, check_sequences
 from ascend_vllm.entrypoints.openai.structured_fields import (
     ResponseFormat,

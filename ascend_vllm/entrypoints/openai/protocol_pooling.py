@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, model_validator
 
-from ascend_vllm.entrypoints.openai.errors import BodyError
+from ascend_vllm.entrypoints.http.errors import BodyError
+from ascend_vllm.entrypoints.http.request_ids import ChosenId
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, Usage
-from ascend_vllm.entrypoints.openai.request_ids import ChosenId
 from ascend_vllm.errors import RequestError
 from ascend_vllm.pooling_params import PoolingParams, PoolingTask
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ascend_vllm.entrypoints.http.request_ids import ChosenId
+from ascend_vllm.entrypoints.http.validation import validated
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import INT64_MAX, INT64_MIN, ApiRequest
-from ascend_vllm.entrypoints.openai.request_ids import ChosenId
-from ascend_vllm.entrypoints.openai.validation import validated
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 

@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ascend_vllm.entrypoints.http.sse import encode_json
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
-from ascend_vllm.entrypoints.openai.sse import encode_json
 
 _TEXT, _THOUGHTS, _CALL = "message", "reasoning", "function_call"
 

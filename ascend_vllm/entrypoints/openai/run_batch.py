@@ -23,11 +23,11 @@ import msgspec
 import prometheus_client
 import tqdm
 
-from ascend_vllm.engine.arg_parser import FlexibleArgumentParser
-from ascend_vllm.engine.args import EngineArgs
-from ascend_vllm.engine.args_server import FrontendArgs
-from ascend_vllm.entrypoints import launcher
-from ascend_vllm.entrypoints.demo import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.parser import FlexibleArgumentParser
+from ascend_vllm.args.tables.server import FrontendArgs
+from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.http import launcher
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 

@@ -14,24 +14,24 @@ from starlette.requests import Request
 
 from ascend_vllm.engine.pooling_requests import truncate
 from ascend_vllm.engine.tracing import trace_headers
-from ascend_vllm.entrypoints.chat_template import described_tool, render_chat
-from ascend_vllm.entrypoints.conversation_limits import check_conversation
-from ascend_vllm.entrypoints.openai.access import caller_of
-from ascend_vllm.entrypoints.openai.errors import shown_params
-from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
-from ascend_vllm.entrypoints.openai.protocol_common import (
-    GenerationRequest,
-)
-from ascend_vllm.entrypoints.openai.request_ids import NamedRequest, claims_of, header_id
-from ascend_vllm.entrypoints.openai.request_limits import check_lists, check_sequences, check_told_prompts
-from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.entrypoints.openai.streaming import (
+from ascend_vllm.entrypoints.http.access import caller_of
+from ascend_vllm.entrypoints.http.errors import shown_params
+from ascend_vllm.entrypoints.http.request_ids import NamedRequest, claims_of, header_id
+from ascend_vllm.entrypoints.http.streaming import (
     StreamResponse,
     merge,
     run_unless_disconnected,
     unless_gone,
     with_keep_alive,
 )
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
+from ascend_vllm.entrypoints.openai.protocol_common import (
+    GenerationRequest,
+)
+from ascend_vllm.entrypoints.openai.request_limits import check_lists, check_sequences, check_told_prompts
+from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
+from ascend_vllm.entrypoints.templates.chat_template import described_tool, render_chat
+from ascend_vllm.entrypoints.templates.conversation_limits import check_conversation
 from ascend_vllm.errors import ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput

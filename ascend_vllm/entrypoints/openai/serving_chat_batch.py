@@ -8,14 +8,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ascend_vllm.entrypoints.openai.errors import json_response
-from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
+from ascend_vllm.entrypoints.http.errors import json_response
+from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
+from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.http.validation import validated
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatCompletionResponse, ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, PromptTokensDetails, Usage
 from ascend_vllm.entrypoints.openai.request_limits import check_sequences
 from ascend_vllm.entrypoints.openai.serving_chat import ChatAnswer, ServingChat
-from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
-from ascend_vllm.entrypoints.openai.validation import validated
 from ascend_vllm.errors import RequestError
 
 

@@ -9,10 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ascend_vllm.entrypoints.openai import sse
-from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http import sse
+from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
+from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs, shown_positions
-from ascend_vllm.entrypoints.openai.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
 from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionChoice,
@@ -22,7 +23,6 @@ from ascend_vllm.entrypoints.openai.protocol_completion import (
 )
 from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.entrypoints.openai.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput

@@ -14,8 +14,10 @@ from starlette.responses import Response
 
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.engine.pooling_requests import check_task, truncate, truncation_limit
-from ascend_vllm.entrypoints.openai.errors import BodyError, json_response
-from ascend_vllm.entrypoints.openai.long_answers import encode_rows, make_answer
+from ascend_vllm.engine.pooling_scores import is_cross_encoder, pair_up, similarity
+from ascend_vllm.entrypoints.http.errors import BodyError, json_response
+from ascend_vllm.entrypoints.http.long_answers import encode_rows, make_answer
+from ascend_vllm.entrypoints.http.streaming import merge, run_unless_disconnected, unless_gone
 from ascend_vllm.entrypoints.openai.protocol_common import PromptTokensDetails, Usage, unix_time
 from ascend_vllm.entrypoints.openai.protocol_pooling import (
     ClassificationData,
@@ -40,9 +42,7 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
 from ascend_vllm.entrypoints.openai.request_limits import check_sequences
 from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.entrypoints.openai.streaming import merge, run_unless_disconnected, unless_gone
 from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
-from ascend_vllm.entrypoints.pooling_scores import is_cross_encoder, pair_up, similarity
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput
 from ascend_vllm.pooling_params import PoolingParams

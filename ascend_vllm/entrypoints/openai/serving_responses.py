@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.conversation_limits import check_number
-from ascend_vllm.entrypoints.openai.access import keep_place
-from ascend_vllm.entrypoints.openai.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http.access import keep_place
+from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http.request_ids import claims_of
+from ascend_vllm.entrypoints.http.streaming import StreamResponse, merge, run_unless_disconnected
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
@@ -30,7 +31,6 @@ from ascend_vllm.entrypoints.openai.protocol_responses import (
     ResponseUsage,
     encode_part,
 )
-from ascend_vllm.entrypoints.openai.request_ids import claims_of
 from ascend_vllm.entrypoints.openai.responses_events import OutputItems
 from ascend_vllm.entrypoints.openai.responses_input import continues_message, input_items, to_messages
 from ascend_vllm.entrypoints.openai.responses_store import (
@@ -46,7 +46,7 @@ from ascend_vllm.entrypoints.openai.responses_store import (
 from ascend_vllm.entrypoints.openai.serving_base import Prompt
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.entrypoints.openai.streaming import StreamResponse, merge, run_unless_disconnected
+from ascend_vllm.entrypoints.templates.conversation_limits import check_number
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ascend_vllm
 from ascend_vllm import log_lines
-from ascend_vllm.engine.args_server import DEFAULT_MAX_SEQUENCES
-from ascend_vllm.entrypoints.chat_template import ContentFormat
+from ascend_vllm.args.tables.server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
-from ascend_vllm.entrypoints.template_pool import TemplatePool, limits_for
+from ascend_vllm.entrypoints.templates.chat_template import ContentFormat
+from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
 
 if TYPE_CHECKING:
-    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.args.tables.server import FrontendArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from ascend_vllm.entrypoints.openai.long_answers import encode_list
+from ascend_vllm.entrypoints.http.long_answers import encode_list
+from ascend_vllm.entrypoints.http.streaming import unless_gone
 from ascend_vllm.entrypoints.openai.protocol_misc import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -13,7 +14,6 @@ from ascend_vllm.entrypoints.openai.protocol_misc import (
     TokenizeResponse,
 )
 from ascend_vllm.entrypoints.openai.serving_base import ServingBase
-from ascend_vllm.entrypoints.openai.streaming import unless_gone
 from ascend_vllm.errors import RequestError
 
 

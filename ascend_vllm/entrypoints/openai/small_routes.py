@@ -9,14 +9,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.openai.errors import json_response
-from ascend_vllm.entrypoints.openai.http_metrics import ServerLoad
+from ascend_vllm.entrypoints.http.errors import json_response
+from ascend_vllm.entrypoints.http.metrics import ServerLoad
+from ascend_vllm.entrypoints.http.validation import read_by, read_json
 from ascend_vllm.entrypoints.openai.protocol_common import error_body
-from ascend_vllm.entrypoints.openai.validation import read_by, read_json
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from ascend_vllm.engine.args_server import FrontendArgs
+    from ascend_vllm.args.tables.server import FrontendArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
     from ascend_vllm.engine.tokenization import Tokenizer
 

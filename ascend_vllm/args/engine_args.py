@@ -1,0 +1,306 @@
+"""The engine's arguments under vLLM's names, and the configuration that is made from them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from ascend_vllm.args import checks, hf_checks, hf_files, limits, pooling
+from ascend_vllm.args.fields import Flag, flags_of, refuse_unsupported
+from ascend_vllm.args.graphs import resolve_graph_config
+from ascend_vllm.args.parallel import parallel_config
+from ascend_vllm.args.parser import (
+    AUTO_LENGTH,
+    FlexibleArgumentParser,
+    add_flags,
+    fields_from_namespace,
+    length,
+)
+from ascend_vllm.args.structured import structured_outputs_config
+from ascend_vllm.args.tables.features import AdapterArgs, InputOutputArgs, SpeculativeArgs
+from ascend_vllm.args.tables.model import LoadArgs, ModelArgs
+from ascend_vllm.args.tables.runtime import CacheArgs, ObservabilityArgs, ParallelArgs, SchedulerArgs
+from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
+from ascend_vllm.config.model import DTYPE_BYTES, LoadConfig, ModelConfig
+from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.platforms import resolve_device
+from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
+
+# of the memory that would be taken now; the rest absorbs what changes until the engine takes it
+_AUTO_LENGTH_SHARE = 0.9
+
+
+# base classes are collected from the last to the first: the flags keep the order of this list read upwards
+@dataclasses.dataclass
+class EngineArgs(
+    InputOutputArgs,
+    SpeculativeArgs,
+    AdapterArgs,
+    ObservabilityArgs,
+    ParallelArgs,
+    SchedulerArgs,
+    CacheArgs,
+    LoadArgs,
+    ModelArgs,
+):
+    """Everything an engine can be told, one field per flag; keyword arguments of `LLM` have the same names.
+
+    Example::
+
+        config = EngineArgs(model="/models/Qwen2.5-0.5B-Instruct", max_model_len=4096).create_engine_config()
+    """
+
+    def __post_init__(self) -> None:
+        """Brings both spellings of one wish, which Python callers give one of, into step."""
+        if self.disable_log_requests:
+            self.enable_log_requests = False
+        elif not self.enable_log_requests:
+            self.disable_log_requests = True
+        if self.disable_async_output_proc:
+            self.async_scheduling = False
+        elif not self.async_scheduling:
+            self.disable_async_output_proc = True
+        if self.reasoning_parser is None and isinstance(self.structured_outputs_config, dict):
+            self.reasoning_parser = self.structured_outputs_config.get("reasoning_parser") or None
+
+    @classmethod
+    def add_cli_args(cls, parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+        """Adds the engine's flags to a parser, and returns it."""
+        add_flags(parser, cls)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
+        """The arguments in a namespace that such a parser made; names it lacks keep their defaults."""
+        return cls(**fields_from_namespace(cls, namespace))
+
+    def with_model_directory(self, directory: str) -> EngineArgs:
+        """The same arguments for a model that is now in a directory, still served under the name it was typed as.
+
+        Example::
+
+            args = EngineArgs(model="demo").with_model_directory(ensure_demo_model())
+        """
+        return dataclasses.replace(self, model=directory, served_model_name=list(self._served_names()))
+
+    def create_engine_config(self) -> EngineConfig:
+        """Reads the model's files and decides everything that is left open.
+
+        Raises:
+            ConfigError: a flag or a combination of flags is wrong.
+            UnsupportedFlagError: a flag asks for a feature that does not exist.
+            ModelLoadError: the model's config.json or generation_config.json is missing or broken.
+        """
+        checks.check_flags(self)
+        refuse_unsupported(EngineArgs, vars(self))
+        device = resolve_device(self.device)
+        if device == "npu" and (reason := npu_unusable_reason()):
+            raise ConfigError(reason)
+        facts = device_facts(device)
+        limits.check_device(self.dtype, facts)
+        block_size = checks.check_block_size(self.block_size, facts)
+        max_model_len = _as_length(self.max_model_len)
+        checks.check_length("--max-model-len", max_model_len, auto_allowed=True)
+
+        directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
+        hf_config = self._read_hf_config(directory)
+        is_auto = max_model_len == AUTO_LENGTH
+        longest = limits.resolve_max_model_len(
+            None if is_auto else max_model_len, hf_config, disable_sliding_window=self.disable_sliding_window
+        )
+        if self.disable_sliding_window:
+            hf_config = limits.without_sliding_window(hf_config)
+        dtype = limits.resolve_dtype(self.dtype, hf_config, facts)
+        model = self._model_config(directory, hf_config, dtype, longest)
+        cache = self._cache_config(block_size, hf_config)
+        parallel = parallel_config(self, hf_config, facts.name)
+        if is_auto:
+            longest = _fitting_length(model, cache, parallel, facts.name)
+            model = self._model_config(directory, hf_config, dtype, longest)
+        config = EngineConfig(
+            model=model,
+            load=self._load_config(),
+            cache=cache,
+            scheduler=self._scheduler_config(hf_config, longest, block_size),
+            parallel=parallel,
+            device=DeviceConfig(device=facts.name),
+            observability=self._observability_config(),
+            structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
+        )
+        hf_checks.check_size(config, hf_files.weight_bytes(directory))
+        checks.check_config(config)
+        longest = self.max_seq_len_to_capture
+        if self.max_context_len_to_capture is not None:
+            longest = self.max_context_len_to_capture
+        return msgspec.structs.replace(config, graphs=resolve_graph_config(config, longest))
+
+    def _observability_config(self) -> ObservabilityConfig:
+        checks.check_detailed_traces(self.collect_detailed_traces, self.otlp_traces_endpoint)
+        config = ObservabilityConfig(
+            not self.disable_log_stats, self.otlp_traces_endpoint or None, not self.disable_log_requests
+        )
+        checks.check_tracing(config)
+        return config
+
+    def _served_names(self) -> tuple[str, ...]:
+        names = self.served_model_name
+        if isinstance(names, str):
+            return (names,)
+        return tuple(names) if names else (self.model,)
+
+    def _read_hf_config(self, directory: str) -> dict[str, Any]:
+        return hf_files.read_hf_config(
+            directory,
+            trust_remote_code=self.trust_remote_code,
+            overrides=self.hf_overrides,
+            rope_scaling=self.rope_scaling,
+            rope_theta=self.rope_theta,
+        )
+
+    def _model_config(self, directory: str, hf_config: dict[str, Any], dtype: str, longest: int) -> ModelConfig:
+        tokenizer = directory
+        if self.tokenizer is not None and self.tokenizer != self.model:
+            tokenizer = hf_files.find_tokenizer_directory(self.tokenizer, self.tokenizer_revision, self.download_dir)
+        elif self.tokenizer_revision not in (None, self.revision):
+            raise ConfigError("--tokenizer-revision needs --tokenizer with the name of a tokenizer on the hub.")
+        return ModelConfig(
+            model=directory,
+            served_model_names=self._served_names(),
+            tokenizer=tokenizer,
+            architecture=hf_config["architectures"][0],
+            hf_config=hf_config,
+            generation_config=hf_files.read_generation_config(
+                self.generation_config, directory, self.override_generation_config
+            ),
+            dtype=dtype,
+            max_model_len=longest,
+            tokenizer_mode=self.tokenizer_mode,
+            tokenizer_extension_path=self.tokenizer_extension_path,
+            skip_tokenizer_init=self.skip_tokenizer_init,
+            trust_remote_code=self.trust_remote_code,
+            seed=self.seed,
+            max_logprobs=self.max_logprobs,
+            logprobs_mode=self.logprobs_mode,
+            enforce_eager=self.enforce_eager,
+            pooler=pooling.resolve_pooler(self, hf_config, directory),
+            enable_sleep_mode=self.enable_sleep_mode,
+        )
+
+    def _load_config(self) -> LoadConfig:
+        config = LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load)
+        if not self.ignore_patterns:
+            return config
+        patterns = self.ignore_patterns
+        listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        return LoadConfig(load_format=self.load_format, ignore_patterns=listed, use_tqdm=self.use_tqdm_on_load)
+
+    def _cache_config(self, block_size: int, hf_config: dict[str, Any]) -> CacheConfig:
+        kv_cache_bytes = _as_length(self.kv_cache_memory_bytes)
+        checks.check_length("--kv-cache-memory-bytes", kv_cache_bytes)
+        return CacheConfig(
+            block_size=block_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_bytes,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+            swap_space_gib=float(self.swap_space),
+            cache_dtype=self.kv_cache_dtype,
+            enable_prefix_caching=self.enable_prefix_caching,
+            sliding_window=limits.window_of_all_layers(hf_config),
+        )
+
+    def _scheduler_config(self, hf_config: dict[str, Any], longest: int, block_size: int) -> SchedulerConfig:
+        chunked = limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, hf_config)
+        requested = _as_length(self.max_num_batched_tokens)
+        checks.check_length("--max-num-batched-tokens", requested)
+        queued_tokens = _as_length(self.max_num_queued_tokens)
+        checks.check_length("--max-num-queued-tokens", queued_tokens)
+        budget = limits.resolve_max_num_batched_tokens(
+            requested,
+            chunked_prefill=chunked,
+            max_model_len=longest,
+            max_num_seqs=self.max_num_seqs,
+            multi_step=self.num_scheduler_steps > 1,
+            # chunks of cached prompts end where blocks end
+            multiple_of=block_size if chunked and self.enable_prefix_caching else 1,
+        )
+        return SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=longest,
+            enable_chunked_prefill=chunked,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=queued_tokens,
+            num_scheduler_steps=self.num_scheduler_steps,
+            multi_step_stream_outputs=self.multi_step_stream_outputs,
+            stream_interval=self.stream_interval,
+            policy=self.scheduling_policy,
+            preemption_mode=self.preemption_mode,
+            delay_factor=float(self.scheduler_delay_factor),
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            max_long_partial_prefills=self.max_long_partial_prefills,
+            long_prefill_token_threshold=limits.resolve_long_prefill_threshold(
+                self.long_prefill_token_threshold, self.max_num_partial_prefills, longest
+            ),
+            async_scheduling=self.async_scheduling,
+            max_decode_pause_s=limits.resolve_max_decode_pause_s(
+                self.max_decode_pause_ms,
+                chunked_prefill=chunked,
+                has_default=requested is None and self.num_scheduler_steps == 1,
+            ),
+            max_scored_tokens=limits.max_scored_tokens(int(hf_config["vocab_size"])),
+            queue_timeout_s=None if self.queue_timeout_s is None else float(self.queue_timeout_s),
+        )
+
+
+# vLLM's name for what asynchronous engines are made of
+AsyncEngineArgs = EngineArgs
+
+
+def _as_length(value: int | str | None) -> int | None:
+    """Python callers may write "4k" where the command line's parser has made a number of it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return length(value)
+    except argparse.ArgumentTypeError as err:
+        raise ConfigError(str(err)) from err
+
+
+def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str) -> int:
+    """The longest sequence whose KV cache fits, at most what the model allows: --max-model-len auto.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    blocks = cache.num_gpu_blocks_override
+    if blocks is None:
+        # only here the configuration depends on the machine's memory, which platforms measure with torch loaded
+        from ascend_vllm.platforms import get_platform
+
+        num_workers = parallel.local_world_size
+        # of which this machine has a part
+        weight_bytes = hf_files.weight_bytes(model.model) // parallel.nnodes
+        available = get_platform(device).expected_kv_cache_bytes(
+            cache, weight_bytes, num_workers, parallel.data_parallel_size
+        )
+        # a worker has one KV head at least
+        num_heads = max(1, model.num_kv_heads // parallel.tensor_parallel_size)
+        # the stage with most layers has room for the fewest blocks
+        num_layers = max(parallel.stage_layers, default=model.num_layers)
+        per_token = 2 * num_layers * num_heads * model.head_size * DTYPE_BYTES[model.dtype]
+        blocks = int(available * _AUTO_LENGTH_SHARE) // (per_token * cache.block_size)
+    if blocks < 1:
+        raise ConfigError("--max-model-len auto: there is no memory for a KV cache of even one block.")
+    return min(model.max_model_len, blocks * cache.block_size)
+
+
+def all_flags() -> tuple[Flag, ...]:
+    """Every flag of every server once: HTTP, OpenAI server, /generate server, engine."""
+    found = {item.name: item for owner in (FrontendArgs, GenerateServerArgs, EngineArgs) for item in flags_of(owner)}
+    return tuple(found.values())

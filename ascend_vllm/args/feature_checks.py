@@ -1,0 +1,132 @@
+"""Checks of flags whose features may be missing: a wrong value is told first, with vLLM 0.6.3's text."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from ascend_vllm.args import limits
+from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.model_files import read_json
+
+if TYPE_CHECKING:
+    from ascend_vllm.args.engine_args import EngineArgs
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256)
+LORA_EXTRA_VOCAB_SIZES = (0, 256, 512)
+_NGRAM = "[ngram]"
+
+
+def check_features(args: EngineArgs) -> None:
+    """Checks the flags of adapters and of speculation, and what goes together with what.
+
+    Raises:
+        ConfigError: a value is out of range, lacks another or excludes it.
+    """
+    if args.num_scheduler_steps > 1 and (args.speculative_model or args.speculative_config):
+        raise ConfigError("Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)")
+    if args.num_scheduler_steps > 1 and args.enable_chunked_prefill and args.pipeline_parallel_size > 1:
+        raise ConfigError("Multi-Step Chunked-Prefill is not supported for pipeline-parallel-size > 1")
+    _check_lora(args)
+    _check_speculation(args)
+
+
+def _check_lora(args: EngineArgs) -> None:
+    if args.max_lora_rank not in LORA_RANKS:
+        raise ConfigError(f"max_lora_rank ({args.max_lora_rank}) must be one of {LORA_RANKS}.")
+    if args.lora_extra_vocab_size not in LORA_EXTRA_VOCAB_SIZES:
+        raise ConfigError(
+            f"lora_extra_vocab_size ({args.lora_extra_vocab_size}) must be one of {LORA_EXTRA_VOCAB_SIZES}."
+        )
+    if args.max_loras < 1:
+        raise ConfigError(f"max_loras ({args.max_loras}) must be >= 1.")
+    if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        raise ConfigError(f"max_cpu_loras ({args.max_cpu_loras}) must be >= max_loras ({args.max_loras})")
+    if args.enable_lora and args.enable_chunked_prefill:
+        raise ConfigError("LoRA is not supported with chunked prefill yet.")
+
+
+def _check_speculation(args: EngineArgs) -> None:
+    num_tokens = args.num_speculative_tokens
+    if args.speculative_model is None:
+        if num_tokens is not None:
+            raise ConfigError("num_speculative_tokens was provided without speculative_model.")
+        return
+    if args.enable_chunked_prefill:
+        raise ConfigError(
+            "Speculative decoding and chunked prefill are currently mutually exclusive (enable_chunked_prefill=True)."
+        )
+    if not args.use_v2_block_manager:
+        raise ConfigError(
+            "Speculative decoding requires usage of the V2 block manager. Enable it with --use-v2-block-manager."
+        )
+    if args.speculative_model == _NGRAM:
+        _check_ngram(args)
+    if num_tokens is None and (args.speculative_model == _NGRAM or not _predicts(args.speculative_model)):
+        raise ConfigError(
+            "num_speculative_tokens must be provided with speculative_model unless the draft model config contains "
+            "an n_predict parameter."
+        )
+    if num_tokens is not None and num_tokens <= 0:
+        raise ConfigError(f"Expected num_speculative_tokens to be greater than zero ({num_tokens}).")
+    draft_size = args.speculative_draft_tensor_parallel_size
+    if draft_size not in (None, 1):
+        raise ConfigError(f"speculative_draft_tensor_parallel_size={draft_size} cannot be other value than 1")
+
+
+def _check_ngram(args: EngineArgs) -> None:
+    longest = args.ngram_prompt_lookup_max or 0
+    shortest = 1 if args.ngram_prompt_lookup_min is None else args.ngram_prompt_lookup_min
+    if longest < 1:
+        raise ConfigError(f"ngram_prompt_lookup_max={args.ngram_prompt_lookup_max} must be > 0")
+    if shortest < 1:
+        raise ConfigError(f"ngram_prompt_lookup_min={shortest} must be > 0")
+    if shortest > longest:
+        raise ConfigError(
+            f"ngram_prompt_lookup_min={shortest} cannot be larger than ngram_prompt_lookup_max={longest}"
+        )
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """config.json of a local directory as far as it can be read; reading it in earnest comes later."""
+    try:
+        return read_json(pathlib.Path(model).expanduser() / "config.json", dict)
+    except ModelLoadError:
+        return {}
+
+
+def _predicts(draft_model: str) -> bool:
+    """Whether a draft model says itself how many tokens it guesses."""
+    return "n_predict" in _config_of(draft_model)
+
+
+def check_against_model(args: EngineArgs) -> None:
+    """Checks flags that the model's config.json contradicts.
+
+    Raises:
+        ConfigError: the model's heads cannot be shared among the devices; or it is quantised in another way.
+    """
+    config = _config_of(args.model)
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % args.tensor_parallel_size:
+        raise ConfigError(
+            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size "
+            f"({args.tensor_parallel_size})."
+        )
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if args.quantization is not None and method is not None and method != args.quantization:
+        raise ConfigError(
+            f"Quantization method specified in the model config ({method}) does not match the quantization method "
+            f"specified in the `quantization` argument ({args.quantization})."
+        )
+    needs_no_window = (
+        not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
+    )
+    # the older block manager, if one insists on it, knew no windows that prompts in pieces move through
+    has_window = isinstance(config.get("sliding_window"), int)
+    if needs_no_window and has_window and limits.sliding_window(config) is not None:
+        raise ConfigError(
+            "Chunked prefill is not supported with sliding window. Set --disable-sliding-window to disable sliding "
+            "window."
+        )

@@ -1,0 +1,191 @@
+"""What a command-line flag is: the metadata of a dataclass field.
+
+A flag is declared once, as a field of one of the dataclasses in `args_*.py`. The parser, the refusals, the
+documentation and the demo model's knowledge are all made from that one declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ascend_vllm.errors import UnsupportedFlagError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+# How a value is written on the command line; `parser` holds one parsing function per kind.
+#   flag         bare, no value                    bool         bare, or =true / =false
+#   str          text                              nullable_str text, "" and "None" mean none
+#   int, float   a number                          length       a count such as 4096, 4k, 4K, auto
+#   json_object  a JSON object                     json_list    a JSON list
+#   kvs          name=count,name=count or a JSON object
+#   lora_module  name=path or a JSON object
+Kind = Literal[
+    "flag",
+    "bool",
+    "str",
+    "nullable_str",
+    "int",
+    "float",
+    "length",
+    "json_object",
+    "json_list",
+    "kvs",
+    "lora_module",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSpec:
+    """All that is known about a flag besides the name and default of its field.
+
+    Attributes:
+        help: one or two sentences for users.
+        kind: how its value is written.
+        choices: the values that parse; None: any.
+        short: other spellings, for example "-tp".
+        many: one occurrence takes one or more values; the field holds a list.
+        repeat: may be given several times, with one value each unless `many`; the field holds a list.
+        example: a part of a command line that shows it in use.
+        unsupported: why a value other than the default is refused; None: every value is honoured.
+        allowed: values besides the default that are honoured although `unsupported` is set.
+        no_effect: why it is accepted and yet changes nothing; None: it has an effect.
+        opposite: the field of a switch that always says the contrary; of the two the one given last wins.
+    """
+
+    help: str
+    kind: Kind
+    choices: tuple[str, ...] | None = None
+    short: tuple[str, ...] = ()
+    many: bool = False
+    repeat: bool = False
+    example: str | None = None
+    unsupported: str | None = None
+    allowed: tuple[Any, ...] = ()
+    no_effect: str | None = None
+    opposite: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag as users meet it.
+
+    Attributes:
+        field: the name of the dataclass field, for example "block_size".
+        default: the value without the flag.
+        section: the heading it stands under in the documentation.
+        spec: everything else.
+    """
+
+    field: str
+    default: Any
+    section: str
+    spec: FlagSpec
+
+    @property
+    def name(self) -> str:
+        """As typed on the command line, for example "--block-size"."""
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def help(self) -> str:
+        """One or two sentences for users."""
+        return self.spec.help
+
+    @property
+    def example(self) -> str | None:
+        """A part of a command line that shows it in use."""
+        return self.spec.example
+
+    @property
+    def status(self) -> Literal["supported", "partly supported", "no effect", "not yet"]:
+        """Whether the flag does something in this version."""
+        if self.spec.no_effect is not None:
+            return "no effect"
+        if self.spec.unsupported is None:
+            return "supported"
+        return "partly supported" if self.spec.allowed else "not yet"
+
+    def refuses(self, value: Any) -> bool:
+        """Whether this value asks for a feature that does not exist."""
+        return self.spec.unsupported is not None and value != self.default and value not in self.spec.allowed
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    kind: Kind,
+    choices: Sequence[str] | None = None,
+    short: Sequence[str] = (),
+    many: bool = False,
+    repeat: bool = False,
+    example: str | None = None,
+    unsupported: str | None = None,
+    allowed: Sequence[Any] = (),
+    no_effect: str | None = None,
+    opposite: str | None = None,
+) -> Any:
+    """Declares a dataclass field that is a command-line flag; the arguments are those of `FlagSpec`.
+
+    Example::
+
+        seed: int = flag(0, "Seed of random draws that no request seeds.", kind="int", example="--seed 7")
+    """
+    spec = FlagSpec(
+        help=help,
+        kind=kind,
+        choices=None if choices is None else tuple(choices),
+        short=tuple(short),
+        many=many,
+        repeat=repeat,
+        example=example,
+        unsupported=unsupported,
+        allowed=tuple(allowed),
+        no_effect=no_effect,
+        opposite=opposite,
+    )
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata={"flag": spec})
+    return dataclasses.field(default=default, metadata={"flag": spec})
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def flags_of(owner: type) -> tuple[Flag, ...]:
+    """The flags a dataclass declares, base classes first, in the order of declaration.
+
+    The section of a flag is the `SECTION` of the class that declares it.
+    """
+    sections: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        names = vars(base).get("__annotations__", {})
+        sections |= {name: getattr(base, "SECTION", base.__name__) for name in names}
+    return tuple(
+        Flag(field.name, _default_of(field), sections[field.name], field.metadata["flag"])
+        for field in dataclasses.fields(owner)
+        if "flag" in field.metadata
+    )
+
+
+def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
+    """Refuses the first flag whose value asks for a feature that does not exist; warns of those without effect.
+
+    Args:
+        owner: the dataclass that declares the flags.
+        values: field name → value.
+
+    Raises:
+        UnsupportedFlagError: names the flag, and says what is missing.
+    """
+    for item in flags_of(owner):
+        value = values[item.field]
+        if item.refuses(value):
+            typed = item.name if isinstance(value, bool | dict | list) else f"{item.name} {value}"
+            raise UnsupportedFlagError(typed, item.spec.unsupported or "")
+        if item.spec.no_effect is not None and value != item.default:
+            logger.warning("%s has no effect: %s", item.name, item.spec.no_effect)

@@ -1,0 +1,315 @@
+"""What the files beside the weights say: config.json and generation_config.json, and where they are.
+
+The families that are served from the start are normalised here from plain JSON: importing transformers' AutoConfig
+brings torch into the API-server process, which costs seconds at start and hundreds of megabytes for nothing.
+Everything else (new model types, plug-ins, a repository's own code) goes through AutoConfig.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ascend_vllm import envs
+from ascend_vllm.args.hf_checks import check_generation_config, check_hf_config, check_rope_spellings
+from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.model_files import is_there, one_line, read_json, shown
+
+_DEFAULT_ROPE_THETA = 10000.0
+
+_LLAMA_LIKE = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+_QWEN = _LLAMA_LIKE | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+# model_type → what transformers assumes for names that config.json leaves out
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA_LIKE
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "mistral": _LLAMA_LIKE
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096 * 32,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
+    "opt": {
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "num_attention_heads": 12,
+        "activation_function": "relu",
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True,
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    },
+}
+_WITHOUT_ROPE = frozenset({"opt"})
+_DROPPED = ("transformers_version", "_name_or_path")
+# of interest to classification heads only, and may be large
+_DROPPED_WITHOUT_HEAD = ("id2label", "label2id")
+
+_GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_GENERATION_META = ("transformers_version", "_from_model_config")
+
+
+def find_directory(
+    flag: str,
+    name: str,
+    *,
+    revision: str | None = None,
+    revision_flag: str = "--revision",
+    download_dir: str | None = None,
+    patterns: Sequence[str] = (),
+) -> str:
+    """The directory of a model or tokenizer: the one named, or the copy of a hub repository.
+
+    Args:
+        flag: the flag that named it, for messages.
+        name: a directory, or a repository on the Hugging Face hub.
+        revision: the version of the repository.
+        revision_flag: the flag that gave the revision, for messages.
+        download_dir: where repositories are kept; None: the hub's usual cache.
+        patterns: files that are needed; empty: all.
+
+    Raises:
+        ConfigError: neither a directory nor a repository that is in the cache or can be reached.
+    """
+    path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"{revision_flag} chooses a version on the Hugging Face hub, but {flag} is a directory."
+            )
+        return str(path)
+    if path.exists():
+        raise ConfigError(f"{flag} {name} is a file; give the directory it is in.")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name:
+        raise ConfigError(f"{flag} {name!r}: there is no such directory.")
+    if envs.use_modelscope():
+        raise ConfigError(
+            f"{flag} {name!r} is not a directory, and VLLM_USE_MODELSCOPE asks for ModelScope, from which nothing is "
+            "loaded here. Download the model and give its directory."
+        )
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(
+            name, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns) or None
+        )
+    # the hub's errors are kinds of OSError and ValueError, those of the network below it of RuntimeError too
+    except (OSError, ValueError, RuntimeError) as err:
+        reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        raise ConfigError(
+            f"{flag} {name!r} is not a directory, and getting it from the Hugging Face hub failed ({reason}). "
+            "Give the path of a local directory with config.json and the weights."
+        ) from err
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with changes applied; objects inside are merged too."""
+    result = dict(base)
+    for key, value in changes.items():
+        inner = result.get(key)
+        result[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return result
+
+
+def _read_with_transformers(directory: str, raw: dict[str, Any], trust_remote_code: bool) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        values = config.to_dict() | config.get_text_config().to_dict()
+    # a model's own code may raise anything
+    except Exception as err:
+        kind = raw.get("model_type")
+        raise ModelLoadError(
+            f"{directory}/config.json: model type {shown(kind)} cannot be read: {one_line(err)}"
+        ) from err
+    # a config's text part has no architectures of its own, or None
+    if raw.get("architectures"):
+        values["architectures"] = raw["architectures"]
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def _normalise_rope(config: dict[str, Any], scaling: Mapping[str, Any] | None, theta: float | None) -> None:
+    """Gathers all spellings of rotary parameters, and what the command line says, in `rope_parameters`."""
+    inner = dict(config.pop("rope_scaling", None) or config.get("rope_parameters") or {})
+    outer_theta = config.pop("rope_theta", None)
+    if scaling is not None:
+        outer_theta = inner.get("rope_theta") or outer_theta
+        inner = dict(scaling)
+    if "type" in inner:
+        inner.setdefault("rope_type", inner.pop("type"))
+    inner.setdefault("rope_type", "default")
+    inner["rope_theta"] = theta or inner.get("rope_theta") or outer_theta or _DEFAULT_ROPE_THETA
+    config["rope_parameters"] = inner
+
+
+def read_hf_config(
+    directory: str,
+    *,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+) -> dict[str, Any]:
+    """config.json of a model, its text part, with every name that transformers would fill in.
+
+    Args:
+        directory: holds config.json.
+        trust_remote_code: the model's own configuration class may run.
+        overrides: of --hf-overrides.
+        rope_scaling: of --rope-scaling; replaces the model's.
+        rope_theta: of --rope-theta.
+
+    Returns:
+        Plain JSON values. Rotary parameters stand in `rope_parameters` with `rope_type` and `rope_theta`,
+        whichever way the file spells them.
+
+    Raises:
+        ModelLoadError: the file is missing or broken, or its model type is unknown; names the file.
+        ConfigError: the model brings its own code and --trust-remote-code is not given.
+    """
+    path = pathlib.Path(directory) / "config.json"
+    if not is_there(path):
+        raise ModelLoadError(f"{directory} has no config.json; it must be a model in Hugging Face layout")
+    raw = read_json(path, dict)
+    model_type, auto_map = raw.get("model_type"), raw.get("auto_map")
+    if not isinstance(auto_map, dict | None):
+        raise ModelLoadError(f"{path}: 'auto_map' must be an object, got {shown(auto_map)}")
+    has_code = "AutoConfig" in (auto_map or {})
+    defaults = _DEFAULTS.get(model_type) if isinstance(model_type, str) else None
+    if has_code and trust_remote_code:
+        defaults = None
+    if defaults is not None:
+        config = _merged(dict(defaults), raw)
+    elif has_code and not trust_remote_code:
+        raise ConfigError(
+            f"{path}: the model brings Python code of its own. If you trust it, let it run with --trust-remote-code."
+        )
+    else:
+        config = _read_with_transformers(directory, raw, trust_remote_code)
+    config = _merged(config, overrides or {})
+    check_rope_spellings(path, config)
+    if model_type not in _WITHOUT_ROPE or rope_scaling is not None or rope_theta is not None:
+        changed = overrides or {}
+        # an override in the older spelling counts more than what the file says in the newer one
+        scaling = rope_scaling if rope_scaling is not None else changed.get("rope_scaling")
+        _normalise_rope(config, scaling, rope_theta or changed.get("rope_theta"))
+    check_hf_config(path, config, is_known=defaults is not None)
+    has_head = config["architectures"][0].endswith("ForSequenceClassification")
+    for name in _DROPPED if has_head else _DROPPED + _DROPPED_WITHOUT_HEAD:
+        config.pop(name, None)
+    return config
+
+
+def read_generation_config(source: str, model_directory: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Sampling defaults and token ids of generation_config.json.
+
+    Args:
+        source: of --generation-config: "auto", "vllm" or a directory.
+        model_directory: where the file is for "auto".
+        overrides: of --override-generation-config.
+
+    Returns:
+        The file's values; under "vllm" only its token ids, which end texts whatever the sampling defaults are.
+        {} if the model has no such file.
+
+    Raises:
+        ConfigError: a directory was named that has no generation_config.json.
+        ModelLoadError: the file is broken.
+    """
+    named = source not in ("auto", "vllm")
+    path = pathlib.Path(source if named else model_directory).expanduser() / "generation_config.json"
+    if named and not is_there(path):
+        raise ConfigError(f"--generation-config {source}: there is no {path}.")
+    values = read_json(path, dict) if is_there(path) else {}
+    if source == "vllm":
+        values = {name: values[name] for name in _GENERATION_IDS if name in values}
+    kept = {name: value for name, value in values.items() if name not in _GENERATION_META}
+    kept |= dict(overrides or {})
+    check_generation_config(f"{path} or --override-generation-config" if overrides else path, kept)
+    return kept
+
+
+_BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken")
+_WEIGHTS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt"), "npcache": ("*.bin", "*.pt"), "dummy": ()}
+
+
+def find_model_directory(name: str, revision: str | None, download_dir: str | None, load_format: str) -> str:
+    """The directory of --model; from the hub only the files that the load format needs are taken.
+
+    Raises:
+        ConfigError: see `find_directory`.
+    """
+    formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
+    for candidate in formats:
+        patterns = (*_BESIDE_WEIGHTS, *_WEIGHTS[candidate])
+        directory = find_directory("--model", name, revision=revision, download_dir=download_dir, patterns=patterns)
+        found = [file for pattern in _WEIGHTS[candidate] for file in pathlib.Path(directory).glob(pattern)]
+        if found or pathlib.Path(name).expanduser().is_dir():
+            break
+    return directory
+
+
+def find_tokenizer_directory(name: str, revision: str | None, download_dir: str | None) -> str:
+    """The directory of --tokenizer.
+
+    Raises:
+        ConfigError: see `find_directory`.
+    """
+    return find_directory(
+        "--tokenizer",
+        name,
+        revision=revision,
+        revision_flag="--tokenizer-revision",
+        download_dir=download_dir,
+        patterns=_BESIDE_WEIGHTS,
+    )
+
+
+def weight_bytes(directory: str) -> int:
+    """Size of the weight files in a directory; 0 without any."""
+    files = [file for pattern in ("*.safetensors", "*.bin", "*.pt") for file in pathlib.Path(directory).glob(pattern)]
+    return sum(file.stat().st_size for file in files if file.is_file())

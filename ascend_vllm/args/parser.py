@@ -1,0 +1,354 @@
+"""Command lines: values of every kind, both spellings of a flag, and YAML files of flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import decimal
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ascend_vllm.args.fields import Flag, Kind, flags_of
+from ascend_vllm.errors import ConfigError
+
+# what --max-model-len auto and -1 stand for: as much as the KV cache holds
+AUTO_LENGTH = -1
+
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+
+
+@dataclasses.dataclass
+class LoRAModule:
+    """One entry of --lora-modules.
+
+    Attributes:
+        name: what requests put in their model field.
+        path: the directory of the adapter.
+        base_model_name: the model it belongs to.
+    """
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def nullable_str(value: str) -> str | None:
+    """Text; an empty one and the word None mean that there is no value."""
+    return None if value in ("", "None") else value
+
+
+def boolean(value: str) -> bool:
+    """true or false, in small letters or capitalised.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if value.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"Invalid boolean value: {value}. Expected 'true' or 'false'.")
+    return value.lower() == "true"
+
+
+def length(value: str) -> int:
+    """A count with an optional unit: 4096, 4k = 4000, 4K = 4096, 1.5k = 1500; auto = -1.
+
+    Raises:
+        argparse.ArgumentTypeError: not a count, or a fraction of a unit that is a power of two.
+    """
+    if value in ("auto", "-1"):
+        return AUTO_LENGTH
+    match = _LENGTH.fullmatch(value)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a count such as 4096, 4k, 4K or auto")
+    number, unit = match.groups()
+    if unit in _BINARY or not unit:
+        if "." in number:
+            raise argparse.ArgumentTypeError(f"{value!r}: only k, m, g and t (powers of ten) take a fraction")
+        return int(number) * _BINARY.get(unit, 1)
+    scaled = decimal.Decimal(number) * _DECIMAL[unit]
+    if scaled != int(scaled):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number")
+    return int(scaled)
+
+
+def _json_of(value: str, expected: type, what: str) -> Any:
+    try:
+        parsed = json.loads(value)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {err}") from err
+    if parsed is not None and not isinstance(parsed, expected):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON {what}")
+    return parsed
+
+
+def json_object(value: str) -> dict[str, Any] | None:
+    """A JSON object, or null."""
+    parsed: dict[str, Any] | None = _json_of(value, dict, "object")
+    return parsed
+
+
+def json_list(value: str) -> list[Any]:
+    """A JSON list."""
+    parsed: list[Any] | None = _json_of(value, list, "list")
+    if parsed is None:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON list")
+    return parsed
+
+
+def kvs(value: str) -> dict[str, Any] | None:
+    """Counts by name: `image=4,video=1`, or the same as a JSON object; an empty text means none."""
+    if not value:
+        return None
+    if value.startswith("{"):
+        return json_object(value)
+    counts: dict[str, Any] = {}
+    for item in value.split(","):
+        name, equals, count = item.partition("=")
+        if not equals or not count.strip().isdigit():
+            raise argparse.ArgumentTypeError(f"{item!r} is not of the form name=count")
+        if name.strip() in counts:
+            raise argparse.ArgumentTypeError(f"{name.strip()!r} is given twice")
+        counts[name.strip()] = int(count)
+    return counts
+
+
+def lora_module(value: str) -> LoRAModule | None:
+    """`name=path`, or a JSON object with the fields of `LoRAModule`."""
+    if value in ("", "None"):
+        return None
+    if "=" in value and "," not in value:
+        name, _, path = value.partition("=")
+        return LoRAModule(name, path)
+    try:
+        fields = json.loads(value)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"Invalid JSON format for --lora-modules: {value}") from err
+    try:
+        return LoRAModule(**fields)
+    except TypeError as err:
+        raise argparse.ArgumentTypeError(f"Invalid fields for --lora-modules: {value} - {err}") from err
+
+
+_PARSERS: Mapping[Kind, Callable[[str], Any]] = {
+    "bool": boolean,
+    "str": str,
+    "nullable_str": nullable_str,
+    "int": int,
+    "float": float,
+    "length": length,
+    "json_object": json_object,
+    "json_list": json_list,
+    "kvs": kvs,
+    "lora_module": lora_module,
+}
+
+
+class _SwitchAction(argparse.Action):
+    """`--x` sets True, `--no-x` sets False; kinds with a value also take `--x=true` and `--x=false`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, opposite: str | None, **keywords: Any) -> None:
+        super().__init__(option_strings, dest, **keywords)
+        self.opposite = opposite
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        negated = option_string is not None and option_string.startswith("--no-")
+        if negated and isinstance(values, str):
+            parser.error(f"argument {option_string}: takes no value")
+        # the text is parsed here and not by `type`, which argparse would also apply to the bare flag's constant
+        try:
+            value = boolean(values) if isinstance(values, str) else not negated
+        except argparse.ArgumentTypeError as err:
+            parser.error(f"argument {option_string}: {err}")
+        setattr(namespace, self.dest, value)
+        if self.opposite is not None:
+            setattr(namespace, self.opposite, not value)
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An argparse parser that reads `--max_model_len` as `--max-model-len`."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses after underscores in the names of long flags have become dashes."""
+        if args is None:
+            import sys
+
+            args = sys.argv[1:]
+        # what follows two dashes are no flags of this parser
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_known_args([*map(_dashed, args[:end]), *args[end:]], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit code 2 after one line that says what is wrong and where help is."""
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help for every flag.\n")
+
+
+def _dashed(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("_", "-") + equals + value
+
+
+def _help_text(item: Flag) -> str:
+    text = item.help
+    if item.spec.unsupported is not None:
+        honoured = f"besides {', '.join(map(str, item.spec.allowed))}, " if item.spec.allowed else ""
+        text += f" Not supported yet ({honoured}default {item.default!r}): {item.spec.unsupported}."
+    elif item.spec.no_effect is not None:
+        text += f" No effect: {item.spec.no_effect}."
+    elif item.default not in (None, [], False, ""):
+        text += f" Default: {item.default}."
+    return text.replace("%", "%%")
+
+
+def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Adds the flags that a dataclass declares, one group per section.
+
+    Args:
+        parser: gets the flags; the names in the namespace are those of the fields.
+        owner: a dataclass whose fields were made by `fields.flag`.
+    """
+    groups: dict[str, Any] = {}
+    for item in flags_of(owner):
+        group = groups.setdefault(item.section, None) or parser.add_argument_group(item.section)
+        groups[item.section] = group
+        spec = item.spec
+        keywords: dict[str, Any] = {"dest": item.field, "default": item.default, "help": _help_text(item)}
+        if spec.kind in ("flag", "bool"):
+            negative = "--no-" + item.name.removeprefix("--")
+            keywords |= {"nargs": 0 if spec.kind == "flag" else "?", "opposite": spec.opposite}
+            group.add_argument(item.name, negative, *spec.short, action=_SwitchAction, **keywords)
+            continue
+        if spec.choices is not None:
+            none_possible = spec.kind == "nullable_str"
+            keywords["choices"] = [None if none_possible and c == "None" else c for c in spec.choices]
+            keywords["metavar"] = "{" + ",".join(spec.choices) + "}"
+        if spec.many:
+            keywords["nargs"] = "+"
+        if spec.repeat:
+            keywords["action"] = _AppendAction
+        group.add_argument(item.name, *spec.short, type=_PARSERS[spec.kind], **keywords)
+
+
+class _AppendAction(argparse.Action):
+    """Gathers the values of a repeated flag, one or more each time; they replace the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - argparse's signature
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002 - argparse's signature
+    ) -> None:
+        earlier = getattr(namespace, self.dest)
+        gathered = [] if earlier is self.default or earlier is None else earlier
+        setattr(namespace, self.dest, gathered + (values if isinstance(values, list) else [values]))
+
+
+def fields_from_namespace(owner: type, namespace: argparse.Namespace) -> dict[str, Any]:
+    """The values of a dataclass's flags in a namespace, field name → value; absent ones are left out."""
+    return {item.field: getattr(namespace, item.field) for item in flags_of(owner) if hasattr(namespace, item.field)}
+
+
+def _flag_words(item: Flag, value: Any) -> list[str]:
+    """The words of a command line that give a flag a value from YAML."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [item.name if value else "--no-" + item.name.removeprefix("--")]
+    if isinstance(value, dict) or item.spec.kind in ("json_object", "json_list"):
+        return [f"{item.name}={value if isinstance(value, str) else json.dumps(value)}"]
+    if not isinstance(value, list):
+        return [f"{item.name}={value}"]
+    texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in value]
+    return [item.name, *texts] if item.spec.many else [f"{item.name}={text}" for text in texts]
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The flags of a YAML file: a flat mapping of names without dashes in front to values.
+
+    Raises:
+        ConfigError: the file is missing, of another type, broken or not flat.
+
+    Example::
+
+        # serve.yaml
+        max-model-len: 4096
+        enable-chunked-prefill: true
+        served-model-name: [qwen, qwen-small]
+    """
+    import yaml
+
+    if pathlib.Path(path).suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"Config file must be of a yaml/yml type. --config {path} is not.")
+    try:
+        loaded = yaml.safe_load(pathlib.Path(path).read_text())
+    except OSError as err:
+        raise ConfigError(f"--config {path} cannot be read: {err.strerror}.") from err
+    except yaml.YAMLError as err:
+        raise ConfigError(f"--config {path} is not YAML: {err}") from err
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path} must hold one flag per line, as name: value.")
+    return loaded
+
+
+def expand_config_file(args: Sequence[str], flags: Sequence[Flag]) -> list[str]:
+    """Replaces `--config FILE` by the file's flags, put in front so that the command line wins.
+
+    Args:
+        args: the words after the subcommand.
+        flags: those that the file may hold.
+
+    Raises:
+        ConfigError: see `read_config_file`; or --config has no value or is given twice; or the file holds another
+            name than those of flags.
+    """
+    words, path = _take_config_path(args)
+    if path is None:
+        return words
+    by_name = {item.name: item for item in flags}
+    expanded: list[str] = []
+    for key, value in read_config_file(path).items():
+        name = "--" + str(key).replace("_", "-")
+        if name not in by_name:
+            raise ConfigError(f"--config {path}: there is no flag {name}.")
+        expanded += _flag_words(by_name[name], value)
+    # a positional model comes first and must not be taken for one more value of a list at the end of the file
+    if words and not words[0].startswith("-"):
+        return [words[0], *expanded, *words[1:]]
+    return [*expanded, *words]
+
+
+def _take_config_path(args: Sequence[str]) -> tuple[list[str], str | None]:
+    """The words without --config, and its value."""
+    words, paths = list(args), []
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word.startswith("--config="):
+            paths.append(word.removeprefix("--config="))
+            del words[index]
+        elif word == "--config":
+            if index + 1 == len(words):
+                raise ConfigError("--config needs the path of a YAML file.")
+            paths.append(words[index + 1])
+            del words[index : index + 2]
+        else:
+            index += 1
+    if len(paths) > 1:
+        raise ConfigError("No more than one --config can be given.")
+    return words, paths[0] if paths else None

@@ -1,0 +1,152 @@
+"""A beam search as the scheduler sees it: a request that waits, and its rows that run.
+
+The request itself (the root) waits, ends and gets the outputs; while it runs each live beam is a row, a `Request`
+with slot and blocks of its own. Rows share the blocks of what they have in common. A row that has sampled brings its
+candidates and waits for the others; when all have theirs, `advance` decides which of them live on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+
+from ascend_vllm.core.beam.search import BeamSearch
+from ascend_vllm.core.request import Request
+from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence
+from ascend_vllm.types.step import StepLogprobs
+
+# tokens of all sequences together
+_TOLD_IN_A_STEP = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Advance:
+    """What a step of the search means for the rows.
+
+    Attributes:
+        rows: the live beams from now on, best first.
+        dead: rows that end.
+        forks: (new row, its parent): rows that begin as a copy of another, which goes on too.
+    """
+
+    rows: list[Request]
+    dead: list[Request]
+    forks: list[tuple[Request, Request]]
+
+
+class BeamGroup:
+    """One beam search.
+
+    Args:
+        root: the request.
+        spec: of the search.
+        max_model_len: most tokens whose KV a sequence may hold.
+
+    Attributes:
+        root: the request.
+        width: rows it may come to have, and slots that are kept for it.
+        rows: its live beams while it runs or is swapped; in the order of the search.
+        num_reserved_slots: free slots that are kept for it.
+    """
+
+    def __init__(self, root: Request, spec: BeamSearchSpec, max_model_len: int) -> None:
+        self.root = root
+        self.width = spec.width
+        self.rows: list[Request] = []
+        self.num_reserved_slots = 0
+        self._spec = spec
+        self._max_model_len = max_model_len
+        self._serial = itertools.count()
+        # row id → its most likely next tokens and their log-probabilities
+        self._candidates: dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
+        self._num_told = 0
+        self._search = self._make_search()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the search is over."""
+        return self._search.is_done
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every live beam has brought its candidates."""
+        return len(self._candidates) == len(self.rows)
+
+    def begin(self) -> Request:
+        """The first row, the prompt's; a search that ran before starts anew, and comes to the same results."""
+        self._search = self._make_search()
+        self._candidates.clear()
+        row = self.root.make_row(self._next_id())
+        row.sampling_params = self.root.sampling_params.clone(logprobs=self._search.num_candidates)
+        self.rows = [row]
+        return row
+
+    def collect(self, row: Request, logprobs: StepLogprobs, index: int) -> None:
+        """Takes what a row has sampled: its entry `index` of a step's log-probabilities."""
+        stop = 1 + self._search.num_candidates
+        self._candidates[row.request_id] = logprobs.token_ids[index, 0, 1:stop], logprobs.logprobs[index, 0, 1:stop]
+
+    def advance(self) -> Advance:
+        """Makes the search's step; the rows' tokens grow, but slots and blocks are the caller's to change."""
+        parents = self.rows
+        chosen = self._search.advance([self._candidates[row.request_id] for row in parents])
+        self._candidates.clear()
+        rows: list[Request] = []
+        forks: list[tuple[Request, Request]] = []
+        going_on: set[int] = set()
+        for parent_index, _ in chosen:
+            parent = parents[parent_index]
+            if parent_index in going_on:
+                row = parent.make_row(self._next_id())
+                forks.append((row, parent))
+            else:
+                row = parent
+                going_on.add(parent_index)
+            rows.append(row)
+        # only now: a row's tokens may have been copied by several of its children
+        for row, (_, token_id) in zip(rows, chosen, strict=True):
+            row.token_ids.append(token_id)
+            row.num_tokens += 1
+        dead = [row for index, row in enumerate(parents) if index not in going_on]
+        self.rows = rows
+        return Advance(rows, dead, forks)
+
+    def finish(self) -> None:
+        """There is no room to go on: the search ends with what it has."""
+        self._search.finish_live()
+
+    def drop_rows(self) -> list[Request]:
+        """Its rows, which are none of its own any more."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def news(self) -> list[BeamSequence] | None:
+        """What there is to tell: the best sequences at the end, and while they are short after each step of a stream.
+
+        A search that started anew tells nothing until it is further than it was.
+        """
+        num_tokens = self._search.num_output_tokens
+        # whole sequences are told: long ones less often, so that a step's share does not grow with them
+        interval = 1 + num_tokens * self._spec.num_returned // _TOLD_IN_A_STEP
+        if not self.is_done and not (self._spec.stream and num_tokens >= self._num_told + interval):
+            return None
+        self._num_told = num_tokens
+        return self._search.best()
+
+    def _make_search(self) -> BeamSearch:
+        root = self.root
+        return BeamSearch(
+            self._spec,
+            root.num_prompt_tokens,
+            root.max_num_tokens,
+            frozenset(root.end_token_ids),
+            root.eos_token_id,
+            root.min_num_tokens,
+            self._max_model_len,
+        )
+
+    def _next_id(self) -> str:
+        return f"{self.root.request_id}#{next(self._serial)}"

@@ -1,0 +1,253 @@
+"""Grammars by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+
+from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind
+from ascend_vllm.core.structured.grammar import (
+    Bitmask,
+    CompiledGrammar,
+    Grammar,
+    GrammarBackend,
+    GrammarError,
+    choice_regex,
+)
+from ascend_vllm.core.structured.json_schema import schemas_in
+from ascend_vllm.core.structured.vocabulary import Vocabulary
+
+# The library shares most of a grammar between matchers and does not say how large it is: so much at least, and for
+# each second of computing masks, in which it makes states of a lexer that it keeps, as many as it may.
+_MIN_BYTES = 256 << 10
+_BYTES_PER_SECOND = 200 << 20
+_MAX_LEXER_STATES = 100_000
+_BYTES_PER_STATE = 1 << 10
+
+
+class LLGuidance(Grammar):
+    """A matcher of the library, over a vocabulary with one more token, the library's end of text.
+
+    Args:
+        matcher: the library's.
+        num_tokens: V.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+        self.matcher = matcher
+        self._num_tokens = num_tokens
+        self._num_accepted = 0
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        ids = list(token_ids)
+        # consuming what does not fit would leave the matcher in an error for good
+        if self.matcher.validate_tokens(ids) < len(ids) or not self.matcher.consume_tokens(ids):
+            return False
+        self._num_accepted += len(ids)
+        return True
+
+    def fill_bitmask(self, row: Bitmask) -> None:
+        words = _words_of(self._num_tokens + 1)
+        mask = np.zeros((1, words), np.int32)
+        llguidance.numpy.fill_next_token_bitmask(self.matcher, mask)
+        if self.matcher.is_error():
+            # it has met one of its limits, for good
+            mask[:] = 0
+        _forget_end(mask, self._num_tokens)
+        row[:] = mask[0, : len(row)]
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens > self._num_accepted:
+            raise ValueError(f"{num_tokens} tokens are to be taken back, {self._num_accepted} were accepted")
+        if num_tokens and not self.matcher.rollback(num_tokens):
+            raise ValueError(self.matcher.get_error())
+        self._num_accepted -= num_tokens
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self.matcher.is_accepting())
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self.matcher.is_accepting() and self.matcher.is_stopped())
+
+
+class _Compiled(CompiledGrammar):
+    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+        self._matcher = matcher
+        self._num_tokens = num_tokens
+        self._num_compiled_bytes = _MIN_BYTES
+        self._mask_s = 0.0
+
+    def start(self) -> Grammar:
+        return LLGuidance(self._matcher.deep_copy(), self._num_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        num_state_bytes = min(int(self._mask_s * _BYTES_PER_SECOND), _MAX_LEXER_STATES * _BYTES_PER_STATE)
+        return self._num_compiled_bytes + num_state_bytes
+
+    def note_bytes(self, num_bytes: int) -> None:
+        self._num_compiled_bytes = max(num_bytes, _MIN_BYTES)
+
+    def note_work(self, seconds: float) -> None:
+        self._mask_s += seconds
+
+
+class _TokenizerOf:
+    """A vocabulary as the library wants it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # the library must have an end-of-text token, and masks it in with others; ours stay out of its sight
+        self.eos_token_id = vocabulary.size
+        self.tokens = [*vocabulary.tokens, b"<end>"]
+        self.special_token_ids = [self.eos_token_id]
+        self._encode = vocabulary.encode
+        self._ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if token}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """A text in tokens. Where a grammar leaves no choice the library allows what the tokenizer would write."""
+        if self._encode is not None:
+            try:
+                ids = self._encode(text.decode())
+            except UnicodeDecodeError:
+                ids = []
+            # a tokenizer may put a space before a text
+            if b"".join(self.tokens[id_] for id_ in ids if id_ < self.eos_token_id) == text:
+                return ids
+        return self._longest_tokens(text)
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        ids = []
+        while text:
+            lengths = range(min(self._longest, len(text)), 0, -1)
+            length = next((length for length in lengths if text[:length] in self._ids), None)
+            if length is not None:
+                ids.append(self._ids[text[:length]])
+            text = text[length or 1 :]
+        return ids
+
+
+class LLGuidanceBackend(GrammarBackend):
+    """The library for one vocabulary.
+
+    Args:
+        vocabulary: of the model.
+        num_threads: that a batch of bitmasks may use.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        self._num_tokens = vocabulary.size
+        wrapper = llguidance.TokenizerWrapper(_TokenizerOf(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(wrapper)
+        self._executor = llguidance.LLExecutor(num_threads)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        try:
+            grammar = _grammar_of(constraint)
+        except GrammarError:
+            raise
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise GrammarError(str(error)) from None
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(_in_a_line(matcher.get_error()))
+        # what is too large for the library often shows no earlier than here
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise GrammarError(_in_a_line(trial.get_error()))
+        return _Compiled(matcher, self._num_tokens)
+
+    def pack(self, compiled: CompiledGrammar, max_bytes: int) -> None:
+        """The library writes no grammar down."""
+
+    def unpack(self, packed: bytes) -> CompiledGrammar:
+        raise NotImplementedError
+
+    def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
+        masks = np.zeros((len(grammars), _words_of(self._num_tokens + 1)), np.int32)
+        matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, LLGuidance)]
+        places = list(zip(matchers, range(len(matchers)), strict=True))
+        llguidance.numpy.fill_next_token_bitmask_par(self._executor, places, masks)
+        masks[[matcher.is_error() for matcher in matchers]] = 0
+        _forget_end(masks, self._num_tokens)
+        bitmask[list(rows)] = masks[:, : bitmask.shape[1]]
+
+
+def _in_a_line(error: str) -> str:
+    """What the library says, without the pictures of where it says it."""
+    lines = [line.strip() for line in error.removesuffix("<non-verbose/>").strip().splitlines()]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join(told) or lines[0]
+
+
+def _words_of(num_tokens: int) -> int:
+    return -(-num_tokens // 32)
+
+
+def _forget_end(masks: Bitmask, num_tokens: int) -> None:
+    """Clears the bit of the library's own end-of-text token."""
+    masks.view(np.uint32)[:, num_tokens // 32] &= np.uint32(0xFFFFFFFF ^ 1 << num_tokens % 32)
+
+
+def _grammar_of(constraint: Constraint) -> str:
+    matcher, text = llguidance.LLMatcher, constraint.text
+    match constraint.kind:
+        case ConstraintKind.JSON:
+            return _schema_grammar(constraint)
+        case ConstraintKind.REGEX:
+            return matcher.grammar_from_regex(text)
+        case ConstraintKind.CHOICE:
+            return matcher.grammar_from_regex(choice_regex(json.loads(text)))
+        case ConstraintKind.GBNF:
+            return llguidance.grammar_from("gbnf", text)
+        case ConstraintKind.LARK:
+            return matcher.grammar_from_lark(text)
+        case ConstraintKind.STRUCTURAL_TAG:
+            return _tags_grammar(json.loads(text))
+
+
+def _schema_grammar(constraint: Constraint) -> str:
+    schema = json.loads(constraint.text)
+    if schema is True:
+        # the library wants options for what is no object
+        schema = {}
+    if not constraint.additional_properties:
+        _close_objects(schema)
+    options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
+    if constraint.whitespace_pattern is not None:
+        options["whitespace_pattern"] = constraint.whitespace_pattern
+    # the library's own class has all keys, each with a value
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+
+
+def _close_objects(schema: Any) -> None:
+    """Forbids, in place, properties that a schema does not name, in objects whose properties it names."""
+    for part in list(schemas_in(schema)):
+        if isinstance(part.get("properties"), dict):
+            part.setdefault("additionalProperties", False)
+
+
+def _tags_grammar(tag: Any) -> str:
+    """Structural tags in their first form: a list of structures, and triggers that their beginnings start with."""
+    if not isinstance(tag, dict) or "structures" not in tag:
+        raise GrammarError("only structural tags with structures and triggers are supported")
+    tags = []
+    for item in tag["structures"]:
+        trigger = next((trigger for trigger in tag["triggers"] if item["begin"].startswith(trigger)), None)
+        if trigger is None:
+            raise GrammarError(f"no trigger begins {item['begin']!r}")
+        tags.append(
+            llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
+        )
+    return llguidance.StructTag.to_grammar(tags, assume_special=False)

@@ -1,0 +1,266 @@
+"""Grammars by xgrammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind
+from ascend_vllm.core.structured.grammar import (
+    Bitmask,
+    CompiledGrammar,
+    Grammar,
+    GrammarBackend,
+    GrammarError,
+    choice_regex,
+    last_word,
+)
+from ascend_vllm.core.structured.json_schema import schemas_in
+from ascend_vllm.core.structured.regex_size import end_of_class
+from ascend_vllm.core.structured.vocabulary import Vocabulary
+
+# Where and when the library noticed an error; not for the eyes of clients.
+_SOURCE_PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
+
+# memory for what compilations have in common, of each of the two compilers
+_SHARED_BYTES = 32 << 20
+_USUAL_SCHEMA = """{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c":
+    {"type": "number"}, "d": {"type": "boolean"}, "e": {"type": "array", "items": {"type": "string"}}, "f": {}},
+    "required": ["a"]}"""
+# measured, of the form in which the library writes a grammar down: bytes for each character of the grammar's text,
+# and for each byte of its masks in memory
+_AUTOMATON_BYTES = 4
+_BYTES_PER_MASK_BYTE = 2
+
+# what a grammar that is written down begins with, for the vocabulary that it is of
+_JSON_MARK, _TEXT_MARK = b"j", b"t"
+
+_CONTROLS = bytes({*range(0x20)} - {*b"\r\n"})
+
+# Keywords of JSON schema that the library passes over in silence, so that texts could break them.
+_IGNORED_KEYWORDS = frozenset(
+    {
+        "multipleOf",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "not",
+        "if",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "propertyNames",
+        # taken, but its patterns are matched against whole names
+        "patternProperties",
+    }
+)
+
+
+class XGrammar(Grammar):
+    """A matcher of the library.
+
+    Args:
+        compiled: the library's.
+        num_tokens: V.
+    """
+
+    def __init__(self, compiled: Any, num_tokens: int) -> None:
+        self.matcher = xgrammar.GrammarMatcher(compiled)
+        self._num_tokens = num_tokens
+        self._num_accepted = 0
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        for count, token_id in enumerate(token_ids):
+            if not self.matcher.accept_token(token_id):
+                self.matcher.rollback(count)
+                return False
+        self._num_accepted += len(token_ids)
+        return True
+
+    def fill_bitmask(self, row: Bitmask) -> None:
+        self.matcher.fill_next_token_bitmask(row[None])
+        # the library sets bits behind the vocabulary too
+        row[-1:] &= last_word(self._num_tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens > self._num_accepted:
+            raise ValueError(f"{num_tokens} tokens are to be taken back, {self._num_accepted} were accepted")
+        self.matcher.rollback(num_tokens)
+        self._num_accepted -= num_tokens
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self.matcher.is_completed())
+
+    @property
+    def is_terminated(self) -> bool:
+        if not self.is_accepting:
+            return False
+        row = np.zeros(-(-self._num_tokens // 32), np.int32)
+        self.fill_bitmask(row)
+        return not row.any()
+
+
+class _Compiled(CompiledGrammar):
+    def __init__(self, compiled: Any, num_tokens: int, *, is_json: bool) -> None:
+        self.library = compiled
+        self._num_tokens = num_tokens
+        # compiled for the vocabulary without control characters
+        self.is_json = is_json
+
+    def start(self) -> Grammar:
+        return XGrammar(self.library, self._num_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.library.memory_size_bytes)
+
+    def note_bytes(self, num_bytes: int) -> None:
+        """The library tells itself."""
+
+    def note_work(self, seconds: float) -> None:
+        """It keeps nothing."""
+
+
+class XGrammarBackend(GrammarBackend):
+    """The library for one vocabulary.
+
+    Args:
+        vocabulary: of the model.
+        num_threads: that a compilation, or a batch of bitmasks, may use.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        self._num_tokens = vocabulary.size
+        # ends are not the library's matter, so it knows of no stop tokens; nor of special ones, whose text is empty
+        self._info = _info_of(vocabulary.tokens)
+        self._compiler = _compiler_of(self._info, num_threads)
+        # JSON has no control characters but in its whitespace, which can do without tabs; the library would let them
+        # into strings of limited length
+        plain = [token if token == token.translate(None, _CONTROLS) else b"" for token in vocabulary.tokens]
+        self._json_info = _info_of(plain)
+        self._json_compiler = _compiler_of(self._json_info, num_threads)
+        self._batch = xgrammar.BatchGrammarMatcher(num_threads)
+        # what most schemas have in common need not be compiled with each of them
+        self._json_compiler.compile_json_schema(_USUAL_SCHEMA)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        try:
+            is_json = constraint.kind is ConstraintKind.JSON
+            return _Compiled(self._compile(constraint), self._num_tokens, is_json=is_json)
+        except GrammarError:
+            raise
+        except Exception as error:  # the library raises RuntimeError, ValueError, TypeError and classes of its own
+            raise GrammarError(_SOURCE_PLACE.sub("", str(error)).strip().partition("\n")[0]) from None
+
+    def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
+        matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, XGrammar)]
+        self._batch.batch_fill_next_token_bitmask(matchers, bitmask, list(rows))
+        bitmask[list(rows), -1] &= last_word(self._num_tokens)
+
+    def pack(self, compiled: CompiledGrammar, max_bytes: int) -> bytes | None:
+        assert isinstance(compiled, _Compiled)
+        # The library writes the automatons of all rules down with each rule, which is a line of the grammar's text;
+        # how large they are is told by the length of the text. Beside them come the masks.
+        text = str(compiled.library.grammar)
+        expected = _AUTOMATON_BYTES * len(text) * text.count("\n") + _BYTES_PER_MASK_BYTE * compiled.num_bytes
+        if expected > max_bytes:
+            return None
+        written: str = compiled.library.serialize_json()
+        return (_JSON_MARK if compiled.is_json else _TEXT_MARK) + written.encode()
+
+    def unpack(self, packed: bytes) -> CompiledGrammar:
+        is_json = packed.startswith(_JSON_MARK)
+        info = self._json_info if is_json else self._info
+        library = xgrammar.CompiledGrammar.deserialize_json(str(memoryview(packed)[1:], "utf-8"), info)
+        return _Compiled(library, self._num_tokens, is_json=is_json)
+
+    def _compile(self, constraint: Constraint) -> Any:
+        compiler, text = self._compiler, constraint.text
+        match constraint.kind:
+            case ConstraintKind.JSON:
+                return self._compile_schema(constraint)
+            case ConstraintKind.REGEX:
+                return compiler.compile_regex(without_newline_dots(text))
+            case ConstraintKind.CHOICE:
+                return compiler.compile_regex(choice_regex(json.loads(text)))
+            case ConstraintKind.GBNF:
+                return compiler.compile_grammar(text)
+            case ConstraintKind.LARK:
+                return compiler.compile_lark(text)
+            case ConstraintKind.STRUCTURAL_TAG:
+                return self._compile_structural_tag(json.loads(text))
+
+    def _compile_schema(self, constraint: Constraint) -> Any:
+        if constraint.whitespace_pattern is not None:
+            raise GrammarError("whitespace_pattern is not supported")
+        ignored = sorted(ignored_keywords(json.loads(constraint.text)))
+        if ignored:
+            raise GrammarError(f"the schema uses keywords that are not supported: {', '.join(ignored)}")
+        # properties that a schema with properties does not name are never written, whatever the settings
+        return self._json_compiler.compile_json_schema(
+            constraint.text,
+            any_whitespace=constraint.any_whitespace,
+            separators=None if constraint.any_whitespace else (",", ":"),
+        )
+
+    def _compile_structural_tag(self, tag: Any) -> Any:
+        if isinstance(tag, dict) and "structures" in tag:
+            items = [
+                xgrammar.StructuralTagItem(begin=item["begin"], schema=_as_text(item["schema"]), end=item["end"])
+                for item in tag["structures"]
+            ]
+            tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
+        return self._compiler.compile_structural_tag(tag)
+
+
+def _info_of(tokens: list[bytes]) -> Any:
+    return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[])
+
+
+def _compiler_of(info: Any, num_threads: int) -> Any:
+    # grammars are kept by core/structured/manager.py; what is kept here are parts that other grammars have as well
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_limit_bytes=_SHARED_BYTES)
+
+
+def ignored_keywords(schema: Any) -> set[str]:
+    """Keywords in a schema that the library would not enforce."""
+    found: set[str] = set()
+    for part in schemas_in(schema):
+        found |= _IGNORED_KEYWORDS & part.keys()
+        if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
+            found.add("allOf")
+        if "$ref" in part and not str(part["$ref"]).startswith("#"):
+            found.add(f"$ref {part['$ref']}")
+        if "pattern" in part and ("minLength" in part or "maxLength" in part):
+            found.add("pattern together with minLength or maxLength")
+    return found
+
+
+def without_newline_dots(regex: str) -> str:
+    r"""A regular expression whose dots do not match line breaks, as in Python; to the library they match anything.
+
+    Example:
+        >>> without_newline_dots(r"a.[.]\.")
+        'a[^\\n][.]\\.'
+    """
+    parts = []
+    index = 0
+    while index < len(regex):
+        character = regex[index]
+        end = index + (2 if character == "\\" else 1)
+        if character == "[":
+            end = end_of_class(regex, index) + 1
+        parts.append(r"[^\n]" if character == "." else regex[index:end])
+        index = end
+    return "".join(parts)
+
+
+def _as_text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)

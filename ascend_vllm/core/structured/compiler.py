@@ -1,0 +1,249 @@
+"""Constraints become grammars beside the steps: in limited processes first, then in threads of the engine core."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import enum
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+
+from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.core.structured.backends import BACKENDS
+from ascend_vllm.core.structured.compile_pool import NUM_QUICK, NUM_SLOW, GrammarProcesses
+from ascend_vllm.core.structured.compile_process import Trial
+from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind
+from ascend_vllm.core.structured.grammar import CompiledGrammar, GrammarBackend, GrammarError
+from ascend_vllm.core.structured.vocabulary import Vocabulary
+from ascend_vllm.errors import AscendVllmError
+from ascend_vllm.logger import init_logger
+from ascend_vllm.sandbox.family import Job, LimitExceededError, ProcessBrokenError, TooLateError, TooSlowError
+
+logger = init_logger(__name__)
+
+# xgrammar lets such strings hold control characters, which JSON does not, and no escapes
+_STRING_LIMITS = re.compile(r'"(?:minLength|maxLength|pattern)":')
+
+
+class _Lane(enum.Enum):
+    """Where constraints wait to be compiled."""
+
+    QUICK = "quick"
+    SLOW = "slow"
+
+
+# a thread for each process
+_NUM_THREADS = {_Lane.QUICK: NUM_QUICK, _Lane.SLOW: NUM_SLOW}
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """A constraint on its way to a grammar.
+
+    Attributes:
+        constraint: what is compiled.
+        compiled: its grammar; with `backend`, or `error`, set in the end.
+        backend: of the grammar.
+        error: why there is none.
+        is_passing: another time there may be one nevertheless.
+        is_done: it has come to its end.
+        is_begun: a process has been at it.
+        num_waiting: requests that wait for it.
+        job: by which it is given up.
+        candidates: libraries that have not been tried.
+        reasons: what the others said.
+    """
+
+    constraint: Constraint
+    compiled: CompiledGrammar | None = None
+    backend: GrammarBackend | None = None
+    error: str | None = None
+    is_passing: bool = False
+    is_done: bool = False
+    is_begun: bool = False
+    num_waiting: int = 0
+    job: Job = dataclasses.field(default_factory=Job)
+    candidates: list[str] = dataclasses.field(default_factory=list)
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the grammar takes, about."""
+        return 0 if self.compiled is None else self.compiled.num_bytes
+
+
+class GrammarCompiler:
+    """Compiles constraints, in threads that wait for the processes which do the work.
+
+    A constraint that is not compiled within the time of the quick lane begins anew in the other one, so that it does
+    not keep others waiting.
+
+    Args:
+        vocabulary: makes the vocabulary, once.
+        config: of the server.
+        wake: set when an entry is done.
+        processes: whose processes are used; None: its own.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        config: StructuredOutputsConfig,
+        wake: threading.Event,
+        processes: GrammarProcesses | None = None,
+    ) -> None:
+        self._load_vocabulary = vocabulary
+        self._config = config
+        self._wake = wake
+        self._vocabulary: Vocabulary | None = None
+        self._processes = processes
+        self._owns_processes = processes is None
+        self._backends: dict[str, GrammarBackend] = {}
+        # held while libraries and vocabularies are loaded, which takes seconds: by the compiling threads only
+        self._load_lock = threading.Lock()
+        self._queues: dict[_Lane, queue.SimpleQueue[Entry | None]] = {lane: queue.SimpleQueue() for lane in _Lane}
+        self._lock = threading.Lock()
+        self._num_threads = dict.fromkeys(_Lane, 0)
+        self._is_closed = False
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The model's; read at the first use."""
+        if self._vocabulary is None:
+            with self._load_lock:
+                if self._vocabulary is None:
+                    self._vocabulary = self._load_vocabulary()
+        return self._vocabulary
+
+    def submit(self, entry: Entry) -> None:
+        """Has an entry done by one of the threads."""
+        entry.candidates = self._candidates(entry.constraint)
+        self._submit(entry, _Lane.QUICK)
+
+    def close(self) -> None:
+        """Ends the threads, and the processes if they are its own."""
+        with self._lock:
+            self._is_closed = True
+            for lane, count in self._num_threads.items():
+                for _ in range(count):
+                    self._queues[lane].put(None)
+            processes = self._processes if self._owns_processes else None
+        if processes is not None:
+            processes.close()
+
+    def _submit(self, entry: Entry, lane: _Lane) -> None:
+        self._queues[lane].put(entry)
+        with self._lock:
+            if self._num_threads[lane] < _NUM_THREADS[lane] and not self._is_closed:
+                name = f"grammar-{lane.value}-{self._num_threads[lane]}"
+                threading.Thread(target=self._work, args=(lane,), name=name, daemon=True).start()
+                self._num_threads[lane] += 1
+
+    def _work(self, lane: _Lane) -> None:
+        while (entry := self._queues[lane].get()) is not None:
+            # nobody waits for what is given up before it was begun
+            if entry.job.is_given_up:
+                continue
+            entry.is_begun = True
+            try:
+                self._compile(entry, lane)
+            except TooSlowError:
+                self._submit(entry, _Lane.SLOW)
+                continue
+            except concurrent.futures.CancelledError:
+                continue
+            except AscendVllmError as error:
+                entry.error, entry.is_passing = f"structured outputs are not available: {error}", True
+            except Exception as error:
+                logger.exception("A constraint could not be compiled")
+                entry.error = f"{entry.constraint.field} could not be compiled: {type(error).__name__}"
+                entry.is_passing = True
+            entry.is_done = True
+            self._wake.set()
+
+    def _compile(self, entry: Entry, lane: _Lane) -> None:
+        """Tries one library after the other.
+
+        Raises:
+            TooSlowError: this lane has not the time for it.
+            CancelledError: the entry was given up.
+        """
+        constraint = entry.constraint
+        while entry.candidates:
+            name = entry.candidates[0]
+            try:
+                trial = self._try_out(entry, name, lane)
+                if trial.is_refused:
+                    entry.error = trial.error
+                    return
+                if trial.error is None:
+                    entry.compiled, entry.backend = self._make(name, constraint, trial)
+                    return
+                reason = trial.error
+            except GrammarError as error:
+                reason = str(error)
+            entry.reasons.append(f"{name}: {reason}")
+            del entry.candidates[0]
+        entry.error = f"{constraint.field} cannot be compiled to a grammar. " + "; ".join(entry.reasons)
+
+    def _try_out(self, entry: Entry, name: str, lane: _Lane) -> Trial:
+        processes = self._get_processes()
+        if name not in self._backends:
+            # while the processes start
+            threading.Thread(target=self._preload, args=(name,), name="grammar-load", daemon=True).start()
+        try:
+            return processes.try_out(entry.job, name, entry.constraint, slow=lane is _Lane.SLOW)
+        except (LimitExceededError, ProcessBrokenError) as error:
+            if isinstance(error, TooSlowError) and lane is _Lane.QUICK:
+                raise
+            entry.is_passing |= isinstance(error, TooLateError | ProcessBrokenError)
+            raise GrammarError(f"the compilation {error}") from None
+
+    def _make(self, name: str, constraint: Constraint, trial: Trial) -> tuple[CompiledGrammar, GrammarBackend]:
+        """The grammar that a process has tried out, in this process."""
+        backend = self._backend(name)
+        compiled = backend.compile(constraint) if trial.packed is None else backend.unpack(trial.packed)
+        compiled.note_bytes(trial.num_bytes)
+        return compiled, backend
+
+    def _candidates(self, constraint: Constraint) -> list[str]:
+        """Libraries to try, one after the other."""
+        if constraint.backend in BACKENDS:
+            return [constraint.backend]
+        names = ["xgrammar", "guidance"]
+        if self._config.disable_fallback:
+            return names[1:] if constraint.kind is ConstraintKind.LARK else names[:1]
+        limits_strings = constraint.kind is ConstraintKind.JSON and _STRING_LIMITS.search(constraint.text)
+        if constraint.kind is ConstraintKind.LARK or limits_strings:
+            # llguidance's own notation, or what it does better
+            names.reverse()
+        return names
+
+    def _get_processes(self) -> GrammarProcesses:
+        vocabulary = self.vocabulary
+        with self._lock:
+            if self._is_closed:
+                raise concurrent.futures.CancelledError
+            if self._processes is None:
+                self._processes = GrammarProcesses(vocabulary)
+            return self._processes
+
+    def _preload(self, name: str) -> None:
+        # who needs it hears of it
+        with contextlib.suppress(Exception):
+            self._backend(name)
+
+    def _backend(self, name: str) -> GrammarBackend:
+        vocabulary = self.vocabulary
+        with self._load_lock:
+            backend = self._backends.get(name)
+            if backend is None:
+                started = time.monotonic()
+                backend = self._backends[name] = BACKENDS[name](vocabulary, max(1, (os.cpu_count() or 1) // 2))
+                logger.info("Structured outputs by %s are ready after %.1f s", name, time.monotonic() - started)
+            return backend

@@ -1,0 +1,307 @@
+"""From flags to a listening HTTP server: what the two server programs have in common.
+
+The order matters to those who start servers: the port is bound first, so that a taken port is an error before
+minutes of loading; nobody can connect until the engine is ready, since only then the socket listens; and the
+process ends, with an exit code that tells, when the engine dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import gc
+import json
+import logging.config
+import pathlib
+import socket
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+import ascend_vllm
+from ascend_vllm.args.tables.server import HttpArgs
+from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.http import tls
+from ascend_vllm.entrypoints.http.stop_signals import StopSignals
+from ascend_vllm.errors import AscendVllmError, ConfigError
+from ascend_vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ascend_vllm.args.engine_args import EngineArgs
+    from ascend_vllm.engine.async_llm import AsyncLLM
+    from ascend_vllm.entrypoints.http.server import HttpServer
+
+logger = init_logger(__name__)
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+
+def bind(host: str | None, port: int) -> socket.socket:
+    """A socket that owns the address but does not listen yet.
+
+    Args:
+        host: address or name; None: all addresses of the machine.
+        port: 0 lets the system choose.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is not an address of this machine: {error}") from error
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _address_error(host, port, error) from error
+    return sock
+
+
+def bind_uds(path: str) -> socket.socket:
+    """A Unix domain socket that owns its path but does not listen yet.
+
+    What an ended server left behind at the path makes room.
+
+    Raises:
+        ConfigError: a server listens there, or the path is something else or cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if pathlib.Path(path).is_socket() and not _is_listening(path):
+            pathlib.Path(path).unlink()
+        sock.bind(path)
+        # as vLLM's: whoever may reach the directory may ask
+        pathlib.Path(path).chmod(0o666)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--uds {path} is already in use, or is not a socket.") from error
+        raise ConfigError(f"Cannot listen on --uds {path}: {error.strerror or error}") from error
+    return sock
+
+
+def _is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _address_error(host: str | None, port: int, error: OSError) -> ConfigError:
+    where = f"{host or '0.0.0.0'}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"The address {where} is already in use: another server runs there. Choose another --port."
+        )
+    return ConfigError(f"Cannot listen on {where}: {error.strerror}")
+
+
+def _configure_log(path: str) -> None:
+    """Set up logging by a file of --log-config-file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no configuration.
+    """
+    try:
+        logging.config.dictConfig(json.loads(pathlib.Path(path).read_text()))
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"--log-config-file {path} cannot be used: {error}") from error
+
+
+def _without_secrets(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags as they may be logged."""
+    shown = vars(args).copy()
+    if shown.get("api_key"):
+        shown["api_key"] = ["***" for _ in shown["api_key"]]
+    return argparse.Namespace(**shown)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is particular to one of the server programs.
+
+    Attributes:
+        name: what the first line of the log calls it.
+        flags: all flags, for the log.
+        http_args: address and encryption.
+        engine_args: of the engine.
+        load_app: imports the web framework, which takes a while, and returns what makes the application once the
+            engine is ready.
+        log_level: of uvicorn.
+        access_log: one line per HTTP request.
+        demo_example: a command that asks the demo model, with {url} for the server's address.
+    """
+
+    name: str
+    flags: argparse.Namespace
+    http_args: HttpArgs
+    engine_args: EngineArgs
+    load_app: Callable[[], Callable[[AsyncLLM], FastAPI]]
+    log_level: str
+    access_log: bool
+    demo_example: str
+
+
+def serve(program: Program) -> int:
+    """Run a server until it is told to stop or its engine dies.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        ConfigError: a flag is wrong, or the port is taken.
+        ModelLoadError: the model cannot be served.
+        EngineDeadError: the engine core died while it started.
+    """
+    start = time.monotonic()
+    if program.http_args.log_config_file is not None:
+        _configure_log(program.http_args.log_config_file)
+    logger.info("%s version %s", program.name, ascend_vllm.__version__)
+    logger.info("args: %s", _without_secrets(program.flags))
+    http_args = program.http_args
+    http_args.check()
+    tls.check_files(http_args)
+    stop = StopSignals()
+    if program.engine_args.node_rank > 0:
+        with stop.raising():
+            from ascend_vllm.entrypoints.node import become_node
+
+            become_node(_with_model(program.engine_args))
+    with stop.raising(), _bound(http_args) as sock:
+        is_demo = _is_demo(program.engine_args)
+        engine_args = _with_model(program.engine_args)
+        # late: asking for help and wrong flags need none of it
+        from ascend_vllm.engine.async_llm import AsyncLLM
+
+        with stop.held_back():
+            # the engine core starts here, in its own process; meanwhile this one imports the web framework
+            engine = AsyncLLM.from_engine_args(engine_args)
+        try:
+            opening = _Opening(program, engine, sock, stop, program.demo_example if is_demo else None, start)
+            return opening.run()
+        finally:
+            stop.hold_back()
+            engine.shutdown()
+
+
+def _is_demo(args: EngineArgs) -> bool:
+    return args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
+
+
+def _with_model(args: EngineArgs) -> EngineArgs:
+    """The arguments with the demo model's directory, which is made if it is missing, if that is what they name."""
+    return args.with_model_directory(ensure_demo_model()) if _is_demo(args) else args
+
+
+@contextlib.contextmanager
+def _bound(args: HttpArgs) -> Generator[socket.socket, None, None]:
+    """The socket of the flags; a Unix domain socket's path goes away with it."""
+    if args.uds is None:
+        with contextlib.closing(bind(args.host, args.port)) as sock:
+            yield sock
+        return
+    with contextlib.closing(bind_uds(args.uds)) as sock:
+        try:
+            yield sock
+        finally:
+            pathlib.Path(args.uds).unlink(missing_ok=True)
+
+
+def exit_code_of(program: Callable[[], int]) -> int:
+    """Run a program; what this package raises on purpose becomes one line of the log and an exit code."""
+    try:
+        return program()
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
+    except AscendVllmError as error:
+        logger.error("%s", error)
+        return EXIT_FAILURE
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        logger.info("Stopped before the server was ready")
+        return EXIT_FAILURE
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opening:
+    """A server whose engine loads its model in the meantime.
+
+    Attributes:
+        program: what is served.
+        engine: started.
+        sock: bound.
+        stop: what signals do until the server has its own handlers; raising.
+        example: a command to show once the server is ready.
+        start: when the program began, by the monotonic clock.
+    """
+
+    program: Program
+    engine: AsyncLLM
+    sock: socket.socket
+    stop: StopSignals
+    example: str | None
+    start: float
+
+    def run(self) -> int:
+        """Serves; returns the process's exit code."""
+        from ascend_vllm.entrypoints.http.server import HttpServer
+
+        make_app = self.program.load_app()
+        self.stop.hold_back()
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            return runner.run(self._serve(make_app, HttpServer))
+
+    async def _serve(self, make_app: Callable[[AsyncLLM], FastAPI], server_class: type[HttpServer]) -> int:
+        program, engine = self.program, self.engine
+        try:
+            with self.stop.cancelling():
+                await engine.ready()
+                app = make_app(engine)
+                _describe_routes(app)
+                server = server_class(
+                    app,
+                    program.http_args,
+                    self.sock,
+                    log_level=program.log_level,
+                    access_log=program.access_log,
+                    example=self.example,
+                )
+                # what is alive now stays alive: the collector need not look at it again and again
+                gc.collect()
+                gc.freeze()
+                logger.info("server launch time cost: %.2f s", time.monotonic() - self.start)
+                return EXIT_OK if await server.serve_engine(engine) else EXIT_FAILURE
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # another server bound the same port before either of them listened
+            raise _address_error(program.http_args.host, program.http_args.port, error) from error
+        finally:
+            # here, for it belongs to the loop
+            engine.shutdown()
+
+
+def _describe_routes(app: FastAPI) -> None:
+    """Log the routes, one a line."""
+    logger.info("Available routes are:")
+    for route in app.routes:
+        methods = getattr(route, "methods", None)
+        path = getattr(route, "path", None)
+        if methods and path:
+            logger.info("Route: %s, Methods: %s", path, ", ".join(sorted(methods)))

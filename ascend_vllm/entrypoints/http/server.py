@@ -1,0 +1,248 @@
+"""uvicorn, tied to an engine: it ends when the engine dies, and listens on a socket that was bound before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import pathlib
+import signal
+import socket
+from collections.abc import Collection, Generator
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+
+from ascend_vllm import envs
+from ascend_vllm.args.tables.server import HttpArgs
+from ascend_vllm.entrypoints.http import tls
+from ascend_vllm.entrypoints.http.middleware import BodyLimitMiddleware
+from ascend_vllm.entrypoints.http.protocol import (
+    DEFAULT_MAX_HEAD_BYTES,
+    DEFAULT_MAX_HEADERS,
+    HttpLimits,
+    LimitedHttpProtocol,
+)
+from ascend_vllm.entrypoints.http.start_gate import StartGate
+from ascend_vllm.errors import ConfigError, ServerStoppingError
+from ascend_vllm.log_lines import keep_safe
+from ascend_vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from ascend_vllm.engine.async_llm import AsyncLLM
+
+logger = init_logger(__name__)
+
+# seconds that requests which are ended get to say so, before they are cancelled
+_LAST_WORDS_S = 2
+# An idle connection is kept so much longer than promised: clients that keep theirs for the same time, as httpx does
+# with its 5 s, would else send requests into one that is being closed.
+_KEEP_ALIVE_GRACE_S = 1
+# connections that may wait to be accepted: bursts of clients queue there instead of being refused
+_BACKLOG = 2048
+# uvloop accepts one connection for each listening descriptor in a turn of the loop. With one of them, clients that
+# connect and leave faster than that keep all who come behind them waiting to be accepted.
+_NUM_LISTENERS = 8
+# what logs with the words of clients
+_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "asyncio")
+# how often the TLS files are looked at
+_TLS_POLL_S = 1.0
+# how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
+_ENGINE_POLL_S = 0.2
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server for one application.
+
+    Args:
+        app: the application.
+        args: encryption, limits, and the name of the host for the log.
+        sock: a bound socket.
+        log_level: of uvicorn.
+        access_log: one line per request.
+        example: a command to show once the server listens, with {url} for its address.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        args: HttpArgs,
+        sock: socket.socket,
+        *,
+        log_level: str,
+        access_log: bool,
+        example: str | None = None,
+    ) -> None:
+        limits = HttpLimits(
+            max_head_bytes=args.h11_max_incomplete_event_size or DEFAULT_MAX_HEAD_BYTES,
+            max_headers=args.h11_max_header_count or DEFAULT_MAX_HEADERS,
+            client_timeout_s=args.client_timeout_s,
+        )
+        config = uvicorn.Config(
+            # outside of everything else, so that whoever reads a body is given no more than the limit
+            BodyLimitMiddleware(app, args.max_body_bytes),
+            host=args.host or "0.0.0.0",
+            port=0 if args.uds else sock.getsockname()[1],
+            uds=args.uds,
+            # uvicorn calls it as it would call the class
+            http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits, gate=StartGate())),
+            ws="none",
+            # a file of --log-config-file was read when the program began
+            log_config=uvicorn.config.LOGGING_CONFIG if args.log_config_file is None else None,
+            log_level=log_level,
+            access_log=access_log,
+            backlog=_BACKLOG,
+            timeout_keep_alive=envs.http_timeout_keep_alive_s() + _KEEP_ALIVE_GRACE_S,
+            timeout_graceful_shutdown=math.ceil(args.shutdown_timeout) + _LAST_WORDS_S,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers or tls.DEFAULT_CIPHERS,
+            server_header=False,
+        )
+        super().__init__(config)
+        keep_safe(*_LOGGERS)
+        self._sock = sock
+        self._args = args
+        self._example = example
+        self._engine: AsyncLLM | None = None
+        self._tls_files = _tls_files(args) if args.enable_ssl_refresh else {}
+        if args.disable_access_log_for_endpoints:
+            paths = {path.strip() for path in args.disable_access_log_for_endpoints.split(",")}
+            logging.getLogger("uvicorn.access").addFilter(functools.partial(_is_logged, paths))
+
+    async def serve_engine(self, engine: AsyncLLM) -> bool:
+        """Serve until a signal or the engine's death.
+
+        Returns:
+            Whether it ended in order, that is, the engine lives.
+        """
+        self._engine = engine
+        watches = [asyncio.create_task(self._watch(engine))]
+        if self._tls_files:
+            watches.append(asyncio.create_task(self._watch_tls_files()))
+        try:
+            await self.serve([self._sock, *(self._sock.dup() for _ in range(_NUM_LISTENERS - 1))])
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+        return not engine.errored
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where: uvicorn is silent about sockets it was handed."""
+        if self.config.ssl is not None:
+            tls.refuse_old_versions(self.config.ssl)
+        await super().startup(sockets)
+        if self.started:
+            self._log_started_message((sockets or [])[:1])
+            self._show_example()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let open requests end, for as long as they may, then end them."""
+        end = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
+
+    async def _end_requests(self) -> None:
+        """Let those who still wait for an answer know that none will come."""
+        await asyncio.sleep(self._args.shutdown_timeout)
+        if self._engine is not None and self.server_state.tasks:
+            logger.warning(
+                "The %g s of --shutdown-timeout are over: %d requests end early",
+                self._args.shutdown_timeout,
+                len(self.server_state.tasks),
+            )
+            self._engine.refuse(ServerStoppingError())
+
+    def _show_example(self) -> None:
+        if self._example is None:
+            return
+        if self.config.uds is not None:
+            command = self._example.replace("curl ", f"curl --unix-socket {self.config.uds} ", 1)
+            print(
+                f"\nThe demo model is ready. Try:\n\n  {command.replace('{url}', 'http://localhost')}\n", flush=True
+            )
+            return
+        host = self.config.host if self.config.host != "0.0.0.0" else "localhost"
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://{host}:{self.config.port}"
+        print(f"\nThe demo model is ready. Try:\n\n  {self._example.replace('{url}', url)}\n", flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """SIGINT and SIGTERM end the server in order.
+
+        uvicorn would raise the signal again at the end, which would kill the process before the engine is shut
+        down and hide the exit code.
+        """
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    async def _watch(self, engine: AsyncLLM) -> None:
+        """End the server soon after the engine's death, unless it is told to stay."""
+        while not engine.errored:
+            await asyncio.sleep(_ENGINE_POLL_S)
+        if envs.keep_alive_on_engine_death():
+            logger.error("The engine is dead; the server stays, as VLLM_KEEP_ALIVE_ON_ENGINE_DEATH says")
+            return
+        logger.error("The engine is dead; the server ends")
+        self.should_exit = True
+
+    async def _watch_tls_files(self) -> None:
+        """Read key and certificates again when they have changed, for the connections that come after."""
+        while True:
+            await asyncio.sleep(_TLS_POLL_S)
+            found = {path: _modified(path) for path in self._tls_files}
+            context = self.config.ssl
+            if (
+                context is None
+                or self._args.ssl_certfile is None
+                or None in found.values()
+                or found == self._tls_files
+            ):
+                continue
+            try:
+                tls.load_files(context, self._args.ssl_certfile, self._args.ssl_keyfile, self._args.ssl_ca_certs)
+            except (OSError, ConfigError) as error:
+                # a file is written while the other one is still old: the next look finds both
+                logger.warning("The TLS files have changed but cannot be used yet: %s", error)
+            else:
+                self._tls_files = found
+                logger.info("The TLS files have changed and were read again")
+
+
+def _tls_files(args: HttpArgs) -> dict[str, float | None]:
+    """The files of the flags, and when they were changed."""
+    paths = (args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs)
+    return {path: _modified(path) for path in paths if path is not None}
+
+
+def _modified(path: str) -> float | None:
+    try:
+        return pathlib.Path(path).stat().st_mtime
+    except OSError:  # it is just being replaced
+        return None
+
+
+def _is_logged(paths: Collection[str], record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's access log is about none of these paths."""
+    arguments = record.args
+    # address of the client, method, path with query, version, status
+    if not isinstance(arguments, tuple) or len(arguments) < 3:
+        return True
+    return str(arguments[2]).partition("?")[0] not in paths

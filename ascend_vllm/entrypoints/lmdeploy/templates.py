@@ -1,0 +1,358 @@
+"""Chat templates of a pipeline: LMDeploy's built-in ones by name, or the model's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.templates.chat_template import parse_messages, render_chat
+from ascend_vllm.errors import ConfigError, RequestError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+# what is written around the messages; without one of these a configuration says nothing about a template's form
+_FORM = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
+_CAPABILITIES = (None, "chat", "completion")
+
+
+class PromptTemplate(Protocol):
+    """Makes prompts of messages.
+
+    Attributes:
+        stop_words: tokens that end an answer besides the model's own end of sequence.
+        is_completion: a plain string is the prompt as it is.
+        adds_special_tokens: the tokenizer adds what the model expects around a text; False: the prompt has it.
+    """
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        """Tokens that end an answer."""
+
+    @property
+    def is_completion(self) -> bool:
+        """Whether a plain string is the prompt as it is."""
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer adds special tokens to the prompt."""
+
+    def messages2prompt(self, messages: str | Messages) -> str:
+        """The prompt's text.
+
+        Args:
+            messages: of a conversation; a string is the first message of a user.
+
+        Raises:
+            RequestError: a message is wrong.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A template that writes fixed texts around each message.
+
+    Attributes:
+        system, eosys: before and after a system message.
+        meta_instruction: the system message of conversations without one; None: they have none.
+        user, eoh: before and after a user's message.
+        assistant, eoa: before and after an answer.
+        separator: after the end of an answer, before the next message.
+        stop_words: tokens that end an answer.
+        is_completion: a plain string is the prompt as it is.
+
+    Example::
+
+        template = ChatTemplate(user="USER: ", eoh="\\n", assistant="ASSISTANT: ", eoa="</s>")
+        template.messages2prompt("hi")      # "USER: hi\\nASSISTANT: "
+    """
+
+    system: str = ""
+    meta_instruction: str | None = ""
+    eosys: str = ""
+    user: str = ""
+    eoh: str = ""
+    assistant: str = ""
+    eoa: str = ""
+    separator: str = ""
+    stop_words: tuple[str, ...] = ()
+    is_completion: bool = False
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """The form has no beginning-of-text token."""
+        return True
+
+    def messages2prompt(self, messages: str | Messages) -> str:
+        """The prompt's text; see `PromptTemplate`."""
+        if isinstance(messages, str):
+            if self.is_completion:
+                return messages
+            messages = [{"role": "user", "content": messages}]
+        parsed = parse_messages(messages, "string", "this model")
+        if self.meta_instruction is not None and parsed[0]["role"] != "system":
+            parsed.insert(0, {"role": "system", "content": self.meta_instruction})
+        forms = {
+            "system": (self.system, self.eosys),
+            "user": (self.user, self.eoh),
+            "assistant": (self.assistant, self.eoa + self.separator),
+        }
+        pieces = []
+        for message in parsed:
+            if message["role"] not in forms:
+                raise RequestError(f"role must be one of {', '.join(forms)}, got {message['role']!r}.", "messages")
+            before, after = forms[message["role"]]
+            pieces.append(before + message["content"] + after)
+        return "".join(pieces) + self.assistant
+
+
+class OwnChatTemplate:
+    """The template that comes with the model's tokenizer.
+
+    Args:
+        tokenizer: brings the template.
+        meta_instruction: the system message of conversations without one; None: what the template makes of them.
+        is_completion: a plain string is the prompt as it is.
+    """
+
+    stop_words: tuple[str, ...] = ()
+    adds_special_tokens = False
+
+    def __init__(
+        self, tokenizer: Tokenizer, meta_instruction: str | None = None, *, is_completion: bool = False
+    ) -> None:
+        self.is_completion = is_completion
+        self._tokenizer = tokenizer
+        self._meta_instruction = meta_instruction
+
+    def messages2prompt(self, messages: str | Messages) -> str:
+        """The prompt's text; see `PromptTemplate`."""
+        if self.is_completion and isinstance(messages, str):
+            return messages
+        conversation: list[Any] = (
+            [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        )
+        is_first_system = bool(conversation) and _role_of(conversation[0]) == "system"
+        if conversation and self._meta_instruction is not None and not is_first_system:
+            conversation.insert(0, {"role": "system", "content": self._meta_instruction})
+        return render_chat(self._tokenizer, conversation, model_name="this model")
+
+
+_CHATML = ChatTemplate(
+    system="<|im_start|>system\n",
+    meta_instruction=None,
+    eosys="<|im_end|>\n",
+    user="<|im_start|>user\n",
+    eoh="<|im_end|>\n",
+    assistant="<|im_start|>assistant\n",
+    eoa="<|im_end|>",
+    separator="\n",
+    stop_words=("<|im_end|>",),
+)
+_INTERNLM = ChatTemplate(
+    system="<|System|>:",
+    meta_instruction=None,
+    eosys="\n",
+    user="<|User|>:",
+    eoh="\n",
+    assistant="<|Bot|>:",
+    eoa="<eoa>",
+    separator="\n",
+    stop_words=("<eoa>",),
+)
+_INTERNLM2 = dataclasses.replace(_CHATML, stop_words=("<|im_end|>", "<|action_end|>"))
+_VICUNA = ChatTemplate(
+    meta_instruction=None,
+    user="USER: ",
+    eoh="\n",
+    assistant="ASSISTANT: ",
+    eoa="</s>",
+    separator="\n",
+    stop_words=("</s>",),
+)
+# the system message opens the first turn, so that it is written even if it is empty
+_LLAMA2 = ChatTemplate(
+    system="[INST] <<SYS>>\n",
+    eosys="\n<</SYS>>\n\n",
+    assistant=" [/INST] ",
+    eoa="</s>",
+    separator="<s>[INST] ",
+)
+_SOLAR = ChatTemplate(
+    system="### System:\n",
+    meta_instruction=None,
+    eosys="\n\n",
+    user="### User:\n",
+    eoh="\n\n",
+    assistant="### Assistant:\n",
+    eoa="\n\n",
+)
+_AS_IS = ChatTemplate(is_completion=True)
+
+# LMDeploy's names. Where its template brings a system message of several sentences, there is none here until
+# meta_instruction gives one.
+BUILT_IN: Mapping[str, ChatTemplate] = {
+    "base": _AS_IS,
+    "llama": _AS_IS,
+    "internlm": _AS_IS,
+    **dict.fromkeys(("internlm-chat", "internlm-chat-7b", "internlm-chat-8k", "internlm-chat-20b"), _INTERNLM),
+    **dict.fromkeys(("internlm2-chat", "internlm2-chat-7b", "internlm2-chat-20b"), _INTERNLM2),
+    **dict.fromkeys(("vicuna", "wizardlm"), _VICUNA),
+    **dict.fromkeys(("llama2", "llama-2", "llama-2-chat"), _LLAMA2),
+    **dict.fromkeys(
+        ("qwen", "qwen-chat", "qwen-7b", "qwen-14b"),
+        dataclasses.replace(_CHATML, meta_instruction="You are a helpful assistant."),
+    ),
+    **dict.fromkeys(("yi", "yi-chat"), dataclasses.replace(_CHATML, stop_words=("<|im_end|>", "<|endoftext|>"))),
+    "chatml": _CHATML,
+    "baichuan2-chat": ChatTemplate(user="<reserved_106>", assistant="<reserved_107>"),
+    "solar": _SOLAR,
+}
+
+# words that a model's path must all hold → its template; the first that fits is taken
+_BY_PATH = (
+    (("internlm2", "chat"), "internlm2-chat"),
+    (("internlm", "chat"), "internlm-chat"),
+    (("vicuna",), "vicuna"),
+    (("wizardlm",), "wizardlm"),
+    (("baichuan2", "chat"), "baichuan2-chat"),
+    (("llama2", "chat"), "llama2"),
+    (("llama-2", "chat"), "llama2"),
+    (("qwen", "chat"), "qwen"),
+    (("solar",), "solar"),
+)
+
+
+@dataclasses.dataclass
+class ChatTemplateConfig:
+    """Which chat template a pipeline uses, and what differs from it.
+
+    Args:
+        model_name: name of a built-in template (`BUILT_IN`), or a new name. A new name with texts around the messages
+            is a template of its own; without them it means the model's own template.
+        system, meta_instruction, eosys, user, eoh, assistant, eoa: see `ChatTemplate`; None: as in the built-in one.
+        capability: "chat", or "completion", which takes plain strings as they are.
+        separator, stop_words: see `ChatTemplate`.
+
+    Raises:
+        ConfigError: capability is none of these.
+
+    Example::
+
+        ChatTemplateConfig("internlm2-chat", meta_instruction="Answer in one word.")
+    """
+
+    model_name: str
+    system: str | None = None
+    meta_instruction: str | None = None
+    eosys: str | None = None
+    user: str | None = None
+    eoh: str | None = None
+    assistant: str | None = None
+    eoa: str | None = None
+    capability: str | None = None
+    separator: str | None = None
+    stop_words: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.capability not in _CAPABILITIES:
+            raise ConfigError(f"capability must be 'chat' or 'completion' in this version, got {self.capability!r}.")
+
+    @classmethod
+    def from_json(cls, file_or_string: str) -> ChatTemplateConfig:
+        """Reads a configuration from a file, or from a text of JSON.
+
+        Raises:
+            ConfigError: it is not JSON, or not an object of these fields.
+        """
+        text = file_or_string
+        if not text.lstrip().startswith("{"):
+            try:
+                text = pathlib.Path(file_or_string).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"the chat template {file_or_string} cannot be read: {error}") from error
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the chat template is not JSON: {error}") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or not isinstance(values.get("model_name"), str):
+            raise ConfigError("the chat template must be a JSON object with a model_name")
+        if unknown := sorted(set(values) - names):
+            raise ConfigError(f"unknown key(s) in the chat template: {', '.join(unknown)}")
+        return cls(**values)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The template of built-in or given texts.
+
+        Raises:
+            ConfigError: the name is not built in, and no texts are given.
+        """
+        template = BUILT_IN.get(self.model_name)
+        if template is None:
+            if not self.has_form:
+                raise ConfigError(
+                    f"{self.model_name!r} is not a chat template; the built-in ones are {', '.join(BUILT_IN)}. "
+                    f"A new one needs some of {', '.join(_FORM)}."
+                )
+            template = ChatTemplate()
+        given = {
+            name: getattr(self, name) for name in (*_FORM, "meta_instruction") if getattr(self, name) is not None
+        }
+        if self.stop_words is not None:
+            given["stop_words"] = tuple(self.stop_words)
+        if self.capability is not None:
+            given["is_completion"] = self.capability == "completion"
+        return dataclasses.replace(template, **given)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether it says what is written around messages."""
+        return any(getattr(self, name) is not None for name in _FORM)
+
+
+def choose_template(
+    config: ChatTemplateConfig | None, model_name: str | None, model_path: str, tokenizer: Tokenizer
+) -> PromptTemplate:
+    """The template of a pipeline.
+
+    A configuration decides, or else a name. Without both, and for a name that is not built in, it is the model's own
+    template, or else the built-in one that fits the model's path. A model that none fits gets prompts as they are.
+
+    Args:
+        config: of the caller.
+        model_name: of the caller; None or "": none.
+        model_path: as the caller wrote it.
+        tokenizer: may bring the model's own template.
+
+    Raises:
+        ConfigError: a name is not built in, and the model has no template of its own.
+    """
+    if config is None and model_name:
+        config = ChatTemplateConfig(model_name)
+    if config is None:
+        if tokenizer.chat_template is not None:
+            return OwnChatTemplate(tokenizer)
+        name = _match(model_path)
+        if name is None:
+            logger.warning("No chat template is known for %s: prompts are taken as they are.", model_path)
+        return BUILT_IN[name or "base"]
+    if config.model_name in BUILT_IN or config.has_form or tokenizer.chat_template is None:
+        return config.chat_template
+    return OwnChatTemplate(tokenizer, config.meta_instruction, is_completion=config.capability == "completion")
+
+
+def _match(model_path: str) -> str | None:
+    path = model_path.lower()
+    return next((name for words, name in _BY_PATH if all(word in path for word in words)), None)
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None

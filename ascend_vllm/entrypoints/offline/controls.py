@@ -1,0 +1,101 @@
+"""What `LLM` can be told beside prompts: caches, traces, sleeping, workers, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.engine.metrics_reader import Metric
+from ascend_vllm.entrypoints.offline.arguments import REFUSED_METHODS, refuse
+
+
+class EngineControls:
+    """The part of `LLM` that hands calls on to its engine.
+
+    Attributes:
+        llm_engine: the engine underneath.
+    """
+
+    llm_engine: LLMEngine
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets the prefixes that enable_prefix_caching keeps, for example after the weights have changed.
+
+        Args:
+            reset_running_requests, reset_connector: not supported in this version.
+
+        Returns:
+            Whether it has been done.
+        """
+        refuse(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
+        return self.llm_engine.reset_prefix_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Forgets images that were prepared: there are none, prompts are text only."""
+
+    def reset_encoder_cache(self) -> None:
+        """Forgets what an encoder made of images: there is nothing, prompts are text only."""
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Begins a trace of what is computed; see `LLMEngine.start_profile`. None of the arguments is supported."""
+        refuse(profile_prefix=profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """Ends the trace and writes its file into VLLM_TORCH_PROFILER_DIR."""
+        self.llm_engine.stop_profile()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives memory back until `wake_up`; see `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Ends `sleep`; see `LLMEngine.wake_up`."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory of the engine is given back."""
+        return self.llm_engine.is_sleeping()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker; see `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Calls a function with each worker's model, a tree of `ascend_vllm.layers.base.Layer`.
+
+        Example::
+
+            llm.apply_model(lambda model: type(model).__name__)  # ["Qwen2ForCausalLM"]
+
+        With several workers the function must be one that they can import: in a module, not in the program itself.
+        """
+        return self.llm_engine.collective_rpc("apply_model", args=(func,))
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many workers there are, with all copies of the model or of one alone; in this version the same."""
+        del include_dp
+        return self.llm_engine.get_parallel_config().world_size
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics as they are now; see `LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Names what a method of vLLM's lacks here."""
+            reason = f" is not supported: {REFUSED_METHODS[name]}" if name in REFUSED_METHODS else " does not exist"
+            raise AttributeError(f"LLM.{name}{reason}", name=name, obj=self)

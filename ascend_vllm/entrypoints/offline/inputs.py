@@ -1,0 +1,67 @@
+"""The forms in which `LLM` takes prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
+from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.templates.chat_template import render_chat
+from ascend_vllm.errors import RequestError
+
+Prompts = PromptType | list[int] | Sequence[PromptType | list[int]]
+Messages = Sequence[Mapping[str, Any]]
+
+
+def collect_prompts(
+    prompts: Prompts | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+) -> list[PromptType]:
+    """The prompts of a call, of whatever form.
+
+    Args:
+        prompts: one or a list: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        prompt_token_ids: ids instead, or beside their texts: of one prompt or of each.
+
+    Raises:
+        RequestError: there are none, or not as many texts as ids.
+    """
+    texts = None if prompts is None else _as_list(prompts)
+    if prompt_token_ids is None:
+        if texts is None:
+            raise RequestError("Either prompts or prompt_token_ids must be provided.", "prompts")
+        return [TokensPrompt(prompt_token_ids=one) if isinstance(one, list) else one for one in texts]
+    ids: list[Any] = list(prompt_token_ids)
+    if ids and isinstance(ids[0], int):
+        ids = [ids]
+    if texts is None:
+        return [TokensPrompt(prompt_token_ids=one) for one in ids]
+    if len(texts) != len(ids):
+        raise RequestError("The lengths of prompts and prompt_token_ids must be the same.", "prompt_token_ids")
+    return [TokensPrompt(prompt=text, prompt_token_ids=one) for text, one in zip(texts, ids, strict=True)]
+
+
+def render_conversations(
+    tokenizer: Tokenizer, messages: Messages | Sequence[Messages], **options: Any
+) -> list[PromptType]:
+    """Prompts that the chat template makes of one conversation or of each of a list.
+
+    Args:
+        tokenizer: the model's.
+        messages: a list of {"role", "content"}, or a list of such lists.
+        options: further arguments of `render_chat`.
+
+    Raises:
+        RequestError: messages or an option are wrong.
+    """
+    is_one = not messages or isinstance(messages[0], Mapping)
+    conversations: Sequence[Any] = [messages] if is_one else messages
+    texts = [render_chat(tokenizer, conversation, **options) for conversation in conversations]
+    return [
+        TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)) for text in texts
+    ]
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    is_ids = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+    return [prompts] if is_ids or isinstance(prompts, str | dict) else list(prompts)

@@ -1,0 +1,337 @@
+"""The process that renders the chat templates of requests: ``python -m ascend_vllm.entrypoints.templates.process``.
+
+A template that comes with a request is a program of a client. Jinja's sandbox keeps it from files, the network and
+the interpreter, but not from loops without end and from texts that fill the memory. So it runs here, where the
+system counts its memory and its CPU time, and whence `pool` can end it at any moment (see `sandbox`). The
+process knows nothing but what one request brings, keeps nothing between requests, and imports neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import msgspec
+from jinja2 import ext, nodes, parser
+
+from ascend_vllm.entrypoints.templates.chat_template import render_chat
+from ascend_vllm.errors import RequestError
+from ascend_vllm.sandbox import child
+from ascend_vllm.sandbox.child import serve
+
+# a template may raise any text; an answer needs no more of it
+_MAX_ERROR_CHARACTERS = 20_000
+# arguments of transformers' apply_chat_template: a template does not see them
+_NOT_VARIABLES = frozenset(
+    {
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+_NEEDS_TOKENS = ("return_assistant_tokens_mask", "sanitize_control_tokens")
+# where messages have a model's thoughts, the name that templates read first
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# stands at the end of the message that is continued
+_MARK = "END_OF_THE_CONTINUED_MESSAGE "
+
+
+class Limits(child.Limits, frozen=True, kw_only=True):
+    """What one rendering may take.
+
+    Attributes:
+        max_characters: of the text.
+    """
+
+    wall_s: float = 3.0
+    cpu_s: int = 5
+    memory_bytes: int = 384 << 20
+    max_characters: int = 4 << 20
+
+
+class Answer(msgspec.Struct):
+    """What became of a job: exactly one of `text`, `error` and `is_too_long` is set.
+
+    Attributes:
+        text: the prompt.
+        error: what is wrong with the request, or what its template says about it.
+        param: the field at fault, if `error` is set.
+        is_too_long: the text has more characters than it may.
+    """
+
+    text: str | None = None
+    error: str | None = None
+    param: str | None = None
+    is_too_long: bool = False
+
+
+class _LimitExceededError(BaseException):
+    """The memory is too small; no `Exception`, which would be taken for one that the template raises."""
+
+
+class _TooLongError(_LimitExceededError):
+    """The text has too many characters."""
+
+
+def encode_job(special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> bytes:
+    """A job as it goes to the process.
+
+    Python's JSON, unlike msgspec's, brings NaN, infinities and integers of any size back as they were.
+
+    Args:
+        special_tokens: variables that every template gets, such as ``bos_token``.
+        options: the arguments of `chat_template.render_chat` but for the tokenizer, as JSON has them.
+
+    Raises:
+        ValueError, RecursionError: something in there is too deep, or a number too long.
+    """
+    # the wall clock is this process's: the other one need not know the time zone
+    now = datetime.datetime.now().isoformat()
+    return json.dumps({"special_tokens": special_tokens, "now": now, "options": options}).encode()
+
+
+def answer_job(job: bytes, max_characters: int) -> Answer:
+    """Renders what a job holds; every failure becomes an answer.
+
+    Raises:
+        MemoryError: the rendering needs more memory than there is.
+    """
+    try:
+        fields = json.loads(job)
+        now = datetime.datetime.fromisoformat(fields["now"])
+        renderer = TemplateRenderer(fields["special_tokens"], now, max_characters)
+        return Answer(text=render_chat(renderer, **fields["options"]))
+    except _TooLongError:
+        return Answer(is_too_long=True)
+    except _LimitExceededError:
+        raise MemoryError from None
+    except MemoryError:
+        raise
+    except RequestError as error:
+        return Answer(error=str(error)[:_MAX_ERROR_CHARACTERS], param=error.param)
+    except Exception as error:  # of the parser, before anything is rendered
+        return Answer(error=(str(error) or type(error).__name__)[:_MAX_ERROR_CHARACTERS], param="chat_template")
+
+
+class TemplateRenderer:
+    """Renders templates as transformers' tokenizers do, whose conventions for templates these are.
+
+    Args:
+        special_tokens: variables that every template gets.
+        now: what ``strftime_now`` tells.
+        max_characters: of a rendered text.
+    """
+
+    # a request brings its own
+    chat_template: str | None = None
+
+    def __init__(self, special_tokens: Mapping[str, str], now: datetime.datetime, max_characters: int) -> None:
+        self._special_tokens = special_tokens
+        self._now = now
+        self._max_characters = max_characters
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+        """The prompt's text for a conversation.
+
+        Args:
+            conversation: messages as the template wants them.
+            kwargs: chat_template, tools, documents, add_generation_prompt, continue_final_message, and the
+                variables of the template.
+
+        Raises:
+            BaseException: the text is too long, or the memory too small.
+            Exception: whatever the template raises.
+        """
+        try:
+            return self._apply(conversation, **kwargs)
+        except MemoryError:
+            raise _LimitExceededError from None
+
+    def _apply(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str,
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        documents: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        for name in _NEEDS_TOKENS:
+            if variables.get(name):
+                raise ValueError(f"`{name}` is about token ids, but a conversation is rendered as text here.")
+        for document in documents or ():
+            if not isinstance(document, dict):
+                raise TypeError("Documents should be a list of dicts with 'title' and 'text' keys!")
+        messages = [_as_templates_see_it(message) for message in conversation]
+        continued = _mark_last(messages, chat_template) if continue_final_message else None
+        # a new environment each time: nothing of one request is left for the next
+        template = _make_environment(self._now).from_string(chat_template)
+        text = self._collect(
+            template.generate(
+                messages=messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                **{
+                    **self._special_tokens,
+                    **{key: value for key, value in variables.items() if key not in _NOT_VARIABLES},
+                },
+            )
+        )
+        text = text if continued is None else _cut_at_mark(text, continued)
+        text.encode()  # a lone surrogate is no text
+        return text
+
+    def _collect(self, pieces: Iterable[str]) -> str:
+        collected, size = [], 0
+        for piece in pieces:
+            size += len(piece)
+            if size > self._max_characters:
+                raise _TooLongError
+            collected.append(piece)
+        return "".join(collected)
+
+
+def _as_templates_see_it(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without nulls, and with its thoughts under the names that templates know."""
+    seen = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((seen[name] for name in _THOUGHTS if name in seen), None)
+    # the order is what a template sees that prints whole messages
+    return seen if thoughts is None else {"thinking": thoughts} | seen | {"reasoning_content": thoughts}
+
+
+def _mark_last(messages: Sequence[dict[str, Any]], chat_template: str) -> str:
+    """Marks the end of the last message's text, and returns the text."""
+    content = messages[-1].get("content")
+    if "content" not in chat_template:
+        raise ValueError("`continue_final_message` needs a chat template that reads the content of messages.")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _MARK
+        return content
+    for part in reversed(content or ()):
+        text = part.get("text")
+        if isinstance(text, str):
+            part["text"] = text + _MARK
+            return text
+    raise ValueError("`continue_final_message` is set, but the last message has no text.")
+
+
+def _cut_at_mark(text: str, continued: str) -> str:
+    """The text up to the mark; where the template has cut white space off, so is it before the mark."""
+    if continued.strip() not in text or _MARK.strip() not in text:
+        raise ValueError(
+            "`continue_final_message` is set, but the last message is not in what the chat template makes of the "
+            f"conversation. The message: {continued.strip()}\nWhat the template made:\n{text}"
+        )
+    end = text.rindex(_MARK.strip())
+    return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
+
+
+class _GenerationTag(ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` is for those who train models; here it stands for its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: parser.Parser) -> nodes.Node:
+        """The tag's contents, in a scope of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_contents"), [], [], body).set_lineno(line)
+
+    def _contents(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _Dict:
+    """``dict`` of templates: makes dictionaries, and is no type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """As `dict.fromkeys`."""
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """``namespace`` of templates, without names that mean something to Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that a variable may be called self
+        fields = dict(*args[1:], **kwargs)
+        for name in fields:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(args[0], fields)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"A namespace of a chat template takes no name like {name!r}.")
+
+
+def _make_environment(now: datetime.datetime) -> jinja2.Environment:
+    """The environment that chat templates are written for."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols]
+    )
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        # jinja2's own filter writes for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: Any) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def strftime_now(format: str) -> str:
+        return now.strftime(format)
+
+    environment.filters["tojson"] = to_json
+    environment.globals.update(
+        {
+            "dict": _Dict(),
+            "namespace": _Namespace,
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
+        }
+    )
+    return environment
+
+
+def _prepare(limits: Limits) -> Callable[[bytes], bytes]:
+    """Has that done which would be imported or read at the first job only."""
+    warm = TemplateRenderer({}, datetime.datetime.now(), 100)
+    render_chat(warm, [{"role": "user", "content": ""}], model_name="", chat_template="{{ messages|tojson }}")
+    return lambda job: msgspec.json.encode(answer_job(job, limits.max_characters))
+
+
+def main() -> int:
+    """Answers jobs until the socket ends; the limits are the only argument.
+
+    Returns:
+        The exit code, see `serve`.
+    """
+    limits = msgspec.json.decode(sys.argv[1], type=Limits)
+    return serve(functools.partial(_prepare, limits), limits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

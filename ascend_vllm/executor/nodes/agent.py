@@ -1,0 +1,317 @@
+"""A node of --nnodes that has no engine: ``python -m ascend_vllm.executor.nodes.agent``.
+
+It starts its share of the workers and hands on what node 0 and they tell each other. Its standard input holds a
+NodeStart in msgpack. It ends with node 0, with any worker, and with its process its workers end.
+
+Two threads beside the main one: each direction must go on while the other waits for room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+
+import ascend_vllm
+from ascend_vllm import envs
+from ascend_vllm.config.node import NodeStart, model_digest
+from ascend_vllm.config.node_secret import require_secret
+from ascend_vllm.distributed.rendezvous import Machine, Rendezvous
+from ascend_vllm.distributed.shm_ring import RingAbandonedError
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S
+from ascend_vllm.executor.local_workers import LocalWorkers
+from ascend_vllm.executor.nodes.handshake import introduce
+from ascend_vllm.executor.nodes.link import Hello, LinkLostError, Message, MessageKind, NodeLink, NodeSetup
+from ascend_vllm.executor.wire import ORDERS_BETWEEN_MACHINES, RecordKind
+from ascend_vllm.logger import init_logger, name_process
+
+logger = init_logger("ascend_vllm.executor.nodes.agent")
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+_CONNECT_TIMEOUT_S = 5.0
+_RETRY_S = 0.5
+# for node 0 to close the connection when it has been told of the end
+_LAST_WORDS_S = 5.0
+
+
+def connect(start: NodeStart, secret: bytes, wait_s: float) -> NodeLink:
+    """A connection with node 0, which may be started later than this one; both have proved who they are.
+
+    Raises:
+        ConfigError: nobody listens there within the time, or not node 0, or it has another secret.
+    """
+    where = f"--master-addr {start.master_addr} --master-port {start.master_port}"
+    logger.info("Looking for node 0 at %s, %g seconds at most", where, wait_s)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return _connect_once(start, secret, envs.node_timeout_s())
+        except OSError as error:
+            # node 0 is not there yet, or has no ear for this node because of strangers
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{where}: node 0 does not answer there within {wait_s:g} seconds (ASCEND_VLLM_NODE_WAIT_S): "
+                    f"{error.strerror or error}. Start it with --node-rank 0, and the same --master-addr and "
+                    "--master-port."
+                ) from error
+        time.sleep(_RETRY_S)
+
+
+def _connect_once(start: NodeStart, secret: bytes, timeout_s: float) -> NodeLink:
+    sock = socket.create_connection((start.master_addr, start.master_port), _CONNECT_TIMEOUT_S)
+    try:
+        return NodeLink(sock, introduce(sock, secret, _CONNECT_TIMEOUT_S), timeout_s)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _hello(start: NodeStart) -> bytes:
+    hello = Hello(
+        ascend_vllm.__version__,
+        start.node_rank,
+        start.nnodes,
+        start.tensor_parallel_size,
+        start.pipeline_parallel_size,
+        start.config.device.device if start.config is not None else "",
+        model_digest(start.config.model.model) if start.config is not None else "",
+        start.problem,
+    )
+    return msgspec.msgpack.encode(hello)
+
+
+def join(start: NodeStart, link: NodeLink) -> NodeSetup:
+    """What node 0 has this one do, when all nodes are there.
+
+    Raises:
+        ConfigError: node 0 refuses this one.
+        LinkLostError: it is gone.
+    """
+    try:
+        link.send(MessageKind.HELLO, _hello(start))
+    except OSError as error:
+        raise LinkLostError(error.strerror or str(error)) from error
+    logger.info("Node 0 is there, at %s; waiting for all nodes to come", link.address)
+    message = link.receive()
+    if message.kind == MessageKind.REFUSAL:
+        raise ConfigError(f"Node 0 ({link.address}) refuses this node: {message.text}")
+    if message.kind != MessageKind.SETUP:
+        raise LinkLostError("what it says cannot be understood")
+    return msgspec.msgpack.decode(message.contents, type=NodeSetup)
+
+
+def _meetings(setup: NodeSetup, address: str) -> dict[int, Rendezvous]:
+    count = setup.config.parallel.local_world_size
+    return {
+        setup.first_rank + local_rank: Rendezvous(setup.port, None, setup.host, address, Machine(local_rank, count))
+        for local_rank in range(count)
+    }
+
+
+class NodeAgent:
+    """Runs the workers of a node.
+
+    Args:
+        node_rank: of the node.
+        link: with node 0, which has sent the setup.
+        workers: of the node, started.
+    """
+
+    def __init__(self, node_rank: int, link: NodeLink, workers: LocalWorkers) -> None:
+        self._name = f"node {node_rank} ({link.own_address})"
+        self._link = link
+        self._workers = workers
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        # why node 0 ends, or is gone; empty: it was told to end; None: it goes on
+        self._end: str | None = None
+        # the record that ends the workers has come
+        self._has_stop = False
+        self._is_told_to_stop = False
+        self._reader = threading.Thread(target=self._hear_node_zero, name="hear-node-0", daemon=True)
+
+    def stop(self) -> None:
+        """Has `run` return; from a signal handler, too."""
+        self._is_told_to_stop = True
+        os.eventfd_write(self._wake, 1)
+
+    def run(self) -> int:
+        """Returns the process's exit code when node 0, a worker or this node has ended."""
+        self._reader.start()
+        threading.Thread(target=self._write_orders, name="write-orders", daemon=True).start()
+        try:
+            reason = self._hand_answers_on()
+        except OSError as error:
+            self._end = self._end or f"the connection is lost: {error.strerror or error}"
+            reason = None
+        code = self._end_with_node_zero() if reason is None else self._end_by_itself(reason)
+        self._workers.kill()
+        self._workers.wait(SHUTDOWN_GRACE_S)
+        return code
+
+    def _end_with_node_zero(self) -> int:
+        if self._end:
+            logger.error("Node 0 (%s) has ended: %s", self._link.address, self._end)
+            return EXIT_FAILURE
+        self._workers.wait(SHUTDOWN_GRACE_S)
+        logger.info("Node 0 has ended, and this node with it")
+        return EXIT_OK
+
+    def _end_by_itself(self, reason: str) -> int:
+        level = logging.INFO if self._is_told_to_stop else logging.ERROR
+        logger.log(level, "This node ends, and node 0 with it: %s", reason)
+        self._link.finish(MessageKind.LOSS, reason)
+        # node 0 closes the connection when it has heard that
+        self._reader.join(_LAST_WORDS_S)
+        return EXIT_OK if self._is_told_to_stop else EXIT_FAILURE
+
+    def _hand_answers_on(self) -> str | None:
+        """Why this node ends; None: node 0 has ended.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        poll = select.poll()
+        for descriptor in (self._wake, *self._workers.speakers, *self._workers.deaths):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            # what a worker said before its end comes first: it may say why
+            speaking = ready & self._workers.speakers.keys()
+            for rank, record in self._workers.take(speaking):
+                self._link.send(MessageKind.ANSWER, record, rank)
+            if self._end is not None:
+                return None
+            if self._is_told_to_stop:
+                return f"{self._name} was told to stop by a signal"
+            for descriptor in ready & self._workers.deaths.keys() if not speaking else ():
+                if not self._has_stop:
+                    return f"{self._workers.describe_end(descriptor)} on {self._name}"
+                poll.unregister(descriptor)
+
+    # ---- threads -------------------------------------------------------------------------------------------
+
+    def _hear_node_zero(self) -> None:
+        try:
+            while _is_order(message := self._link.receive()):
+                self._has_stop = self._has_stop or message.contents[0] == RecordKind.STOP
+                self._orders.put(message.contents)
+            is_end = message.kind == MessageKind.END
+            self._end = message.text if is_end else "what it says cannot be understood"
+        except LinkLostError as error:
+            self._end = str(error)
+        os.eventfd_write(self._wake, 1)
+
+    def _write_orders(self) -> None:
+        with contextlib.suppress(RingAbandonedError):
+            while True:
+                self._workers.write(self._orders.get(), lambda: bool(self._end) or self._is_told_to_stop)
+
+
+def _is_order(message: Message) -> bool:
+    return message.kind == MessageKind.ORDER and message.contents[:1] in ORDERS_BETWEEN_MACHINES
+
+
+class _Signals:
+    """SIGINT and SIGTERM: they end the waiting for node 0, and later the workers."""
+
+    def __init__(self) -> None:
+        self._agent: NodeAgent | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def hand_over(self, agent: NodeAgent) -> None:
+        """From now on they stop an agent."""
+        self._agent = agent
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self._agent is None:
+            raise KeyboardInterrupt
+        self._agent.stop()
+
+
+def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
+    """Runs a node from its first word to node 0 until its end.
+
+    Args:
+        start: what the node is.
+        hand_over: called with the agent when it is about to run.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: node 0 is not there, or refuses this node, or there is no secret.
+        LinkLostError: node 0 is gone.
+    """
+    if start.config is None:
+        _tell_problem(start)
+        return start.exit_code
+    secret = require_secret(start.secret_file, start.node_rank)
+    with contextlib.closing(connect(start, secret, envs.node_wait_s())) as link:
+        return _make_agent(start, link, hand_over).run()
+
+
+def _tell_problem(start: NodeStart) -> None:
+    """Logs why this node cannot take part, and tells node 0, if it is there: it would wait for this node."""
+    # without the secret nobody listens to it
+    with contextlib.suppress(OSError, LinkLostError, ConfigError):
+        secret = require_secret(start.secret_file, start.node_rank)
+        with contextlib.closing(_connect_once(start, secret, _CONNECT_TIMEOUT_S)) as link:
+            link.send(MessageKind.HELLO, _hello(start))
+            link.receive(_CONNECT_TIMEOUT_S)
+    logger.error("%s", start.problem)
+
+
+def _make_agent(start: NodeStart, link: NodeLink, hand_over: Callable[[NodeAgent], None]) -> NodeAgent:
+    if start.config is None:
+        raise ValueError("a node whose flags cannot be used has no workers")
+    setup = join(start, link)
+    # the same model may be at another place here
+    model = msgspec.structs.replace(setup.config.model, model=start.config.model.model)
+    config = msgspec.structs.replace(setup.config, model=model)
+    meetings = _meetings(setup, link.own_address)
+    logger.info("All nodes are there; ranks of the workers of this one: %s", ", ".join(map(str, meetings)))
+    agent = NodeAgent(start.node_rank, link, LocalWorkers(config, meetings, setup.search_path))
+    hand_over(agent)
+    return agent
+
+
+def main() -> int:
+    """Runs the process; returns its exit code."""
+    signals = _Signals()
+    try:
+        start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=NodeStart)
+        name_process(f"Node_{start.node_rank}")
+        return run_node(start, signals.hand_over)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
+    except LinkLostError as error:
+        logger.error("Node 0 is gone: %s", error)
+    except KeyboardInterrupt:
+        logger.info("Stopped before the engine was ready")
+    return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # threads that wait for node 0 or for room must not keep it
+    os._exit(code)

@@ -1,0 +1,340 @@
+"""`ascend-vllm doctor`: checks what a model on an NPU needs of this machine, and says what to do where it is missing.
+
+Versions, files and variables are read; nothing but the devices' number and kind is asked of the runtime, in a
+process of its own. Formats: version.cfg and ascend_toolkit_install.info of a CANN installation, version.info of a
+driver; the rules of the variables are those of CANN's and torch_npu's documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+from ascend_vllm import envs
+from ascend_vllm.args.parser import FlexibleArgumentParser
+from ascend_vllm.platforms.facts import NpuProbe, npu_facts, probe_npus
+
+Level = Literal["ok", "warning", "problem"]
+
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_CANN_MAJOR = 8
+# graphs of many layers run out of streams with older drivers
+_DRIVER_FOR_GRAPHS = (25, 5, 1)
+_HCCL_EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
+_HCCL_SECONDS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
+_DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was found of one thing.
+
+    Attributes:
+        name: what was looked at.
+        level: whether models run with it: yes; perhaps, or slowly; no.
+        found: what is there.
+        advice: what to do; empty if all is well.
+    """
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where things are looked for.
+
+    Attributes:
+        variables: the environment.
+        ascend: the directory that CANN and the driver are installed in by default.
+        devices: the directory of device files.
+        probe: asks the runtime for devices.
+        version_of: a Python package's version; PackageNotFoundError if it is not installed.
+    """
+
+    variables: Mapping[str, str]
+    ascend: pathlib.Path = pathlib.Path("/usr/local/Ascend")
+    devices: pathlib.Path = pathlib.Path("/dev")
+    probe: Callable[[], NpuProbe] = probe_npus
+    version_of: Callable[[str], str] = importlib.metadata.version
+
+    @property
+    def toolkit(self) -> pathlib.Path | None:
+        """Where the environment says that CANN is."""
+        value = self.variables.get("ASCEND_HOME_PATH") or self.variables.get("ASCEND_TOOLKIT_HOME")
+        return pathlib.Path(value) if value else None
+
+    def library(self, name: str) -> pathlib.Path | None:
+        """A shared library in LD_LIBRARY_PATH."""
+        directories = self.variables.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+        files = (pathlib.Path(directory) / name for directory in directories if directory)
+        return next((file for file in files if file.exists()), None)
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """All findings, in the order in which they are to be put right."""
+    checks = (
+        _python,
+        _torch,
+        _torch_npu,
+        _driver,
+        _device_files,
+        _cann,
+        _devices,
+        _visible_devices,
+        _autoload,
+        _allocator,
+        _hccl,
+    )
+    return [finding for check in checks for finding in check(machine)]
+
+
+def _python(_machine: Machine) -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        yield Finding("Python", "problem", version, f"use Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer")
+    else:
+        yield Finding("Python", "ok", version)
+
+
+def _version(machine: Machine, package: str) -> str | None:
+    try:
+        return machine.version_of(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch(machine: Machine) -> Iterator[Finding]:
+    version = _version(machine, "torch")
+    if version is None:
+        yield Finding("torch", "problem", "not installed", "pip install ascend-vllm again; it needs torch")
+    else:
+        yield Finding("torch", "ok", version)
+
+
+def _torch_npu(machine: Machine) -> Iterator[Finding]:
+    version, torch = _version(machine, "torch_npu"), _version(machine, "torch")
+    if version is None:
+        yield Finding("torch_npu", "problem", "not installed", "pip install 'ascend-vllm[npu]'")
+        return
+    # a build belongs to the release of torch that it was compiled with; .postN are its own corrections
+    release = ".".join(version.split(".")[:3])
+    if torch is not None and torch.split("+")[0] != release:
+        advice = f"install a pair of one release: pip install torch_npu=={torch.split('+')[0]}, or torch=={release}"
+        yield Finding("torch_npu", "problem", f"{version}, made for torch {release} and not {torch}", advice)
+    else:
+        yield Finding("torch_npu", "ok", version)
+
+
+def _driver(machine: Machine) -> Iterator[Finding]:
+    path = machine.ascend / "driver" / "version.info"
+    tool = shutil.which("npu-smi", path=machine.variables.get("PATH", ""))
+    version = _value_of(path, "Version")
+    mount = f"install the driver on the host, and mount {machine.ascend / 'driver'} into the container"
+    if version is None:
+        known = "npu-smi is there, but its version is not" if tool else "not found"
+        yield Finding("driver", "warning" if tool else "problem", f"{known} ({path})", mount)
+    elif _numbers(version) < _DRIVER_FOR_GRAPHS:
+        wanted = ".".join(map(str, _DRIVER_FOR_GRAPHS))
+        yield Finding("driver", "warning", version, f"graph mode may run out of streams; {wanted} or newer has more")
+    else:
+        yield Finding("driver", "ok", version)
+    if tool is None:
+        yield Finding("npu-smi", "warning", "not in PATH", "mount it from the host; it shows what the NPUs are doing")
+    else:
+        yield Finding("npu-smi", "ok", tool)
+
+
+def _device_files(machine: Machine) -> Iterator[Finding]:
+    cards = _cards(machine)
+    if not cards:
+        level: Level = "warning" if machine.probe().count else "problem"
+        advice = f"give the container its cards: --device {machine.devices}/davinci0, or the device plug-in"
+        yield Finding("device files", level, f"no {machine.devices}/davinci*", advice)
+        return
+    missing = [name for name in _DEVICE_FILES if not (machine.devices / name).exists()]
+    if missing:
+        names = ", ".join(str(machine.devices / name) for name in missing)
+        yield Finding("device files", "problem", f"{names} missing", f"give the container {names} beside the cards")
+    files = [*cards, *(machine.devices / name for name in _DEVICE_FILES if name not in missing)]
+    closed = [str(file) for file in files if not os.access(file, os.R_OK | os.W_OK)]
+    if closed:
+        advice = "run as a member of the group that owns them (HwHiAiUser), or as root"
+        yield Finding("device files", "problem", f"no permission for {', '.join(closed)}", advice)
+    elif not missing:
+        yield Finding("device files", "ok", f"{len(cards)} cards")
+
+
+def _cards(machine: Machine) -> list[pathlib.Path]:
+    return sorted(path for path in machine.devices.glob("davinci*") if path.name.removeprefix("davinci").isdecimal())
+
+
+def _cann(machine: Machine) -> Iterator[Finding]:
+    toolkit = machine.toolkit
+    script = next((path for path in _scripts(machine.ascend) if path.exists()), None)
+    source = f"source {script or 'set_env.sh of CANN'} in the shell that starts the server"
+    if toolkit is None:
+        advice = source if script else f"install CANN's toolkit and kernels below {machine.ascend}, then {source}"
+        yield Finding("CANN", "problem", "ASCEND_HOME_PATH is not set", advice)
+    elif not toolkit.is_dir():
+        yield Finding("CANN", "problem", f"ASCEND_HOME_PATH={toolkit} is not there", source)
+    else:
+        version = _cann_version(toolkit)
+        if version is None:
+            yield Finding("CANN", "warning", f"no version in {toolkit}", "check that the installation is complete")
+        elif _numbers(version) < (_OLDEST_CANN_MAJOR,):
+            yield Finding("CANN", "problem", version, f"install {_OLDEST_CANN_MAJOR}.0 or newer")
+        else:
+            yield Finding("CANN", "ok", version)
+    error = machine.probe().error
+    if error:
+        advice = source if "cannot be loaded" in error else "see the log of CANN in ~/ascend/log, and dmesg"
+        yield Finding("CANN runtime", "problem", error, advice)
+    else:
+        yield Finding("CANN runtime", "ok", str(machine.library("libascendcl.so") or "loaded"))
+
+
+def _scripts(ascend: pathlib.Path) -> Iterator[pathlib.Path]:
+    for directory in ("ascend-toolkit", "cann", "ascend-toolkit/latest", "latest"):
+        yield ascend / directory / "set_env.sh"
+
+
+def _cann_version(toolkit: pathlib.Path) -> str | None:
+    # runtime_running_version=[7.5.0.1.129:8.1.RC1]
+    found = re.search(r"running_version=\[[^\]:]*:([^\]]+)\]", _text(toolkit / "version.cfg"))
+    if found:
+        return found[1]
+    files = (toolkit / "ascend_toolkit_install.info", *sorted(toolkit.glob("*-linux/ascend_toolkit_install.info")))
+    return next((version for file in files if (version := _value_of(file, "version"))), None)
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    found = machine.probe()
+    if found.error:
+        return
+    if found.count == 0:
+        advice = "unset ASCEND_RT_VISIBLE_DEVICES, or give the container cards that nobody else has"
+        yield Finding("NPUs", "problem", "the runtime sees none", advice)
+    elif (facts := npu_facts(found.soc)) is None or facts.refusal:
+        advice = "models run on Ascend910B1 to B4 and Ascend910_93; use --device cpu here"
+        yield Finding("NPUs", "problem", f"{found.count} x {found.soc}", advice)
+    else:
+        yield Finding("NPUs", "ok", f"{found.count} x {found.soc}")
+
+
+def _visible_devices(machine: Machine) -> Iterator[Finding]:
+    name = "ASCEND_RT_VISIBLE_DEVICES"
+    value, num_cards = machine.variables.get(name), len(_cards(machine))
+    if not value:
+        yield Finding(name, "ok", "not set: all NPUs of the container are used")
+        return
+    numbers = value.split(",")
+    if not all(number.strip().isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
+        yield Finding(name, "problem", value, "list each NPU once, by number, separated by commas: 0,1")
+    elif num_cards and max(map(int, numbers)) >= num_cards:
+        advice = f"the container has {num_cards}; count from 0 within it, whatever the host's numbers are"
+        yield Finding(name, "problem", value, advice)
+    else:
+        yield Finding(name, "ok", value)
+
+
+def _autoload(machine: Machine) -> Iterator[Finding]:
+    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    value = machine.variables.get(name, "0")
+    if value == "0":
+        yield Finding(name, "ok", "0: torch_npu is loaded by workers on NPUs alone")
+    else:
+        advice = "unset it: every program that imports torch loads torch_npu, and fails where CANN is not set up"
+        yield Finding(name, "warning", value, advice)
+
+
+def _allocator(machine: Machine) -> Iterator[Finding]:
+    name = "PYTORCH_NPU_ALLOC_CONF"
+    value = machine.variables.get(name)
+    if not value:
+        yield Finding(name, "ok", "not set: expandable_segments:True")
+        return
+    settings = dict(part.partition(":")[::2] for part in value.split(","))
+    if not all(re.fullmatch(r"\w+", key.strip()) and setting for key, setting in settings.items()):
+        yield Finding(
+            name, "problem", value, "write NAME:VALUE, separated by commas, such as expandable_segments:True"
+        )
+    elif settings.get("expandable_segments", "False") != "True":
+        advice = "expandable_segments:True wastes less memory; leave it off only if the allocator errs with it"
+        yield Finding(name, "warning", value, advice)
+    else:
+        yield Finding(name, "ok", value)
+
+
+def _hccl(machine: Machine) -> Iterator[Finding]:
+    values = {name: value for name, value in sorted(machine.variables.items()) if name.startswith("HCCL_")}
+    if not values:
+        yield Finding("HCCL", "ok", "no variable is set")
+    for name, value in values.items():
+        if name == "HCCL_OP_EXPANSION_MODE" and value not in _HCCL_EXPANSION_MODES:
+            yield Finding(name, "problem", value, f"one of {', '.join(_HCCL_EXPANSION_MODES)}")
+        elif name in _HCCL_SECONDS and not value.isdecimal():
+            yield Finding(name, "problem", value, "a whole number of seconds")
+        else:
+            yield Finding(name, "ok", value)
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _value_of(path: pathlib.Path, key: str) -> str | None:
+    """What stands behind "key=" in a file."""
+    found = re.search(rf"^{key}\s*=\s*(\S+)", _text(path), re.MULTILINE)
+    return found[1] if found else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """ "8.1.RC1" → (8, 1)."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]
+
+
+def add_arguments(parser: FlexibleArgumentParser) -> None:
+    """Adds the arguments of `ascend-vllm doctor`."""
+    parser.description = (
+        "Checks what a model on an Ascend NPU needs: Python packages, driver, CANN, devices and variables. Ends with"
+        " exit code 1 if something is in the way."
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Prints what was found; the exit code is 1 if there is a problem."""
+    findings = examine(Machine(envs.everything()))
+    if namespace.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        print(describe(findings))
+    return 1 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def describe(findings: list[Finding]) -> str:
+    """The findings as text, one a line, with what to do below."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<8} {finding.name:<{width}}  {finding.found}")
+        if finding.advice:
+            lines.append(f"{'':<8} {'':<{width}}  -> {finding.advice}")
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
+    lines.append(f"{counts['problem']} problems, {counts['warning']} warnings")
+    return "\n".join(lines)
