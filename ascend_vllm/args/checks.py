@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -11,14 +11,12 @@ from ascend_vllm import envs
 from ascend_vllm.args import feature_checks, limits
 from ascend_vllm.args.fields import Flag, Kind, flags_of
 from ascend_vllm.args.parser import AUTO_LENGTH
+from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.engine import EngineConfig, ObservabilityConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import DeviceFacts
-
-if TYPE_CHECKING:
-    from ascend_vllm.args.engine_args import EngineArgs
 
 logger = init_logger(__name__)
 
@@ -58,7 +56,7 @@ def _check_value(item: Flag, value: Any) -> None:
         raise ConfigError(template.format(name=item.name, value=value, choices=list(choices)))
 
 
-def _at_least(args: EngineArgs, minimum: float, *fields: str) -> None:
+def _at_least(args: EngineFlags, minimum: float, *fields: str) -> None:
     for field in fields:
         value = getattr(args, field)
         if value is not None and value < minimum:
@@ -79,7 +77,7 @@ def _check_swap_space(swap_space: float) -> None:
 _TRACED_PARTS = ("model", "worker", "all")
 
 
-def check_flags(args: EngineArgs) -> None:
+def check_flags(args: EngineFlags) -> None:
     """Checks what can be known before any file is read.
 
     Raises:

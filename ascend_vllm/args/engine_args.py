@@ -20,9 +20,7 @@ from ascend_vllm.args.parser import (
     length,
 )
 from ascend_vllm.args.structured import structured_outputs_config
-from ascend_vllm.args.tables.features import AdapterArgs, InputOutputArgs, SpeculativeArgs
-from ascend_vllm.args.tables.model import LoadArgs, ModelArgs
-from ascend_vllm.args.tables.runtime import CacheArgs, ObservabilityArgs, ParallelArgs, SchedulerArgs
+from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
@@ -36,19 +34,8 @@ from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
 _AUTO_LENGTH_SHARE = 0.9
 
 
-# base classes are collected from the last to the first: the flags keep the order of this list read upwards
 @dataclasses.dataclass
-class EngineArgs(
-    InputOutputArgs,
-    SpeculativeArgs,
-    AdapterArgs,
-    ObservabilityArgs,
-    ParallelArgs,
-    SchedulerArgs,
-    CacheArgs,
-    LoadArgs,
-    ModelArgs,
-):
+class EngineArgs(EngineFlags):
     """Everything an engine can be told, one field per flag; keyword arguments of `LLM` have the same names.
 
     Example::

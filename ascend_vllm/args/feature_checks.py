@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ascend_vllm.args import limits
+from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import read_json
-
-if TYPE_CHECKING:
-    from ascend_vllm.args.engine_args import EngineArgs
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 LORA_EXTRA_VOCAB_SIZES = (0, 256, 512)
 _NGRAM = "[ngram]"
 
 
-def check_features(args: EngineArgs) -> None:
+def check_features(args: EngineFlags) -> None:
     """Checks the flags of adapters and of speculation, and what goes together with what.
 
     Raises:
@@ -31,7 +29,7 @@ def check_features(args: EngineArgs) -> None:
     _check_speculation(args)
 
 
-def _check_lora(args: EngineArgs) -> None:
+def _check_lora(args: EngineFlags) -> None:
     if args.max_lora_rank not in LORA_RANKS:
         raise ConfigError(f"max_lora_rank ({args.max_lora_rank}) must be one of {LORA_RANKS}.")
     if args.lora_extra_vocab_size not in LORA_EXTRA_VOCAB_SIZES:
@@ -46,7 +44,7 @@ def _check_lora(args: EngineArgs) -> None:
         raise ConfigError("LoRA is not supported with chunked prefill yet.")
 
 
-def _check_speculation(args: EngineArgs) -> None:
+def _check_speculation(args: EngineFlags) -> None:
     num_tokens = args.num_speculative_tokens
     if args.speculative_model is None:
         if num_tokens is not None:
@@ -74,7 +72,7 @@ def _check_speculation(args: EngineArgs) -> None:
         raise ConfigError(f"speculative_draft_tensor_parallel_size={draft_size} cannot be other value than 1")
 
 
-def _check_ngram(args: EngineArgs) -> None:
+def _check_ngram(args: EngineFlags) -> None:
     longest = args.ngram_prompt_lookup_max or 0
     shortest = 1 if args.ngram_prompt_lookup_min is None else args.ngram_prompt_lookup_min
     if longest < 1:
@@ -100,7 +98,7 @@ def _predicts(draft_model: str) -> bool:
     return "n_predict" in _config_of(draft_model)
 
 
-def check_against_model(args: EngineArgs) -> None:
+def check_against_model(args: EngineFlags) -> None:
     """Checks flags that the model's config.json contradicts.
 
     Raises:

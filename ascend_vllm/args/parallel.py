@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ascend_vllm import envs
+from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.engine import ParallelConfig
 from ascend_vllm.config.node_secret import read_secret, require_secret
 from ascend_vllm.distributed.parallel_context import layers_of_stages
@@ -14,13 +15,10 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import probe_npus, too_few_npus
 
-if TYPE_CHECKING:
-    from ascend_vllm.args.engine_args import EngineArgs
-
 logger = init_logger(__name__)
 
 
-def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str) -> ParallelConfig:
+def parallel_config(args: EngineFlags, hf_config: Mapping[str, Any], device: str) -> ParallelConfig:
     """The section of the configuration. A worker alone lives in the engine's process, unless Ray is to run it.
 
     Raises:
@@ -67,7 +65,7 @@ def parallel_config(args: EngineArgs, hf_config: Mapping[str, Any], device: str)
     return config
 
 
-def _check_data_parallel(args: EngineArgs, backend: str) -> None:
+def _check_data_parallel(args: EngineFlags, backend: str) -> None:
     size, local = args.data_parallel_size, args.data_parallel_size_local
     if local is not None and local > size:
         raise ConfigError(f"data_parallel_size_local ({local}) must be <= data_parallel_size ({size})")
@@ -82,7 +80,7 @@ def _check_data_parallel(args: EngineArgs, backend: str) -> None:
         )
 
 
-def _check_nodes(args: EngineArgs, backend: str) -> None:
+def _check_nodes(args: EngineFlags, backend: str) -> None:
     """Checks --nnodes and its company, with vLLM's texts where it has some."""
     nnodes, world_size = args.nnodes, args.tensor_parallel_size * args.pipeline_parallel_size
     if not 0 <= args.node_rank < nnodes:
@@ -116,7 +114,7 @@ def _check_nodes(args: EngineArgs, backend: str) -> None:
         read_secret(args.node_secret_file)
 
 
-def _backend(args: EngineArgs) -> str:
+def _backend(args: EngineFlags) -> str:
     """How workers are started; with one of them "mp" and "uni" mean the same.
 
     Raises:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, read_json, shown
 from ascend_vllm.pooling_params import POOLING_TASKS, PoolingTask
-
-if TYPE_CHECKING:
-    from ascend_vllm.args.engine_args import EngineArgs
 
 # ends of architectures' names → what such a model is converted to
 _CONVERSIONS = {"ForSequenceClassification": "classify", "Model": "embed"}
@@ -44,7 +42,7 @@ class _FilesPooling(NamedTuple):
     use_activation: bool
 
 
-def resolve_pooler(args: EngineArgs, hf_config: Mapping[str, Any], directory: str) -> PoolerConfig | None:
+def resolve_pooler(args: EngineFlags, hf_config: Mapping[str, Any], directory: str) -> PoolerConfig | None:
     """How the model pools; None: it generates.
 
     The flags decide; without them an architecture that has no language-model head pools, and so does a model of
@@ -94,7 +92,7 @@ def resolve_pooler(args: EngineArgs, hf_config: Mapping[str, Any], directory: st
     )
 
 
-def _resolve_convert(args: EngineArgs, architecture: str, is_sentence_transformer: bool) -> str | None:
+def _resolve_convert(args: EngineFlags, architecture: str, is_sentence_transformer: bool) -> str | None:
     """ "embed" or "classify"; None: the model generates."""
     runner, convert = args.runner, args.convert
     if args.task != "auto":
@@ -125,7 +123,7 @@ def _resolve_convert(args: EngineArgs, architecture: str, is_sentence_transforme
     return "embed" if runner == "pooling" or is_sentence_transformer else None
 
 
-def _changes(args: EngineArgs) -> dict[str, Any]:
+def _changes(args: EngineFlags) -> dict[str, Any]:
     """--pooler-config, or its older spelling, as fields of `PoolerConfig`; what says nothing is left out.
 
     Raises:

@@ -9,7 +9,8 @@ import torch
 
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.linear import Linear, LinearOutput
+from ascend_vllm.layers.linear import Linear
+from ascend_vllm.layers.quantization.base import LinearOutput
 from ascend_vllm.ops.embedding import gather_rows
 from ascend_vllm.ops.gemm import PackedLinear, has_kernel
 from ascend_vllm.platforms.host_memory import weight_memory

@@ -6,32 +6,14 @@ Letters: T tokens, N query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.layers.base import Layer, WeightSlot
-
-if TYPE_CHECKING:
-    from ascend_vllm.layers.context import BuildContext
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearOutput:
-    """One matrix of the checkpoint that is part of a linear layer.
-
-    Attributes:
-        name: its name there, without ".weight".
-        total: its rows there.
-        shard: the rows of it that this rank computes.
-    """
-
-    name: str
-    total: int
-    shard: Shard
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.quantization.base import LinearOutput
 
 
 class Linear(Layer):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ascend_vllm.layers.base import WeightSlot
-from ascend_vllm.layers.linear import Linear
-from ascend_vllm.layers.quantization.base import QuantMethod
+from ascend_vllm.layers.quantization.base import LinearLayer, QuantMethod
 from ascend_vllm.ops.gemm import PackedLinear
 
 
@@ -17,7 +16,7 @@ class Unquantized(QuantMethod):
         self._loading: PackedLinear | None = None
         self._packed: PackedLinear | None = None
 
-    def create_weights(self, layer: Linear) -> list[WeightSlot]:
+    def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """One weight for all outputs of the layer; a slot per output."""
         self._loading = PackedLinear(layer.out_features, layer.in_features, layer.dtype, layer.device)
         slots = []
@@ -35,21 +34,21 @@ class Unquantized(QuantMethod):
             row += output.shard.size
         return slots
 
-    def after_load(self, layer: Linear) -> None:  # noqa: ARG002 - the weight is kept here
+    def after_load(self, layer: LinearLayer) -> None:  # noqa: ARG002 - the weight is kept here
         """The weight is complete."""
         if self._loading is not None:
             self._loading.finish()
             self._packed, self._loading = self._loading, None
 
-    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out]."""
         return self._weight(layer)(x, layer.bias)
 
-    def apply_gated(self, layer: Linear, x: torch.Tensor, activation: str) -> torch.Tensor:
+    def apply_gated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
         """x [T, in] → [T, out/2], without the product in memory where the device has a kernel for that."""
         return self._weight(layer).gated(x, layer.bias, activation)
 
-    def _weight(self, layer: Linear) -> PackedLinear:
+    def _weight(self, layer: LinearLayer) -> PackedLinear:
         if self._packed is None:
             raise RuntimeError(f"{layer.prefix} is used before its weights are loaded")
         return self._packed
