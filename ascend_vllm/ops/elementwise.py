@@ -42,7 +42,7 @@ def _rms_norm_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield torch.zeros(2, 24, dtype=dtype), weight, 1e-5
 
 
-@define_op(inputs=_rms_norm_inputs)
+@define_op(inputs=_rms_norm_inputs, recordable=True)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Root-mean-square normalisation of the last dimension, `x / sqrt(mean(x^2) + epsilon) * weight`.
 
@@ -74,7 +74,7 @@ def _fused_add_rms_norm_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield strided[:, :40], strided[:, 40:], _randn(40, dtype=dtype, seed=31), 1e-5
 
 
-@define_op(inputs=_fused_add_rms_norm_inputs, mutates=("x", "residual"))
+@define_op(inputs=_fused_add_rms_norm_inputs, mutates=("x", "residual"), recordable=True)
 def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
     """Adds x to the residual stream and normalises the sum: `residual += x; x = rms_norm(residual)`.
 
@@ -104,7 +104,7 @@ def _layer_norm_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield torch.full((2, 19), 3.0, dtype=dtype), None, None, 1e-5
 
 
-@define_op(inputs=_layer_norm_inputs)
+@define_op(inputs=_layer_norm_inputs, recordable=True)
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _rotary_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield positions, query, key, size, make_cos_sin_cache(50, rot_dim), is_neox
 
 
-@define_op(inputs=_rotary_inputs, mutates=("query", "key"))
+@define_op(inputs=_rotary_inputs, mutates=("query", "key"), recordable=True)
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -192,7 +192,7 @@ def _gate_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield (torch.linspace(-100, 100, 4 * 42).view(4, 42).to(dtype),)
 
 
-@define_op(inputs=_gate_inputs)
+@define_op(inputs=_gate_inputs, recordable=True)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Gated SiLU, `silu(x[:, :I]) * x[:, I:]` with `silu(a) = a / (1 + exp(-a))`.
 
@@ -212,7 +212,7 @@ def _gelu_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield x, approximate
 
 
-@define_op(inputs=_gelu_inputs)
+@define_op(inputs=_gelu_inputs, recordable=True)
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Gated GELU, `gelu(x[:, :I]) * x[:, I:]`.
 

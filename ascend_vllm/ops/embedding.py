@@ -19,7 +19,7 @@ def _gather_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield table, torch.randint(rows, (count,), generator=generator)
 
 
-@define_op(inputs=_gather_inputs, tolerance=0.0, devices=("cpu",))
+@define_op(inputs=_gather_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
 def gather_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Rows of a table, as `torch.embedding` takes them.
 

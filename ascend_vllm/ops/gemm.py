@@ -113,7 +113,7 @@ def _unpack_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield pack_weight(weight), torch.randint(outputs, (count,), generator=generator), inputs
 
 
-@define_op(inputs=_unpack_inputs, tolerance=0.0, devices=("cpu",))
+@define_op(inputs=_unpack_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
 def unpack_rows(packed: torch.Tensor, indices: torch.Tensor, in_features: int) -> torch.Tensor:
     """Rows of a weight that `pack_weight` arranged, as `torch.embedding` takes them from the weight itself.
 
@@ -159,7 +159,7 @@ def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, ou
     return result.to(x.dtype)
 
 
-@define_op(inputs=_linear_inputs, devices=("cpu",))
+@define_op(inputs=_linear_inputs, devices=("cpu",), recordable=True)
 def packed_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, pack_weight(weight), bias, 2 * width, list(GATED_ACTIVATIONS)[seed % 3]
 
 
-@define_op(inputs=_gated_linear_inputs, devices=("cpu",))
+@define_op(inputs=_gated_linear_inputs, devices=("cpu",), recordable=True)
 def packed_gated_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, activation: str
 ) -> torch.Tensor:

@@ -49,7 +49,9 @@ def _store_kv_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield key, value, cache[0], cache[1], slots
 
 
-@define_op(inputs=_store_kv_inputs, mutates=("key_cache", "value_cache"), tolerance=0.0, devices=("cpu",))
+@define_op(
+    inputs=_store_kv_inputs, mutates=("key_cache", "value_cache"), tolerance=0.0, devices=("cpu",), recordable=True
+)
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -107,7 +109,9 @@ def _rotary_store_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield positions, query, key, value, make_cos_sin_cache(50, rot_dim), is_neox, cache[0], cache[1], slots
 
 
-@define_op(inputs=_rotary_store_inputs, mutates=("query", "key_cache", "value_cache"), devices=("cpu",))
+@define_op(
+    inputs=_rotary_store_inputs, mutates=("query", "key_cache", "value_cache"), devices=("cpu",), recordable=True
+)
 def rotary_store_kv(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -250,7 +254,7 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         )
 
 
-@define_op(inputs=_paged_attention_inputs, tolerance=2e-5, devices=("cpu",))
+@define_op(inputs=_paged_attention_inputs, tolerance=2e-5, devices=("cpu",), recordable=True)
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

@@ -40,6 +40,7 @@ class OpSpec:
         tolerance: absolute error allowed in float32 against float64; other dtypes are held to twice the
             reference's own error.
         devices: types of devices on which it is used at all.
+        recordable: whether its binding on CPU puts what it does on a tape (`ops/tape.py`).
     """
 
     name: str
@@ -49,6 +50,7 @@ class OpSpec:
     dtypes: tuple[torch.dtype, ...]
     tolerance: float
     devices: tuple[str, ...]
+    recordable: bool
 
     def has_kernel(self, device_type: str) -> bool:
         """Whether a kernel is registered for ``"cpu"`` or ``"npu"``."""
@@ -70,6 +72,7 @@ def define_op(
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
     tolerance: float = 1e-5,
     devices: tuple[str, ...] = ("cpu", "npu"),
+    recordable: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Defines an op from its reference; returns what callers call (the dispatcher's entry, not the reference)."""
 
@@ -78,7 +81,7 @@ def define_op(
         schema = torch.library.infer_schema(reference, mutates_args=list(mutates))
         _library.define(name + schema)
         _library.impl(name, reference, "CompositeExplicitAutograd")
-        OPS[name] = OpSpec(name, reference, inputs, tuple(mutates), dtypes, tolerance, devices)
+        OPS[name] = OpSpec(name, reference, inputs, tuple(mutates), dtypes, tolerance, devices, recordable)
         overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
         return overload
 

@@ -14,28 +14,9 @@ from typing import Any, TypeVar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_vllm.ops.native import native_library
-from ascend_vllm.ops.registry import NAMESPACE
+from ascend_vllm.ops.registry import NAMESPACE, OPS
 
 T = TypeVar("T")
-
-# ops whose bindings put what they do on the tape
-RECORDABLE = frozenset(
-    {
-        "fused_add_rms_norm",
-        "gather_rows",
-        "gelu_and_mul",
-        "layer_norm",
-        "packed_gated_linear",
-        "packed_linear",
-        "paged_attention",
-        "rms_norm",
-        "rotary_embedding",
-        "rotary_store_kv",
-        "silu_and_mul",
-        "store_kv",
-        "unpack_rows",
-    }
-)
 
 
 class UnrecordableError(Exception):
@@ -57,7 +38,7 @@ class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        is_recorded = func.namespace == NAMESPACE and func._opname in RECORDABLE
+        is_recorded = func.namespace == NAMESPACE and func._opname in OPS and OPS[func._opname].recordable
         if not is_recorded and not func.is_view:
             raise UnrecordableError(f"{func} is no kernel that can be recorded")
         return func(*args, **kwargs or {})
