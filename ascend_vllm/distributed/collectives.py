@@ -38,7 +38,7 @@ class Collectives(abc.ABC):
         """
 
 
-class Alone(Collectives):
+class SingleRank(Collectives):
     """A group of one."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from ascend_vllm.distributed.collectives import Alone, Collectives, GroupCollectives, OrderedCollectives
+from ascend_vllm.distributed.collectives import Collectives, GroupCollectives, OrderedCollectives, SingleRank
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.platforms.interface import Platform
@@ -46,7 +46,7 @@ def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rende
         RuntimeError: they do not come.
     """
     if parallel.world_size == 1:
-        return Groups(Alone())
+        return Groups(SingleRank())
     if rendezvous is None:
         raise ValueError("workers that share a model need a place to meet")
     store = TCPStore(
@@ -67,7 +67,7 @@ def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rende
         _close_to_others(store, parallel, rendezvous)
     kind = OrderedCollectives if platform.device_type == "cpu" else GroupCollectives
     return Groups(
-        kind(next(groups), tp_size) if tp_size > 1 else Alone(), next(groups) if parallel.pp_size > 1 else None
+        kind(next(groups), tp_size) if tp_size > 1 else SingleRank(), next(groups) if parallel.pp_size > 1 else None
     )
 
 

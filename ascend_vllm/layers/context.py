@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from ascend_vllm.distributed.collectives import Alone, Collectives
+from ascend_vllm.distributed.collectives import Collectives, SingleRank
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.layers.quantization.base import QuantScheme
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
@@ -31,5 +31,5 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     parallel: ParallelContext = dataclasses.field(default_factory=ParallelContext)
-    collectives: Collectives = dataclasses.field(default_factory=Alone)
+    collectives: Collectives = dataclasses.field(default_factory=SingleRank)
     quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)

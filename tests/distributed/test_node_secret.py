@@ -30,7 +30,7 @@ from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.local_workers import LocalWorkers
 from ascend_vllm.executor.nodes import acceptor, agent
-from ascend_vllm.executor.nodes.acceptor import MAX_STRANGERS, NodeDoor
+from ascend_vllm.executor.nodes.acceptor import MAX_STRANGERS, NodeAcceptor
 from ascend_vllm.executor.nodes.agent import NodeAgent
 from ascend_vllm.executor.nodes.handshake import PROTOCOL_VERSION, SessionKeys, introduce
 from ascend_vllm.executor.nodes.link import Hello, LinkLostError, MessageKind, NodeLink
@@ -58,9 +58,9 @@ def model() -> str:
 
 
 @pytest.fixture
-def door(model: str) -> Iterator[NodeDoor]:
+def door(model: str) -> Iterator[NodeAcceptor]:
     """Of two nodes."""
-    door = NodeDoor(make_config(model, tensor_parallel_size=2, nnodes=2, master_port=free_port()))
+    door = NodeAcceptor(make_config(model, tensor_parallel_size=2, nnodes=2, master_port=free_port()))
     yield door
     door.close()
 
@@ -71,11 +71,11 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     return caplog
 
 
-def _port(door: NodeDoor) -> int:
+def _port(door: NodeAcceptor) -> int:
     return int(door._socket.getsockname()[1])
 
 
-def _connect(door: NodeDoor) -> socket.socket:
+def _connect(door: NodeAcceptor) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", _port(door)))
     sock.settimeout(TIMEOUT_S)
     return sock
@@ -106,7 +106,7 @@ def _hello(model: str, **fields: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(hello, **fields))
 
 
-def _node(door: NodeDoor, secret: str = SECRET) -> NodeLink:
+def _node(door: NodeAcceptor, secret: str = SECRET) -> NodeLink:
     sock = _connect(door)
     try:
         return NodeLink(sock, introduce(sock, secret.encode(), TIMEOUT_S), TIMEOUT_S)
@@ -115,7 +115,7 @@ def _node(door: NodeDoor, secret: str = SECRET) -> NodeLink:
         raise
 
 
-def _assert_true_node_is_taken(door: NodeDoor, model: str) -> None:
+def _assert_true_node_is_taken(door: NodeAcceptor, model: str) -> None:
     link = _node(door)
     link.send(MessageKind.HELLO, _hello(model))
     (taken,) = door.wait()
@@ -141,7 +141,7 @@ class _Trap:
 # ---- strangers at node 0 -----------------------------------------------------------------------------------
 
 
-def test_an_impostor_with_public_facts_is_refused(door: NodeDoor, model: str) -> None:
+def test_an_impostor_with_public_facts_is_refused(door: NodeAcceptor, model: str) -> None:
     """It was taken for node 1, and node 0 unpickled what it answered."""
     with _connect(door) as impostor:
         impostor.sendall(_in_old_framing(0xA5, _hello(model)))
@@ -151,7 +151,9 @@ def test_an_impostor_with_public_facts_is_refused(door: NodeDoor, model: str) ->
     _assert_true_node_is_taken(door, model)
 
 
-def test_no_kind_of_message_of_a_stranger_is_unpickled(door: NodeDoor, model: str, tmp_path: pathlib.Path) -> None:
+def test_no_kind_of_message_of_a_stranger_is_unpickled(
+    door: NodeAcceptor, model: str, tmp_path: pathlib.Path
+) -> None:
     trap = tmp_path / "sprung"
     pickled = pickle.dumps(_Trap(trap))
     records = [struct.pack("<Bq", kind, 0) + pickled for kind in RecordKind]
@@ -170,7 +172,7 @@ def test_no_kind_of_message_of_a_stranger_is_unpickled(door: NodeDoor, model: st
     assert not trap.exists()
 
 
-def _overheard(door: NodeDoor, model: str) -> list[bytes]:
+def _overheard(door: NodeAcceptor, model: str) -> list[bytes]:
     """What a true node says to node 0, by one who sits between them."""
     with socket.create_server(("127.0.0.1", 0)) as middle:
         near = socket.create_connection(middle.getsockname())
@@ -199,12 +201,12 @@ def _overheard(door: NodeDoor, model: str) -> list[bytes]:
     return said
 
 
-def test_what_was_overheard_is_of_no_use(door: NodeDoor, model: str) -> None:
+def test_what_was_overheard_is_of_no_use(door: NodeAcceptor, model: str) -> None:
     """The bytes of a true node's conversation, said again; the secret is not among them."""
     said = b"".join(_overheard(door, model))
     assert SECRET.encode() not in said
     assert len(said) > GREETING_BYTES + PROOF_BYTES
-    other = NodeDoor(make_config(model, tensor_parallel_size=2, nnodes=2, master_port=free_port()))
+    other = NodeAcceptor(make_config(model, tensor_parallel_size=2, nnodes=2, master_port=free_port()))
     try:
         for again in (said, said[: GREETING_BYTES + PROOF_BYTES]):
             with _connect(other) as stranger:
@@ -216,7 +218,7 @@ def test_what_was_overheard_is_of_no_use(door: NodeDoor, model: str) -> None:
         other.close()
 
 
-def test_node_zero_does_not_answer_its_own_questions(door: NodeDoor, model: str) -> None:
+def test_node_zero_does_not_answer_its_own_questions(door: NodeAcceptor, model: str) -> None:
     """One who says what node 0 says, on one connection or over two of them, learns no proof."""
     with _connect(door) as mirror, _connect(door) as second:
         mirror.sendall(b"ascend-vllm node" + bytes((PROTOCOL_VERSION,)) + os.urandom(32))
@@ -231,7 +233,7 @@ def test_node_zero_does_not_answer_its_own_questions(door: NodeDoor, model: str)
 
 
 def test_strangers_of_another_version_do_not_end_the_start(
-    door: NodeDoor, model: str, log: pytest.LogCaptureFixture
+    door: NodeAcceptor, model: str, log: pytest.LogCaptureFixture
 ) -> None:
     """The Hello of anybody with another version ended node 0."""
     with _connect(door) as old:
@@ -247,7 +249,7 @@ def test_strangers_of_another_version_do_not_end_the_start(
     _assert_true_node_is_taken(door, model)
 
 
-def test_silent_strangers_keep_no_node_out(door: NodeDoor, model: str, log: pytest.LogCaptureFixture) -> None:
+def test_silent_strangers_keep_no_node_out(door: NodeAcceptor, model: str, log: pytest.LogCaptureFixture) -> None:
     """Each had a thread for ten seconds, and a line in the log."""
     before = threading.active_count()
     with contextlib.ExitStack() as sockets:
@@ -263,7 +265,7 @@ def test_silent_strangers_keep_no_node_out(door: NodeDoor, model: str, log: pyte
     assert len({record.message for record in log.records if "is no node" in record.message}) < 20
 
 
-def test_a_stranger_has_no_time_to_lose(door: NodeDoor, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_has_no_time_to_lose(door: NodeAcceptor, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte after another does not keep a connection open."""
     monkeypatch.setattr(acceptor, "STRANGER_TIMEOUT_S", 0.5)
     slow = _connect(door)
@@ -279,7 +281,7 @@ def test_a_stranger_has_no_time_to_lose(door: NodeDoor, model: str, monkeypatch:
     _assert_true_node_is_taken(door, model)
 
 
-def test_a_flood_is_cut_at_the_first_bytes(door: NodeDoor, model: str) -> None:
+def test_a_flood_is_cut_at_the_first_bytes(door: NodeAcceptor, model: str) -> None:
     """A greeting of up to a megabyte was read."""
     flood = os.urandom(1 << 20)
     for first in (b"", b"ascend-vllm node" + bytes((PROTOCOL_VERSION,))):
@@ -463,7 +465,7 @@ def test_a_node_does_not_believe_its_own_proof() -> None:
     assert len(proofs) == 1
 
 
-def test_a_node_that_has_no_turn_tries_again(door: NodeDoor, model: str) -> None:
+def test_a_node_that_has_no_turn_tries_again(door: NodeAcceptor, model: str) -> None:
     """Node 0 may have closed its connection for a stranger's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         start = NodeStart(1, 2, "127.0.0.1", server.getsockname()[1], 2, 1, None, None)
@@ -569,7 +571,7 @@ def test_node_zero_makes_a_secret_and_prints_it(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("ASCEND_VLLM_NODE_SECRET")
-    door = NodeDoor(make_config(model, tensor_parallel_size=2, nnodes=2, master_port=free_port()))
+    door = NodeAcceptor(make_config(model, tensor_parallel_size=2, nnodes=2, master_port=free_port()))
     try:
         found = re.search(r"export ASCEND_VLLM_NODE_SECRET=([0-9a-f]{64})\n", capsys.readouterr().err)
         assert found is not None

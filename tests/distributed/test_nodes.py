@@ -24,7 +24,7 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.local_workers import LocalWorkers
 from ascend_vllm.executor.nodes import agent
-from ascend_vllm.executor.nodes.acceptor import NodeDoor
+from ascend_vllm.executor.nodes.acceptor import NodeAcceptor
 from ascend_vllm.executor.nodes.agent import NodeAgent
 from ascend_vllm.executor.nodes.handshake import SessionKeys, introduce
 from ascend_vllm.executor.nodes.link import Hello, MessageKind, NodeLink
@@ -50,24 +50,24 @@ def model() -> str:
 
 
 @pytest.fixture
-def door(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeDoor]:
+def door(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAcceptor]:
     """Of three nodes."""
     monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", str(TIMEOUT_S))
     config = make_config(model, pipeline_parallel_size=3, nnodes=3, master_port=free_port())
-    door = NodeDoor(config)
+    door = NodeAcceptor(config)
     yield door
     door.close()
 
 
-def _port(door: NodeDoor) -> int:
+def _port(door: NodeAcceptor) -> int:
     return int(door._socket.getsockname()[1])
 
 
-def _connect(door: NodeDoor) -> socket.socket:
+def _connect(door: NodeAcceptor) -> socket.socket:
     return socket.create_connection(("127.0.0.1", _port(door)))
 
 
-def _knock(door: NodeDoor) -> NodeLink:
+def _knock(door: NodeAcceptor) -> NodeLink:
     """A connection of one who knows the secret."""
     sock = _connect(door)
     return NodeLink(sock, introduce(sock, SECRET.encode(), TIMEOUT_S), TIMEOUT_S)
@@ -100,7 +100,7 @@ def _hello(directory: str, node_rank: int, **fields: Any) -> bytes:
     ],
 )
 def test_a_node_that_does_not_fit_ends_the_start_on_both_sides(
-    fields: dict[str, Any], message: str, door: NodeDoor, model: str
+    fields: dict[str, Any], message: str, door: NodeAcceptor, model: str
 ) -> None:
     link = _knock(door)
     link.send(MessageKind.HELLO, _hello(model, **({"node_rank": 2} | fields)))
@@ -112,7 +112,7 @@ def test_a_node_that_does_not_fit_ends_the_start_on_both_sides(
     link.close()
 
 
-def test_another_version_need_not_know_todays_fields(door: NodeDoor) -> None:
+def test_another_version_need_not_know_todays_fields(door: NodeAcceptor) -> None:
     link = _knock(door)
     link.send(MessageKind.HELLO, msgspec.msgpack.encode({"version": "9", "node_rank": 1, "colour": "red"}))
     assert "has ascend-vllm 9" in link.receive(TIMEOUT_S).text
@@ -120,7 +120,7 @@ def test_another_version_need_not_know_todays_fields(door: NodeDoor) -> None:
 
 
 def test_who_is_no_node_is_ignored(
-    door: NodeDoor, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    door: NodeAcceptor, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
     browser, *strangers = [_connect(door) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_who_is_no_node_is_ignored(
         link.close()
 
 
-def test_a_rank_is_for_one_node_that_lives(door: NodeDoor, model: str) -> None:
+def test_a_rank_is_for_one_node_that_lives(door: NodeAcceptor, model: str) -> None:
     first, second, third, late = (_knock(door) for _ in range(4))
     first.send(MessageKind.HELLO, _hello(model, 1))
     assert wait_until(lambda: 1 in door._links)
@@ -163,7 +163,9 @@ def test_a_rank_is_for_one_node_that_lives(door: NodeDoor, model: str) -> None:
         link.close()
 
 
-def test_nodes_are_not_waited_for_without_end(door: NodeDoor, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_not_waited_for_without_end(
+    door: NodeAcceptor, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", "0.2")
     link = _knock(door)
     link.send(MessageKind.HELLO, _hello(model, 1))
@@ -180,12 +182,12 @@ def test_nodes_are_not_waited_for_without_end(door: NodeDoor, model: str, monkey
 def test_where_node_zero_cannot_listen(model: str) -> None:
     config = make_config(model, tensor_parallel_size=2, nnodes=2, master_addr="192.0.2.1")
     with pytest.raises(ConfigError, match=r"--master-addr 192.0.2.1 --master-port 29501: node 0 cannot listen"):
-        NodeDoor(config)
+        NodeAcceptor(config)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = make_config(model, tensor_parallel_size=2, nnodes=2, master_port=port)
         with pytest.raises(ConfigError, match=f"--master-port {port} is already in use"):
-            NodeDoor(config)
+            NodeAcceptor(config)
 
 
 # ---- the other side ----------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def test_node_zero_that_is_not_there(model: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_node_zero_hears_why_a_node_cannot_take_part(
-    door: NodeDoor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    door: NodeAcceptor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
     start = make_start(_args("/absent/model", master_port=_port(door)))
@@ -215,7 +217,7 @@ def test_node_zero_hears_why_a_node_cannot_take_part(
     assert any("/absent/model" in record.message and record.name.endswith("nodes.agent") for record in caplog.records)
 
 
-def test_a_refused_node_says_why(door: NodeDoor, model: str) -> None:
+def test_a_refused_node_says_why(door: NodeAcceptor, model: str) -> None:
     start = make_start(_args(model, master_port=_port(door), pipeline_parallel_size=6))
     assert start.config is not None
     with pytest.raises(ConfigError, match=r"Node 0 \(127.0.0.1\) refuses this node: .*--pipeline-parallel-size 6"):

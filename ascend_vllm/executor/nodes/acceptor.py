@@ -68,7 +68,7 @@ class _StrangerLog:
         logger.warning("%s connected to --master-port and is no node: %s%s", address, why, untold)
 
 
-class NodeDoor:
+class NodeAcceptor:
     """Listens at --master-addr and --master-port, for as long as it lives; who comes late is told so.
 
     Args:
@@ -171,7 +171,7 @@ class NodeDoor:
                 if listening in ready:
                     self._accept()
         except OSError:
-            # the door is closed
+            # the socket is closed
             for stranger in self._strangers.values():
                 stranger.socket.close()
 
@@ -184,7 +184,7 @@ class NodeDoor:
         """Takes one stranger in, for whom another one may have to go.
 
         Raises:
-            OSError: the door is closed.
+            OSError: the socket is closed.
         """
         if self._is_full:
             time.sleep(_LATE_PAUSE_S)

@@ -17,7 +17,7 @@ from ascend_vllm.distributed.rendezvous import Machine, Rendezvous, listen
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.executor import wire
 from ascend_vllm.executor.local_workers import LocalWorkers
-from ascend_vllm.executor.nodes.acceptor import NodeDoor
+from ascend_vllm.executor.nodes.acceptor import NodeAcceptor
 from ascend_vllm.executor.nodes.link import LinkLostError, Message, MessageKind, NodeLink, NodeSetup
 from ascend_vllm.executor.worker_group import WorkerGroup
 
@@ -53,18 +53,18 @@ class NodeGroup(WorkerGroup):
 
     def _start(self, config: EngineConfig) -> LocalWorkers:
         self._nodes: dict[int, _Node] = {}
-        self._door = NodeDoor(config)
+        self._acceptor = NodeAcceptor(config)
         try:
-            links = self._door.wait()
+            links = self._acceptor.wait()
             return self._start_workers(config, links)
         except BaseException:
             for node in self._nodes.values():
                 node.link.close()
-            self._door.close()
+            self._acceptor.close()
             raise
 
     def _start_workers(self, config: EngineConfig, links: list[NodeLink]) -> LocalWorkers:
-        count, host = config.parallel.local_world_size, self._door.host
+        count, host = config.parallel.local_world_size, self._acceptor.host
         with listen(host) as socket:
             port = socket.getsockname()[1]
             for node_rank, link in enumerate(links, start=1):
@@ -120,7 +120,7 @@ class NodeGroup(WorkerGroup):
 
     def close(self) -> None:
         super().close()
-        self._door.close()
+        self._acceptor.close()
         deadline = time.monotonic() + _LAST_WORDS_S
         for node in self._nodes.values():
             if not node.has_ended.is_set():
