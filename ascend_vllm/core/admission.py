@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.preemption import Preemption
+from ascend_vllm.core.prompt_chunks import ChunkSizeController
 from ascend_vllm.core.request import Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows
 from ascend_vllm.core.step_builder import StepBuilder
-from ascend_vllm.core.step_pace import StepPace
 
 # The workers are told all tokens of a row that enters, also those that it shares with others or finds in the cache:
 # hundreds of long rows would make a step wait for that. With so many the others enter in the next step.
@@ -30,7 +30,7 @@ class Admission:
         waiting: the queue.
         requests: all that live, by id.
         preemption: brings swapped requests back.
-        pace: knows how long the last step with prompts took.
+        chunk_size: knows how long the last step with prompts took.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Admission:
         waiting: RequestQueue,
         requests: Mapping[str, Request],
         preemption: Preemption,
-        pace: StepPace,
+        chunk_size: ChunkSizeController,
     ) -> None:
         self._config = config
         self._cuts_prompts = config.enable_chunked_prefill
@@ -50,7 +50,7 @@ class Admission:
         self._waiting = waiting
         self._requests = requests
         self._preemption = preemption
-        self._pace = pace
+        self._chunk_size = chunk_size
 
     def schedule_waiting(self, builder: StepBuilder, budget: int, now: float) -> None:
         """Admits waiting requests while slots, blocks and budget last; the first that does not fit stops it.
@@ -68,8 +68,7 @@ class Admission:
             request = waiting.next(passes_further=passes_further or self._rows.passes_further)
             if request is None:
                 break
-            group = request.beam_group
-            if self._rows.num_available < (1 if group is None else group.width):
+            if self._rows.num_available < request.kind.width:
                 break
             if request.status is RequestStatus.SWAPPED:
                 if not self._preemption.swap_in(builder, request):
@@ -101,7 +100,7 @@ class Admission:
         if factor <= 0 or not self._rows.running:
             return False
         earliest = min(request.arrival_time for request in self._waiting)
-        return now - earliest <= factor * self._pace.last_prompt_latency_s
+        return now - earliest <= factor * self._chunk_size.last_prompt_latency_s
 
     def _is_overtaken(self, builder: StepBuilder, request: Request) -> bool:
         """Whether other prompts pass this one, since enough such long or scored ones are under way."""
@@ -164,7 +163,7 @@ class Admission:
         count = builder.limits().take(count, budget, is_scored=request.is_scored)
         if not 0 < count <= budget:
             return None
-        row = request if request.beam_group is None else request.beam_group.begin()
+        row = request.kind.first_row(request)
         if kv_cache.allocate_slots(row, row.num_tokens, num_reserved, cached) is None:
             return None
         row.num_computed_tokens = num_cached
@@ -184,8 +183,7 @@ class Admission:
         request.transition(RequestStatus.RUNNING)
         if row is not request:
             row.transition(RequestStatus.RUNNING)
-        if request.beam_group is not None:
-            self._rows.reserve(request.beam_group, request.beam_group.width - 1)
+        self._rows.reserve(request.kind, request.kind.width - 1)
         self._rows.enter(row)
         builder.enter(row)
         if count == 1 == row.num_missing_tokens and not (self._cuts_prompts or builder.step.slots):

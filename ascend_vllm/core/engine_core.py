@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.core.connectors import Connector, Connectors
 from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.pausing import Pausing
 from ascend_vllm.core.request_queue import QUEUES
@@ -23,8 +24,8 @@ from ascend_vllm.types.step import StepOutput
 
 logger = init_logger(__name__)
 
-# how long a step that has nothing to compute waits for a grammar
-_COMPILE_WAIT_S = 0.005
+# how long a step that has nothing to compute waits for what requests wait for
+_CONNECTOR_WAIT_S = 0.005
 
 
 class EngineCore:
@@ -34,6 +35,7 @@ class EngineCore:
         config: of the whole engine.
         executor: not yet initialised; the core owns it from here on.
         structured: gives constrained requests their grammars; None: with the vocabulary of the model's tokenizer.
+        connectors: what else requests wait for before they wait for their turn.
 
     Attributes:
         num_blocks: KV blocks of the cache.
@@ -50,7 +52,11 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, structured: StructuredOutputManager | None = None
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        structured: StructuredOutputManager | None = None,
+        connectors: Sequence[Connector] = (),
     ) -> None:
         self.config = config
         self._executor = executor
@@ -63,14 +69,15 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             sliding_window=config.cache.sliding_window,
         )
-        self._structured = structured or StructuredOutputManager(config.structured, config.model)
+        structured = structured or StructuredOutputManager(config.structured, config.model)
+        self._connectors = Connectors([structured, *connectors])
         num_stages = config.parallel.pipeline_parallel_size
         self._scheduler = Scheduler(
             config.scheduler,
             kv_cache,
             QUEUES[config.scheduler.policy](),
             config.model.seed,
-            self._structured,
+            self._connectors,
             num_stages,
         )
         # steps that the workers compute or will compute, oldest first
@@ -154,9 +161,9 @@ class EngineCore:
             if scheduled is None:
                 break
             self._in_flight.append(self._executor.execute_model(scheduled))
-        if not self._in_flight and self._structured.num_waiting:
+        if not self._in_flight and self._connectors.num_waiting:
             # nothing to compute: let those who compile have the processor, but look after new requests soon
-            self._structured.wait(_COMPILE_WAIT_S)
+            self._connectors.wait(_CONNECTOR_WAIT_S)
         outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)
         self._check_if_idle()
         return outputs
@@ -232,7 +239,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Ends the workers, and what compiles grammars; requests that live are dropped."""
-        self._structured.close()
+        self._connectors.close()
         self._executor.shutdown()
 
     def _check_if_idle(self) -> None:

@@ -1,14 +1,26 @@
-"""What becomes of a prompt that the workers have pooled."""
+"""The row kind of pooling requests."""
 
 from __future__ import annotations
 
-from ascend_vllm.core.request import Request
+from ascend_vllm.core.request import Request, RowKind
+from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.types.messages import EngineCoreOutput, PooledData
 from ascend_vllm.types.step import PooledOutput
 
 
+class Pooled(RowKind):
+    """Nothing is sampled: what the workers make of the prompt ends the request.
+
+    Args:
+        params: of the pooling.
+    """
+
+    def __init__(self, params: PoolingParams) -> None:
+        self.reads_prefix_cache = not params.skip_reading_prefix_cache
+
+
 def pooled_output(request: Request, pooled: PooledOutput) -> EngineCoreOutput:
-    """The one output of its request, which has ended."""
+    """The one output of a pooling request, which has ended."""
     return EngineCoreOutput(
         request.request_id,
         [],

@@ -61,10 +61,9 @@ class Preemption:
     def preempt(self, rows: list[Request]) -> None:
         """Makes a request, given by all its rows, give up slots and blocks; it waits, at the front.
 
-        A beam search that is not swapped begins anew.
+        A request of several rows that is not swapped begins anew.
         """
-        group = rows[0].beam_group
-        request = rows[0] if group is None else group.root
+        request = rows[0].kind.root_of(rows[0])
         swaps = self._prefers_swapping(request) and self._kv_cache.can_swap_out(rows)
         self._take_off(rows, swaps=swaps)
         self._count(request, swaps)
@@ -85,14 +84,13 @@ class Preemption:
 
     def _take_off(self, rows: list[Request], *, swaps: bool) -> None:
         """Takes all rows of a request out of their slots, their blocks to CPU memory or back."""
-        group = rows[0].beam_group
-        request = rows[0] if group is None else group.root
+        request = rows[0].kind.root_of(rows[0])
         for row in rows:
             self._rows.leave(row)
             row.transition(RequestStatus.SWAPPED if swaps else RequestStatus.PREEMPTED)
-        if group is not None:
+        if request is not rows[0]:
             request.transition(rows[0].status)
-            self._rows.reserve(group, 0)
+        self._rows.reserve(request.kind, 0)
         if swaps:
             self._kv_cache.swap_out(rows)
             self.num_swapped += 1
@@ -106,9 +104,7 @@ class Preemption:
         for row in rows:
             self._kv_cache.free(row)
             row.num_computed_tokens = 0
-        group = rows[0].beam_group
-        if group is not None:
-            group.drop_rows()
+        rows[0].kind.drop_rows(rows[0])
 
     def swap_in(self, builder: StepBuilder, request: Request) -> bool:
         """Brings the first of the waiting requests, a swapped one, back; its rows then run with the others.
@@ -124,9 +120,7 @@ class Preemption:
         self._waiting.remove(request)
         self.num_swapped -= 1
         request.transition(RequestStatus.RUNNING)
-        group = request.beam_group
-        if group is not None:
-            self._rows.reserve(group, group.width - len(rows))
+        self._rows.reserve(request.kind, request.kind.width - len(rows))
         for row in rows:
             if row is not request:
                 row.transition(RequestStatus.RUNNING)
@@ -136,8 +130,7 @@ class Preemption:
 
     def _has_room(self, request: Request) -> bool:
         """Whether a waiting request could be admitted now, whatever else waits."""
-        group = request.beam_group
-        if self._rows.num_available < (1 if group is None else group.width):
+        if self._rows.num_available < request.kind.width:
             return False
         num_blocks = -(-request.num_tokens // self._kv_cache.block_size) + self._kv_cache.watermark_blocks
         return num_blocks <= self._kv_cache.num_free_blocks
@@ -146,7 +139,7 @@ class Preemption:
         """vLLM 0.6.3's rule: unless told otherwise, requests of several sequences are swapped, others recomputed."""
         if self._mode is None:
             is_one_of_several = request.parent_id is not None or request.request_id in self.num_children
-            return request.beam_group is not None or is_one_of_several
+            return request.kind.prefers_swapping or is_one_of_several
         return self._mode == "swap"
 
     def _count(self, request: Request, swaps: bool) -> None:

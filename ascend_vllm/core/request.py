@@ -3,50 +3,55 @@
 The states and the changes between them::
 
     WAITING ──▶ RUNNING ──▶ FINISHED_STOPPED | FINISHED_LENGTH
-                 │   ▲
-                 ▼   │
-         PREEMPTED | SWAPPED      every state ──▶ FINISHED_ABORTED | FINISHED_ERROR
+     │   ▲       │   ▲
+     ▼   │       ▼   │
+     (a) ┘    PREEMPTED | SWAPPED      every state ──▶ FINISHED_ABORTED | FINISHED_ERROR
 
-and WAITING or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that cannot be held. PREEMPTED has lost its blocks and
-computes them again, SWAPPED has them in CPU memory.
+(a) is WAITING_FOR_CONNECTOR: it waits for something that steps do not give, such as its grammar. And WAITING,
+WAITING_FOR_CONNECTOR or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that cannot be held. PREEMPTED has lost its
+blocks and computes them again, SWAPPED has them in CPU memory.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreRequest, FinishReason, TokenLogprobs
-from ascend_vllm.types.step import NO_TOKEN
-
-if TYPE_CHECKING:
-    from ascend_vllm.core.beam.group import BeamGroup
-    from ascend_vllm.core.structured.output_constraint import OutputConstraint
+from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason, TokenLogprobs
+from ascend_vllm.types.step import NO_TOKEN, StepLogprobs
 
 NO_SLOT = -1
+_NO_TOKEN_LEFT = (
+    "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
+    "all of them."
+)
 _SEED_MASK = (1 << 63) - 1
 
 
 class RequestStatus(enum.IntEnum):
     """Where a request is; everything after SWAPPED is an end."""
 
-    WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    SWAPPED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
+    WAITING_FOR_CONNECTOR = 0
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    SWAPPED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH = 6
+    FINISHED_ABORTED = 7
+    FINISHED_ERROR = 8
 
 
 _S = RequestStatus
 
 LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _S.WAITING: frozenset({_S.RUNNING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.WAITING_FOR_CONNECTOR: frozenset({_S.WAITING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.WAITING: frozenset(
+        {_S.WAITING_FOR_CONNECTOR, _S.RUNNING, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}
+    ),
     _S.RUNNING: frozenset(
         {_S.PREEMPTED, _S.SWAPPED, _S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}
     ),
@@ -96,10 +101,8 @@ class Request:
         is_further: its caller's request has other sequences that came before it.
         bad_words: sequences of ids that its output must not contain.
         pooling_params: what is made of its prompt, if nothing is to be generated.
-        beam_group: the beam search that it is, or that it is a row of.
-        constraint: what its text must look like; None: anything, or its grammar is being compiled.
-        needs_host: whether its next token can only be computed when the host knows the one before: it has a
-            beam group or a constraint.
+        kind: what is special about it; its rows have the same.
+        may_run_ahead: its kind's, for the loops that look at every row of a step.
         max_num_tokens: tokens at which it ends whatever they are.
         seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
             so that a resumed request goes on with the same stream.
@@ -115,8 +118,7 @@ class Request:
     """
 
     __slots__ = (
-        "_beam_group",
-        "_constraint",
+        "_kind",
         "arrival_time",
         "bad_words",
         "block_hashes",
@@ -129,8 +131,8 @@ class Request:
         "is_finished",
         "is_further",
         "max_num_tokens",
+        "may_run_ahead",
         "min_num_tokens",
-        "needs_host",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -161,9 +163,7 @@ class Request:
         self.priority = message.priority
         self.parent_id = message.parent_id
         self.is_further = message.is_further
-        self._beam_group: BeamGroup | None = None
-        self._constraint: OutputConstraint | None = None
-        self.needs_host = False
+        self.kind = PLAIN
         self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
         self.status = RequestStatus.WAITING
         self.is_finished = False
@@ -205,24 +205,14 @@ class Request:
         )
 
     @property
-    def beam_group(self) -> BeamGroup | None:
+    def kind(self) -> RowKind:
         """See the class."""
-        return self._beam_group
+        return self._kind
 
-    @beam_group.setter
-    def beam_group(self, group: BeamGroup) -> None:
-        self._beam_group = group
-        self.needs_host = True
-
-    @property
-    def constraint(self) -> OutputConstraint | None:
-        """See the class."""
-        return self._constraint
-
-    @constraint.setter
-    def constraint(self, constraint: OutputConstraint) -> None:
-        self._constraint = constraint
-        self.needs_host = True
+    @kind.setter
+    def kind(self, kind: RowKind) -> None:
+        self._kind = kind
+        self.may_run_ahead = kind.may_run_ahead
 
     @property
     def num_output_tokens(self) -> int:
@@ -251,11 +241,8 @@ class Request:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether its prompt must be computed, even if it is cached: for its log-probabilities, or to pool it."""
-        pooling = self.pooling_params
-        if pooling is not None and pooling.skip_reading_prefix_cache:
-            return True
-        return self.is_scored
+        """Whether its prompt must be computed even if it is cached."""
+        return self.is_scored or not self._kind.reads_prefix_cache
 
     @property
     def is_scored(self) -> bool:
@@ -311,13 +298,15 @@ class Request:
             self.token_ids += token_ids
             self.num_tokens += len(token_ids)
             return len(token_ids)
-        return self._append_one_by_one(token_ids, self._end)
+        return self.append_until(token_ids, self.end_of)
 
-    def append_constrained_output(self, token_ids: list[int]) -> int:
-        """`append_output` for a request with a constraint, which moves on with them."""
-        return self._append_one_by_one(token_ids, self._constrained_end)
+    def append_until(self, token_ids: list[int], end_of: Callable[[int], RequestStatus | None]) -> int:
+        """`append_output` for a kind of row that may end otherwise.
 
-    def _append_one_by_one(self, token_ids: list[int], end_of: Callable[[int], RequestStatus | None]) -> int:
+        Args:
+            token_ids: that a step sampled.
+            end_of: how the sequence ends with its newest token, which is given; None: it goes on.
+        """
         for count, token_id in enumerate(token_ids):
             if token_id == NO_TOKEN:
                 self.transition(RequestStatus.FINISHED_ERROR)
@@ -330,23 +319,119 @@ class Request:
                 return count + 1
         return len(token_ids)
 
-    def _end(self, token_id: int) -> RequestStatus | None:
+    def end_of(self, token_id: int) -> RequestStatus | None:
         """How the sequence ends with its newest token, if it does; a stop wins over reaching a limit."""
         if token_id in self.end_ids and self.num_tokens >= self.min_num_tokens:
-            return self._stop(token_id)
+            return self.stop(token_id)
         return RequestStatus.FINISHED_LENGTH if self.num_tokens >= self.max_num_tokens else None
 
-    def _constrained_end(self, token_id: int) -> RequestStatus | None:
-        """`_end` when a constraint has its say: it may want an end that the request does not."""
-        end = self._end(token_id)
-        if end is RequestStatus.FINISHED_STOPPED or self._constraint is None:
-            return end
-        if not self._constraint.accept(token_id):
-            may_end = self._constraint.may_end_with(token_id)
-            return self._stop(token_id) if may_end else RequestStatus.FINISHED_ERROR
-        return RequestStatus.FINISHED_STOPPED if self._constraint.must_end else end
-
-    def _stop(self, token_id: int) -> RequestStatus:
+    def stop(self, token_id: int) -> RequestStatus:
+        """How the sequence ends with a token that stops it; `stop_reason` is set for a stop_token_id."""
         if token_id != self.eos_token_id and token_id in self.end_ids:
             self.stop_reason = token_id
         return RequestStatus.FINISHED_STOPPED
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupStep:
+    """What a request of several rows does once all of them have sampled.
+
+    Attributes:
+        rows: its rows from now on. Their new tokens need not be the ones that the workers sampled.
+        dead: rows that end.
+        forks: (new row, its parent): rows that begin as a copy of another, which goes on too.
+        beams: the best sequences so far, if there is something new to emit.
+        end: how the request ends, if it does.
+    """
+
+    rows: list[Request]
+    dead: list[Request]
+    forks: list[tuple[Request, Request]]
+    beams: list[BeamSequence] | None = None
+    end: RequestStatus | None = None
+
+
+class RowKind:
+    """What is special about a request and its rows: nothing, of this kind.
+
+    A request is one row or, as a beam search is, several: then the request itself (the root) waits, ends and gets the
+    outputs, and has neither slot nor blocks. Subclasses change what they must; the scheduler asks, and names none of
+    them. A kind without state can be shared by all requests.
+
+    Attributes:
+        may_run_ahead: whether its next step may be made before the tokens of the last one are known.
+        is_masked: whether `core.structured` says which tokens it may sample.
+        shares_written_blocks: whether rows share blocks that they write, so that they must get copies before.
+        reads_prefix_cache: whether what is cached of its prompt need not be computed.
+        prefers_swapping: whether its blocks go to CPU memory if it makes room, unless --preemption-mode says more.
+        width: rows that it may come to have.
+        num_reserved_slots: free slots that are kept for further rows; `Rows` sets it.
+    """
+
+    may_run_ahead = True
+    is_masked = False
+    shares_written_blocks = False
+    reads_prefix_cache = True
+    prefers_swapping = False
+    width = 1
+    num_reserved_slots = 0
+
+    def unsupported_reason(self, max_num_seqs: int) -> str | None:  # noqa: ARG002 - for kinds that are wide
+        """Why a request can never run with --max-num-seqs rows; None: it can."""
+        return None
+
+    def root_of(self, row: Request) -> Request:
+        """The request that a row belongs to."""
+        return row
+
+    def rows_of(self, request: Request) -> list[Request]:
+        """A request's rows."""
+        return [request]
+
+    def first_row(self, request: Request) -> Request:
+        """The row that computes the prompt of a request that begins, or begins anew."""
+        return request
+
+    def drop_rows(self, request: Request) -> list[Request]:
+        """A request's rows, which are given up."""
+        return self.rows_of(request)
+
+    def params_of(self, row: Request) -> SamplingParams:
+        """What the workers are told of how a row samples."""
+        return row.sampling_params
+
+    def take(
+        self,
+        row: Request,
+        token_ids: list[int],
+        logprobs: StepLogprobs | None,  # noqa: ARG002 - for kinds that look at more than the sampled token
+        index: int,  # noqa: ARG002
+    ) -> int | None:
+        """Appends what a step sampled.
+
+        Args:
+            row: which sampled.
+            token_ids: that it sampled.
+            logprobs: of all rows of the step.
+            index: of the row in them.
+
+        Returns:
+            How many of the tokens were taken (see `Request.append_output`); None: `advance` tells, when all rows of
+            the request have sampled.
+        """
+        return row.append_output(token_ids)
+
+    def failure(self, token_ids: list[int]) -> str:  # noqa: ARG002 - for kinds that fail otherwise, too
+        """What a client is told of a request that ended with an error when these tokens were sampled."""
+        return _NO_TOKEN_LEFT
+
+    def advance(self) -> GroupStep | None:
+        """What follows when all rows of the request have sampled; None: some are to come."""
+        return None
+
+    def finish(self, status: RequestStatus) -> list[BeamSequence] | None:  # noqa: ARG002 - for kinds that have some
+        """The best sequences of a request that ends outside of a step, if it has some to emit."""
+        return None
+
+
+PLAIN = RowKind()

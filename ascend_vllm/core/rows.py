@@ -1,13 +1,12 @@
 """The rows that run, and the slots they are in.
 
-A row is a request, or a beam of a beam search. What the workers must be told of slots is gathered here until the next
-step is handed out.
+A row is a request, or one of several of it (see `RowKind`). What the workers must be told of slots is gathered here
+until the next step is handed out.
 """
 
 from __future__ import annotations
 
-from ascend_vllm.core.beam.group import BeamGroup
-from ascend_vllm.core.request import NO_SLOT, Request
+from ascend_vllm.core.request import NO_SLOT, Request, RowKind
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.types.step import SchedulerOutput
 
@@ -33,7 +32,7 @@ class Rows:
         running: all rows; the last is the first to be preempted.
         by_slot: the same rows.
         free_slots: a stack.
-        num_reserved: of the free slots, those that beam searches will come to need.
+        num_reserved: of the free slots, those that requests of several rows will come to need.
         max_further: most slots for further sequences of requests, so that one request with many of them leaves some
             to others.
     """
@@ -81,22 +80,23 @@ class Rows:
         self._take_slot(row)
         self._queue.place(row, self.running)
 
-    def reserve(self, group: BeamGroup, count: int) -> None:
-        """Keeps so many free slots, and no more, for a beam search."""
-        self.num_reserved += count - group.num_reserved_slots
-        group.num_reserved_slots = count
+    def reserve(self, kind: RowKind, count: int) -> None:
+        """Keeps so many free slots, and no more, for further rows of a request of this kind."""
+        if count != kind.num_reserved_slots:
+            self.num_reserved += count - kind.num_reserved_slots
+            kind.num_reserved_slots = count
 
     def fork(self, row: Request, parent: Request) -> None:
-        """Gives a new beam one of its search's slots; the workers are to copy its parent's row.
+        """Gives a new row one of its request's slots; the workers are to copy its parent's row.
 
-        It runs beside its parent, so that the rows of a search are preempted together.
+        It runs beside its parent, so that the rows of a request are preempted together.
         """
         self._take_slot(row)
         self.running.insert(self.running.index(parent) + 1, row)
         self.forks[row.slot] = (parent.slot, row.token_ids[-1])
 
     def extend(self, row: Request) -> None:
-        """Tells the workers of a beam's next token, which is not what they sampled."""
+        """Tells the workers of a row's next token, which need not be what they sampled."""
         self.forks[row.slot] = (row.slot, row.token_ids[-1])
 
     def go_on(self, row: Request, token_ids: list[int]) -> None:
@@ -141,4 +141,4 @@ class Rows:
 
 def rows_of(row: Request) -> list[Request]:
     """All rows of the request that a row belongs to, or that is given by itself."""
-    return [row] if row.beam_group is None else row.beam_group.rows
+    return row.kind.rows_of(row)

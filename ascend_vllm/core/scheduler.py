@@ -31,27 +31,23 @@ from typing import Any
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.admission import Admission
-from ascend_vllm.core.beam.group import BeamGroup
+from ascend_vllm.core.connectors import Connectors
 from ascend_vllm.core.kv.manager import KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.pooled import pooled_output
 from ascend_vllm.core.preemption import Preemption
-from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
+from ascend_vllm.core.prompt_chunks import ChunkSizeController
+from ascend_vllm.core.request import NO_SLOT, GroupStep, Request, RequestStatus
 from ascend_vllm.core.request_queue import RequestQueue
+from ascend_vllm.core.row_kinds import row_kind_of
 from ascend_vllm.core.rows import Rows, rows_of
 from ascend_vllm.core.scheduler_audit import audit
-from ascend_vllm.core.step_builder import StepBuilder, StepInFlight
-from ascend_vllm.core.step_logprobs import row_logprobs, take_prompt_logprobs
-from ascend_vllm.core.step_pace import StepPace
-from ascend_vllm.core.structured.manager import StructuredOutputManager
-from ascend_vllm.core.structured.output_constraint import why_it_cannot_go_on
+from ascend_vllm.core.step_builder import StepBuilder, StepInFlight, row_logprobs
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FinishReason,
     SchedulerStats,
 )
 from ascend_vllm.types.step import PooledOutput, SchedulerOutput, StepOutput
@@ -70,7 +66,7 @@ class Scheduler:
         kv_cache: where requests get their blocks.
         waiting: an empty queue, which decides the order of admission.
         seed: of the seeds drawn for requests that bring none.
-        structured: where constrained requests get their grammars.
+        connectors: what requests wait for before they wait for their turn.
         num_stages: pipeline stages that compute different steps at the same time.
     """
 
@@ -80,11 +76,11 @@ class Scheduler:
         kv_cache: KVCacheManager,
         waiting: RequestQueue,
         seed: int,
-        structured: StructuredOutputManager,
+        connectors: Connectors,
         num_stages: int = 1,
     ) -> None:
         self.config = config
-        self.structured = structured
+        self.connectors = connectors
         self.kv_cache = kv_cache
         self.waiting = waiting
         self._cuts_prompts = config.enable_chunked_prefill
@@ -93,14 +89,16 @@ class Scheduler:
             config.max_model_len if self._cuts_prompts else min(config.max_model_len, config.max_num_batched_tokens)
         )
         self._seeds = random.Random(seed)
-        # without the rows of beam searches, which stand for them
+        # without the rows of those that have several
         self.requests: dict[str, Request] = {}
         self.rows = Rows(config.max_num_seqs, waiting, num_stages)
         # with stages a step is one: others overlap it
         self._lookahead = config.num_scheduler_steps - 1 if num_stages == 1 else 0
         self._preemption = Preemption(config, kv_cache, self.rows, waiting)
-        self._pace = StepPace(config.max_decode_pause_s, kv_cache.block_size)
-        self._admission = Admission(config, kv_cache, self.rows, waiting, self.requests, self._preemption, self._pace)
+        self._chunk_size = ChunkSizeController(config.max_decode_pause_s, kv_cache.block_size)
+        self._admission = Admission(
+            config, kv_cache, self.rows, waiting, self.requests, self._preemption, self._chunk_size
+        )
         # oldest first
         self._in_flight: collections.deque[StepInFlight] = collections.deque()
         # of requests that ended without a step
@@ -136,29 +134,22 @@ class Scheduler:
         self.requests[request.request_id] = request
         if request.parent_id is not None:
             self._preemption.num_children[request.parent_id] += 1
-        constraint = message.sampling_params.structured_outputs
-        if constraint is None:
-            self.waiting.add(request)
-        elif not self._begin_constraint(request, constraint):
-            return
-        if message.beam_search is not None and request.num_tokens:
-            request.beam_group = BeamGroup(request, message.beam_search, self._max_model_len)
-        self._refuse_unservable(request)
-
-    def _begin_constraint(self, request: Request, params: StructuredOutputsParams) -> bool:
-        """Lets a new request wait for its grammar, or if that is there for its turn; False: it ends here."""
+        request.kind = row_kind_of(request, message, self._max_model_len)
         try:
-            if self.structured.begin(request, params):
+            if self.connectors.begin(request):
                 self.waiting.add(request)
+            else:
+                request.transition(RequestStatus.WAITING_FOR_CONNECTOR)
         except RequestError as error:
             self.waiting.add(request)
             self._end_early(request, RequestStatus.FINISHED_ERROR, error)
-            return False
-        return True
+            return
+        self._refuse_unservable(request)
 
-    def _take_compiled(self) -> None:
-        """Lets requests wait for their turn whose grammars are there, and ends those whose constraints are wrong."""
-        for request, error in self.structured.take_ready():
+    def _take_ready(self) -> None:
+        """Lets requests wait for their turn that have waited for something else, and ends those that wait in vain."""
+        for request, error in self.connectors.take_ready():
+            request.transition(RequestStatus.WAITING)
             self.waiting.add(request)
             if error is not None:
                 self._end_early(request, RequestStatus.FINISHED_ERROR, error)
@@ -191,13 +182,8 @@ class Scheduler:
         elif count > self.kv_cache.num_tokens:
             limit = f"the capacity of the KV cache, {self.kv_cache.num_tokens} tokens"
             self._end_too_long(request, f"Input prompt ({count} tokens) is too long and exceeds {limit}")
-        elif request.beam_group is not None and request.beam_group.width > self.config.max_num_seqs:
-            self._end_early(
-                request,
-                RequestStatus.FINISHED_ERROR,
-                f"a beam search of width {request.beam_group.width} needs more sequences than --max-num-seqs "
-                f"({self.config.max_num_seqs}) allows to run",
-            )
+        elif (reason := request.kind.unsupported_reason(self.config.max_num_seqs)) is not None:
+            self._end_early(request, RequestStatus.FINISHED_ERROR, reason)
 
     def _end_too_long(self, request: Request, why: str) -> None:
         """Ends a request as vLLM does for over-long ones: "length", with what it has, and a line in the log."""
@@ -206,10 +192,7 @@ class Scheduler:
 
     def _end_early(self, request: Request, status: RequestStatus, error: str | RequestError | None = None) -> None:
         """Ends a request outside a step; the next `update` gives its last output."""
-        group = request.beam_group
-        if group is not None and status is RequestStatus.FINISHED_LENGTH and group.rows:
-            group.finish()
-        beams = group.news() if group is not None and group.is_done else None
+        beams = request.kind.finish(status)
         self._end(request, status)
         self._early_outputs.append(
             EngineCoreOutput(
@@ -224,10 +207,11 @@ class Scheduler:
         )
 
     def _end(self, request: Request, status: RequestStatus) -> None:
-        if request.status is not RequestStatus.RUNNING:
-            if not (self.structured.num_waiting and self.structured.forget(request)):
-                self.waiting.remove(request)
-        elif request.beam_group is None:
+        if request.status is RequestStatus.WAITING_FOR_CONNECTOR:
+            self.connectors.forget(request)
+        elif request.status is not RequestStatus.RUNNING:
+            self.waiting.remove(request)
+        elif request.slot != NO_SLOT:
             self.rows.running.remove(request)
         if request.status is RequestStatus.SWAPPED:
             self._preemption.num_swapped -= 1
@@ -235,24 +219,23 @@ class Scheduler:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        """Lets go of a request that has ended and is not among the running ones; rows of a search still may be."""
+        """Lets go of a request that has ended and is not among the running ones; rows of its own still may be."""
         del self.requests[request.request_id]
         if request.parent_id is not None:
             children = self._preemption.num_children
             children[request.parent_id] -= 1
             if not children[request.parent_id]:
                 del children[request.parent_id]
-        group = request.beam_group
-        if group is None:
-            self.rows.vacate(request)
-            self.kv_cache.free(request)
-            return
-        self.rows.reserve(group, 0)
-        for row in group.drop_rows():
-            self._end_row(row)
+        self.rows.reserve(request.kind, 0)
+        for row in request.kind.drop_rows(request):
+            if row is request:
+                self.rows.vacate(row)
+                self.kv_cache.free(row)
+            else:
+                self._end_row(row)
 
     def _end_row(self, row: Request) -> None:
-        """Ends a beam."""
+        """Ends one of a request's several rows."""
         if row.status is RequestStatus.RUNNING:
             self.rows.leave(row)
         row.transition(RequestStatus.FINISHED_ABORTED)
@@ -264,7 +247,7 @@ class Scheduler:
         if timeout_s is None or now < self._next_expiry:
             return
         self._next_expiry = now + _EXPIRY_INTERVAL_S
-        for request in [*self.waiting, *self.structured.waiting]:
+        for request in [*self.waiting, *self.connectors.waiting]:
             if request.first_scheduled_time is None and now - request.arrival_time > timeout_s:
                 self._end_early(
                     request,
@@ -281,8 +264,8 @@ class Scheduler:
         """The next step, or None if no row can compute. A step handed out counts as computed."""
         now = time.monotonic()
         self._end_expired(now)
-        if self.structured.num_waiting:
-            self._take_compiled()
+        if self.connectors.num_waiting:
+            self._take_ready()
         was_idle = not (self.rows.running or self._in_flight)
         builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting))
         num_held = self._preemption.make_way_for_urgent()
@@ -292,10 +275,10 @@ class Scheduler:
             # what has just been preempted does not come back at once: its blocks were short by one already
             self._admission.schedule_waiting(builder, budget, now)
         else:
-            prompts_first, is_alone = self._pace.lets_prompts_pass(now), not self.rows.running
+            prompts_first, is_alone = self._chunk_size.lets_prompts_pass(now), not self.rows.running
             if prompts_first:
                 self._admission.schedule_waiting(builder, budget, now)
-            self._pace.note_turn(now, passes=bool(builder.step.slots) and not is_alone)
+            self._chunk_size.note_turn(now, passes=bool(builder.step.slots) and not is_alone)
             if not builder.step.slots:
                 budget = self._schedule_running(builder, budget, num_held)
             if not (builder.step.slots or prompts_first):
@@ -345,16 +328,17 @@ class Scheduler:
                     prompts.append(request)
                 index += 1
                 continue
-            needs_host = request.needs_host
-            if needs_host:
+            may_run_ahead = request.may_run_ahead
+            if not may_run_ahead:
                 lookahead = self._single_step()
-            if (pending and (waits or needs_host or end >= request.max_num_tokens)) or len(rows) == max_decoding:
+            if (pending and (waits or not may_run_ahead or end >= request.max_num_tokens)) or len(
+                rows
+            ) == max_decoding:
                 # its next token is not known before its outputs are here, or there is none; or others have a turn
                 index += 1
                 continue
-            # rows of a beam search share blocks that they write
-            is_beam = needs_host and request.beam_group is not None
-            if is_beam and not self._make_writable(step, request):
+            shares = not may_run_ahead and request.kind.shares_written_blocks
+            if shares and not self._make_writable(step, request):
                 if not self._make_room(builder):
                     return 0
                 continue
@@ -377,12 +361,12 @@ class Scheduler:
             rows.append(request)
             request.num_computed_tokens = end
             request.num_pending_tokens = pending + 1
-            if needs_host and not is_beam:
-                builder.constrained.append(request)
+            if not may_run_ahead and request.kind.is_masked:
+                builder.masked.append(request)
             budget -= 1
             index += 1
         if index > len(prompts):
-            budget = self._pace.most_tokens(budget)
+            budget = self._chunk_size.most_tokens(budget)
         if prompts:
             return self._continue_prompts(builder, prompts, budget)
         if rows:
@@ -401,7 +385,7 @@ class Scheduler:
         return budget
 
     def _single_step(self) -> int:
-        """Beam searches and constraints need the host after every step, and the others go single steps with them."""
+        """A row that may not run ahead needs the host after every step, and the others go single steps with it."""
         if self.config.num_scheduler_steps > 1 and not self._told_of_single_steps:
             self._told_of_single_steps = True
             logger.info(
@@ -431,7 +415,7 @@ class Scheduler:
         if any(row.num_pending_tokens or builder.has_entered(row) for row in rows):
             return False
         if len(rows) == len(self.rows.running):
-            request = rows[0] if rows[0].beam_group is None else rows[0].beam_group.root
+            request = rows[0].kind.root_of(rows[0])
             limit = f"the capacity of the KV cache, {self.kv_cache.num_tokens} tokens"
             self._end_too_long(request, f"its {rows[0].num_tokens} tokens exceed {limit}")
         else:
@@ -455,16 +439,17 @@ class Scheduler:
         """Appends sampled tokens to their requests; returns their number."""
         made = self._in_flight.popleft()
         self._num_step_prompt_tokens = made.num_prompt_tokens
-        self._pace.note(made.made_at, time.monotonic(), made.num_piece_tokens)
+        self._chunk_size.note(made.made_at, time.monotonic(), made.num_piece_tokens)
         if output.prompt_logprobs:
-            outputs += take_prompt_logprobs(dict(zip(made.slots, made.rows, strict=True)), output.prompt_logprobs)
+            outputs += made.take_prompt_logprobs(output.prompt_logprobs)
         num_generated = 0
         any_finished = bool(output.pooled)
         if output.pooled:
             self._end_pooled(made, output.pooled, outputs)
         logprobs = output.logprobs
         caches_prefixes, block_size = self.kv_cache.enable_prefix_caching, self.kv_cache.block_size
-        groups: dict[str, BeamGroup] = {}
+        # of requests of several rows, some of which have sampled
+        roots: dict[str, Request] = {}
         # one turn per sampling row, over lists: turning small host arrays into lists once is the fastest way to
         # read them element by element
         sampled = output.sampled_token_ids.tolist()
@@ -476,16 +461,15 @@ class Scheduler:
             request.num_pending_tokens -= num_columns
             token_ids = sampled[index]
             is_first = request.num_tokens == request.num_prompt_tokens
-            if not request.needs_host:
+            if request.may_run_ahead:
                 count = request.append_output(token_ids)
-            elif request.beam_group is None:
-                count = request.append_constrained_output(token_ids)
             else:
-                group = request.beam_group
-                if logprobs is not None:
-                    group.collect(request, logprobs, index)
-                groups[group.root.request_id] = group
-                continue
+                taken = request.kind.take(request, token_ids, logprobs, index)
+                if taken is None:
+                    root = request.kind.root_of(request)
+                    roots[root.request_id] = root
+                    continue
+                count = taken
             num_generated += count
             result = EngineCoreOutput(request.request_id, token_ids if count == num_columns else token_ids[:count])
             if is_first:
@@ -503,7 +487,7 @@ class Scheduler:
                 result.finish_reason = request.finish_reason
                 result.stop_reason = request.stop_reason
                 if request.status is RequestStatus.FINISHED_ERROR:
-                    result.error = why_it_cannot_go_on(token_ids)
+                    result.error = request.kind.failure(token_ids)
                 self._forget(request)
                 any_finished = True
             elif self.rows.num_stages > 1:
@@ -511,9 +495,10 @@ class Scheduler:
             outputs.append(result)
         if any_finished:
             self.rows.drop_finished()
-        for group in groups.values():
-            if group.is_complete:
-                num_generated += self._advance(group, outputs)
+        for root in roots.values():
+            group_step = root.kind.advance()
+            if group_step is not None:
+                num_generated += self._advance(root, group_step, outputs)
         return num_generated
 
     def _end_pooled(
@@ -530,41 +515,37 @@ class Scheduler:
             self._forget(request)
             outputs.append(pooled_output(request, one))
 
-    def _advance(self, group: BeamGroup, outputs: list[EngineCoreOutput]) -> int:
-        """Makes the step of a beam search all of whose rows have sampled; returns the tokens it grew by."""
-        advance = group.advance()
-        for row in advance.dead:
+    def _advance(self, root: Request, group_step: GroupStep, outputs: list[EngineCoreOutput]) -> int:
+        """Makes the step of a request all of whose rows have sampled; returns the tokens that they grew by."""
+        for row in group_step.dead:
             self._end_row(row)
-        for row in advance.rows:
+        for row in group_step.rows:
             row.num_pending_tokens = 0
-        for row in advance.rows:
+        for row in group_step.rows:
             if row.slot != NO_SLOT:
                 self.rows.extend(row)
-        for row, parent in advance.forks:
+        for row, parent in group_step.forks:
             self.rows.fork(row, parent)
             self.kv_cache.share_all(row, parent)
-        for row in advance.rows:
+        for row in group_step.rows:
             self.kv_cache.cache_full_blocks(row, row.num_tokens - 1)
-        root = group.root
-        news = group.news()
-        if news is not None:
+        if group_step.beams is not None:
             outputs.append(
                 EngineCoreOutput(
                     root.request_id,
                     [],
                     first_scheduled_time=root.first_scheduled_time,
                     num_cached_tokens=root.num_cached_tokens,
-                    beams=news,
+                    beams=group_step.beams,
                 )
             )
-        if group.is_done:
-            has_stopped = news is not None and bool(news) and news[0].finish_reason is FinishReason.STOP
-            root.transition(RequestStatus.FINISHED_STOPPED if has_stopped else RequestStatus.FINISHED_LENGTH)
+        if group_step.end is not None:
+            root.transition(group_step.end)
             outputs[-1].finish_reason = root.finish_reason
             self._forget(root)
         else:
-            self.rows.reserve(group, group.width - len(group.rows))
-        return len(advance.rows)
+            self.rows.reserve(root.kind, root.kind.width - len(group_step.rows))
+        return len(group_step.rows)
 
     # ---- looking in ----------------------------------------------------------------------------------------
 
@@ -573,7 +554,7 @@ class Scheduler:
         kv_cache = self.kv_cache
         return SchedulerStats(
             num_running=len(self.rows.running),
-            num_waiting=len(self.waiting) + self.structured.num_waiting,
+            num_waiting=len(self.waiting) + self.connectors.num_waiting,
             kv_cache_usage=kv_cache.usage,
             num_preemptions=self._preemption.num_preemptions,
             num_prompt_tokens=self._num_step_prompt_tokens,
@@ -591,9 +572,9 @@ class Scheduler:
             and self.kv_cache.cpu_usage == 0
             and self.rows.num_available == self.config.max_num_seqs
             and not (self.rows.by_slot or self.rows.running or self.waiting or self._preemption.num_swapped)
-            and self.structured.num_waiting == 0
+            and self.connectors.num_waiting == 0
         )
 
     def audit(self) -> dict[str, Any]:
         """The accounts of blocks and slots, see core/scheduler_audit.py; "violations" is empty if they agree."""
-        return audit(self.kv_cache, self.rows, [*self.waiting, *self.structured.waiting], self.requests.values())
+        return audit(self.kv_cache, self.rows, [*self.waiting, *self.connectors.waiting], self.requests.values())

@@ -9,7 +9,12 @@ from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.request import NO_SLOT, Request, RequestStatus
 from ascend_vllm.core.rows import Rows, rows_of
 
-_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
+_WAITING = (
+    RequestStatus.WAITING_FOR_CONNECTOR,
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.SWAPPED,
+)
 
 
 def audit(
@@ -25,7 +30,7 @@ def audit(
 
     Returns:
         num_blocks, num_free_blocks, num_slots, num_free_slots, num_running, num_waiting: counts (running ones are
-        rows, of which a beam search has several);
+        rows, of which a request may have several);
         blocks_by_request: number of device blocks of each request that has some, those of its rows added up;
         violations: sentences, none if all is consistent.
     """
@@ -58,13 +63,13 @@ def _slot_violations(rows: Rows) -> list[str]:
 
 
 def _reservation_violations(rows: Rows, requests: Iterable[Request]) -> list[str]:
-    """A running beam search has, or can have, as many slots as it is wide."""
-    groups = [request.beam_group for request in requests if request.beam_group is not None]
-    reserved = sum(group.num_reserved_slots for group in groups)
+    """A running request has, or can have, as many slots as it is wide."""
+    reserved = sum(request.kind.num_reserved_slots for request in requests)
     wrong = [
-        f"{group.root} has {len(group.rows)} rows and {group.num_reserved_slots} reserved slots"
-        for group in groups
-        if group.root.status is RequestStatus.RUNNING and len(group.rows) + group.num_reserved_slots != group.width
+        f"{request} has {len(rows_of(request))} rows and {request.kind.num_reserved_slots} reserved slots"
+        for request in requests
+        if request.status is RequestStatus.RUNNING
+        and len(rows_of(request)) + request.kind.num_reserved_slots != request.kind.width
     ]
     if reserved != rows.num_reserved or reserved > len(rows.free_slots):
         wrong.append(f"{rows.num_reserved} slots are reserved, {reserved} are asked for")
@@ -78,7 +83,7 @@ def _queue_violations(rows: Rows, waiting: Iterable[Request], requests: Iterable
         for request in waiting
         if request.status not in _WAITING or request.slot != NO_SLOT or request.block_ids
     ]
-    running_ids = {id(row if row.beam_group is None else row.beam_group.root) for row in rows.running}
+    running_ids = {id(row.kind.root_of(row)) for row in rows.running}
     waiting_ids = set(map(id, waiting))
     if running_ids & waiting_ids or running_ids | waiting_ids != set(map(id, requests)):
         wrong.append("a request neither runs nor waits, or does both")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.kv.manager import KVCacheManager
-from ascend_vllm.core.prompt_limits import PromptLimits
+from ascend_vllm.core.prompt_chunks import PromptLimits
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.structured.output_constraint import fill_bitmasks
-from ascend_vllm.types.step import NewRow, SchedulerOutput
+from ascend_vllm.types.messages import EngineCoreOutput, TokenLogprobs
+from ascend_vllm.types.step import NewRow, PromptLogprobs, SchedulerOutput, StepLogprobs
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +39,40 @@ class StepInFlight:
         by_slot = dict(zip(self.slots, self.rows, strict=True))
         return [by_slot[slot] for slot in slots]
 
+    def take_prompt_logprobs(self, parts: Sequence[PromptLogprobs]) -> list[EngineCoreOutput]:
+        """Gives requests the log-probabilities of the part of their prompt that the step has computed.
+
+        Those that have been preempted since then take them too: what was computed is good. They are emitted part by
+        part, the last one with the first token: all of a long prompt's at once would keep the API server from others'
+        outputs.
+
+        Returns:
+            Outputs of requests whose prompts go on.
+        """
+        outputs = []
+        by_slot = dict(zip(self.slots, self.rows, strict=True))
+        for part in parts:
+            request = by_slot[part.slot]
+            if request.prompt_logprobs is None:
+                continue
+            width = 1 + (request.sampling_params.prompt_logprobs or 0)
+            columns = part.token_ids[:, :width].tolist(), part.logprobs[:, :width].tolist(), part.ranks.tolist()
+            entries = [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
+            request.append_prompt_logprobs(part.start, entries)
+            if request.prompt_logprobs and request.is_scored and not request.is_finished:
+                outputs.append(EngineCoreOutput(request.request_id, [], prompt_logprobs=request.prompt_logprobs))
+                request.prompt_logprobs = []
+        return outputs
+
+
+def row_logprobs(logprobs: StepLogprobs, index: int, count: int, num_logprobs: int) -> list[TokenLogprobs]:
+    """One row's log-probabilities of `count` tokens: each token's, and those of the `num_logprobs` most likely."""
+    width = 1 + num_logprobs
+    token_ids = logprobs.token_ids[index, :count, :width].tolist()
+    values = logprobs.logprobs[index, :count, :width].tolist()
+    ranks = logprobs.ranks[index, :count].tolist()
+    return [TokenLogprobs(*entry) for entry in zip(token_ids, values, ranks, strict=True)]
+
 
 class StepBuilder:
     """Gathers rows and their tokens.
@@ -50,7 +86,7 @@ class StepBuilder:
     Attributes:
         step: the step so far.
         rows: the requests in `step.slots`.
-        constrained: those that sample, and whose next token is constrained.
+        masked: those that sample, and whose next token a mask decides on.
         num_piece_tokens: tokens of rows that compute more than one.
         num_prompt_tokens: prompt tokens that are computed for the first time.
     """
@@ -58,7 +94,7 @@ class StepBuilder:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int) -> None:
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
         self.rows: list[Request] = []
-        self.constrained: list[Request] = []
+        self.masked: list[Request] = []
         self.num_piece_tokens = 0
         self.num_prompt_tokens = 0
         self._config = config
@@ -95,8 +131,8 @@ class StepBuilder:
         row.num_computed_tokens += count
         if row.num_missing_tokens == 0:
             row.num_pending_tokens += 1
-            if row.constraint is not None:
-                self.constrained.append(row)
+            if row.kind.is_masked:
+                self.masked.append(row)
         if count > 1:
             self.num_piece_tokens += count
             self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
@@ -122,9 +158,9 @@ class StepBuilder:
                 further = min(self.step.num_steps - 1, row.max_num_tokens - 1 - row.num_computed_tokens)
                 row.num_computed_tokens += further
                 row.num_pending_tokens += further
-        if self.constrained:
-            self.step.constrained_slots = [row.slot for row in self.constrained]
-            self.step.bitmask = fill_bitmasks(self.constrained)
+        if self.masked:
+            self.step.constrained_slots = [row.slot for row in self.masked]
+            self.step.bitmask = fill_bitmasks(self.masked)
         self.step.block_moves = self._kv_cache.take_moves()
         return self.step
 
@@ -149,8 +185,7 @@ def _new_row(row: Request) -> NewRow:
         num_prompt_tokens=row.num_prompt_tokens,
         num_computed_tokens=row.num_computed_tokens,
         block_ids=row.block_ids.copy(),
-        # a constraint minds min_tokens itself: it may have to end a text before
-        sampling_params=row.sampling_params if row.constraint is None else row.sampling_params.clone(min_tokens=0),
+        sampling_params=row.kind.params_of(row),
         seed=row.seed,
         stop_token_ids=row.end_token_ids,
         max_num_tokens=row.max_num_tokens,

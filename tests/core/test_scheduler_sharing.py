@@ -292,8 +292,7 @@ def test_a_swapped_search_leaves_as_a_whole_and_its_beams_go_on_sharing(async_sc
     while root.status is not RequestStatus.SWAPPED:
         assert core.has_unfinished()
         step(core, collected)
-    assert root.beam_group is not None
-    rows = root.beam_group.rows
+    rows = root.kind.rows_of(root)
     assert len(rows) == 3
     assert {row.status for row in rows} == {RequestStatus.SWAPPED}
     assert core.audit()["num_running"] == 1

@@ -86,7 +86,6 @@ class GrammarCompiler:
     Args:
         vocabulary: makes the vocabulary, once.
         config: of the server.
-        wake: set when an entry is done.
         processes: whose processes are used; None: its own.
     """
 
@@ -94,12 +93,12 @@ class GrammarCompiler:
         self,
         vocabulary: Callable[[], Vocabulary],
         config: StructuredOutputsConfig,
-        wake: threading.Event,
         processes: GrammarProcesses | None = None,
     ) -> None:
         self._load_vocabulary = vocabulary
         self._config = config
-        self._wake = wake
+        # set when an entry is done
+        self.wake = threading.Event()
         self._vocabulary: Vocabulary | None = None
         self._processes = processes
         self._owns_processes = processes is None
@@ -164,7 +163,7 @@ class GrammarCompiler:
                 entry.error = f"{entry.constraint.field} could not be compiled: {type(error).__name__}"
                 entry.is_passing = True
             entry.is_done = True
-            self._wake.set()
+            self.wake.set()
 
     def _compile(self, entry: Entry, lane: _Lane) -> None:
         """Tries one library after the other.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.core.connectors import Connector
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.structured.backends import BACKENDS
 from ascend_vllm.core.structured.compile_pool import GrammarProcesses
@@ -23,7 +24,6 @@ from ascend_vllm.core.structured.output_constraint import OutputConstraint
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 logger = init_logger(__name__)
 
@@ -36,7 +36,7 @@ _MAX_COMPILING = 256
 _COMPILE_TIMEOUT_S = 60.0
 
 
-class StructuredOutputManager:
+class StructuredOutputManager(Connector):
     """Gives requests their grammars.
 
     Args:
@@ -58,9 +58,8 @@ class StructuredOutputManager:
         self._config = config
         self._has_tokenizer = vocabulary is not None or not model.skip_tokenizer_init
         self._timeout_s = compile_timeout_s
-        self._wake = threading.Event()
         load = vocabulary or (lambda: Vocabulary.load(model))
-        self._compiler = GrammarCompiler(load, config, self._wake, processes)
+        self._compiler = GrammarCompiler(load, config, processes)
         # also at the interpreter's end, if nobody called close()
         self._finalizer = weakref.finalize(self, self._compiler.close)
         # least recently used first
@@ -79,8 +78,12 @@ class StructuredOutputManager:
         """Their number."""
         return len(self._waiting)
 
-    def begin(self, request: Request, params: StructuredOutputsParams) -> bool:
-        """Looks for a new request's grammar, or has it compiled.
+    def attach(self, wake: threading.Event) -> None:
+        """See `Connector`."""
+        self._compiler.wake = wake
+
+    def begin(self, request: Request) -> bool:
+        """Looks for a new request's grammar, or has it compiled; one without a constraint is ready.
 
         Returns:
             Whether the request has its constraint now; else it waits, and `take_ready` gives it in the end.
@@ -88,6 +91,9 @@ class StructuredOutputManager:
         Raises:
             RequestError: the constraint is wrong, or too many others are being compiled.
         """
+        params = request.sampling_params.structured_outputs
+        if params is None:
+            return True
         if not self._has_tokenizer:
             raise RequestError(
                 "structured_outputs need a tokenizer: the engine runs with --skip-tokenizer-init",
@@ -113,7 +119,6 @@ class StructuredOutputManager:
 
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
         """Requests that wait no longer, in the order of their coming: with their constraint, or with an error."""
-        self._wake.clear()
         now = time.monotonic()
         ready: list[tuple[Request, RequestError | None]] = []
         for request, entry, since in self._waiting.values():
@@ -149,17 +154,13 @@ class StructuredOutputManager:
         """Ends all compilations."""
         self._finalizer()
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits until a grammar is compiled, but not for longer than this."""
-        self._wake.wait(timeout_s)
-
     def _give(self, request: Request, entry: Entry) -> None:
         if entry.compiled is None or entry.backend is None:
             if entry.is_passing:
                 # who asks next has it tried again
                 self._entries.pop(entry.constraint, None)
             raise RequestError(entry.error or "the grammar could not be compiled", "structured_outputs")
-        request.constraint = OutputConstraint(entry.compiled, entry.backend, request, self._compiler.vocabulary)
+        request.kind = OutputConstraint(entry.compiled, entry.backend, request, self._compiler.vocabulary)
 
     def _too_late(self, entry: Entry) -> RequestError:
         late = f"{entry.constraint.field} was not compiled within {self._timeout_s:g} s"

@@ -7,15 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ascend_vllm.core.request import Request
+from ascend_vllm.core.request import Request, RequestStatus, RowKind
 from ascend_vllm.core.structured.grammar import Bitmask, CompiledGrammar, GrammarBackend, last_word
 from ascend_vllm.core.structured.vocabulary import Vocabulary
-from ascend_vllm.types.step import NO_TOKEN
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import NO_TOKEN, StepLogprobs
 
-_NO_TOKEN_LEFT = (
-    "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
-    "all of them."
-)
 _GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for its library."
 # CPU seconds that the grammar of a request may take in steps, which others wait for: at first, and with each token
 _BURST_S = 0.5
@@ -26,8 +23,8 @@ _WATCHED_S = 0.4
 _LOOK_S = 0.0005
 
 
-class OutputConstraint:
-    """The grammar of one request, and how the request may end.
+class OutputConstraint(RowKind):
+    """The kind of a constrained request: its grammar, and how it may end.
 
     A text that is complete may end, by an end-of-sequence token or a stop token; one that can only end must. That
     comes before `ignore_eos` and `min_tokens`: a token there must be.
@@ -58,6 +55,9 @@ class OutputConstraint:
         "grammar",
         "is_waiting",
     )
+
+    may_run_ahead = False
+    is_masked = True
 
     def __init__(
         self, compiled: CompiledGrammar, backend: GrammarBackend, request: Request, vocabulary: Vocabulary
@@ -104,6 +104,27 @@ class OutputConstraint:
             _set_bits(bits, self._end_ids, True)
         if accepting and not bits.any():
             _set_bits(bits, self._forced_ids, True)
+
+    def params_of(self, row: Request) -> SamplingParams:
+        """Without min_tokens, which the masks mind: the text may have to end before."""
+        return row.sampling_params.clone(min_tokens=0)
+
+    def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> int:  # noqa: ARG002
+        """See `RowKind`: the grammar moves on with the tokens, and may want an end that the request does not."""
+
+        def end_of(token_id: int) -> RequestStatus | None:
+            end = row.end_of(token_id)
+            if end is RequestStatus.FINISHED_STOPPED:
+                return end
+            if not self.accept(token_id):
+                return row.stop(token_id) if self.may_end_with(token_id) else RequestStatus.FINISHED_ERROR
+            return RequestStatus.FINISHED_STOPPED if self.must_end else end
+
+        return row.append_until(token_ids, end_of)
+
+    def failure(self, token_ids: list[int]) -> str:
+        """See `RowKind`."""
+        return super().failure(token_ids) if NO_TOKEN in token_ids else _GRAMMAR_FAILED
 
     def accept(self, token_id: int) -> bool:
         """Moves on by a sampled token; False: it is not what the text goes on with."""
@@ -156,11 +177,6 @@ class OutputConstraint:
             self._tail = self._tail[-len(marker) :]
 
 
-def why_it_cannot_go_on(token_ids: Sequence[int]) -> str:
-    """What a client is told whose text ended with an error, by the tokens that were sampled last."""
-    return _NO_TOKEN_LEFT if NO_TOKEN in token_ids else _GRAMMAR_FAILED
-
-
 def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
     # a handful of ids
     for id_ in token_ids:
@@ -173,7 +189,7 @@ def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
 
 def fill_bitmasks(requests: Sequence[Request]) -> Bitmask:
     """Which tokens some constrained requests may get next: [G, W], bit t % 32 of word t // 32 is token t's."""
-    constraints = [request.constraint for request in requests if request.constraint is not None]
+    constraints = [request.kind for request in requests if isinstance(request.kind, OutputConstraint)]
     bitmask = np.zeros((len(constraints), constraints[0].num_words), np.int32)
     by_backend: dict[GrammarBackend, list[int]] = {}
     for index, constraint in enumerate(constraints):

@@ -7,38 +7,22 @@ candidates and waits for the others; when all have theirs, `advance` decides whi
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
 import numpy.typing as npt
 
 from ascend_vllm.core.beam.search import BeamSearch
-from ascend_vllm.core.request import Request
-from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence
+from ascend_vllm.core.request import GroupStep, Request, RequestStatus, RowKind
+from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, FinishReason
 from ascend_vllm.types.step import StepLogprobs
 
 # tokens of all sequences together
-_TOLD_IN_A_STEP = 65_536
+_EMITTED_IN_A_STEP = 65_536
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Advance:
-    """What a step of the search means for the rows.
-
-    Attributes:
-        rows: the live beams from now on, best first.
-        dead: rows that end.
-        forks: (new row, its parent): rows that begin as a copy of another, which goes on too.
-    """
-
-    rows: list[Request]
-    dead: list[Request]
-    forks: list[tuple[Request, Request]]
-
-
-class BeamGroup:
-    """One beam search.
+class Beam(RowKind):
+    """One beam search: the kind of its root and of its rows.
 
     Args:
         root: the request.
@@ -52,6 +36,10 @@ class BeamGroup:
         num_reserved_slots: free slots that are kept for it.
     """
 
+    may_run_ahead = False
+    shares_written_blocks = True
+    prefers_swapping = True
+
     def __init__(self, root: Request, spec: BeamSearchSpec, max_model_len: int) -> None:
         self.root = root
         self.width = spec.width
@@ -62,20 +50,27 @@ class BeamGroup:
         self._serial = itertools.count()
         # row id → its most likely next tokens and their log-probabilities
         self._candidates: dict[str, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
-        self._num_told = 0
+        self._num_emitted = 0
         self._search = self._make_search()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the search is over."""
-        return self._search.is_done
+    def unsupported_reason(self, max_num_seqs: int) -> str | None:
+        """See `RowKind`."""
+        if self.width <= max_num_seqs:
+            return None
+        return (
+            f"a beam search of width {self.width} needs more sequences than --max-num-seqs ({max_num_seqs}) allows "
+            "to run"
+        )
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every live beam has brought its candidates."""
-        return len(self._candidates) == len(self.rows)
+    def root_of(self, row: Request) -> Request:  # noqa: ARG002 - all rows have the same
+        """See `RowKind`."""
+        return self.root
 
-    def begin(self) -> Request:
+    def rows_of(self, request: Request) -> list[Request]:  # noqa: ARG002
+        """The live beams."""
+        return self.rows
+
+    def first_row(self, request: Request) -> Request:  # noqa: ARG002
         """The first row, the prompt's; a search that ran before starts anew, and comes to the same results."""
         self._search = self._make_search()
         self._candidates.clear()
@@ -84,14 +79,18 @@ class BeamGroup:
         self.rows = [row]
         return row
 
-    def collect(self, row: Request, logprobs: StepLogprobs, index: int) -> None:
-        """Takes what a row has sampled: its entry `index` of a step's log-probabilities."""
-        stop = 1 + self._search.num_candidates
-        self._candidates[row.request_id] = logprobs.token_ids[index, 0, 1:stop], logprobs.logprobs[index, 0, 1:stop]
+    def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> None:  # noqa: ARG002
+        """Collects a row's candidates, not what it sampled."""
+        if logprobs is not None:
+            stop = 1 + self._search.num_candidates
+            candidates = logprobs.token_ids[index, 0, 1:stop], logprobs.logprobs[index, 0, 1:stop]
+            self._candidates[row.request_id] = candidates
 
-    def advance(self) -> Advance:
+    def advance(self) -> GroupStep | None:
         """Makes the search's step; the rows' tokens grow, but slots and blocks are the caller's to change."""
         parents = self.rows
+        if len(self._candidates) < len(parents):
+            return None
         chosen = self._search.advance([self._candidates[row.request_id] for row in parents])
         self._candidates.clear()
         rows: list[Request] = []
@@ -112,28 +111,34 @@ class BeamGroup:
             row.num_tokens += 1
         dead = [row for index, row in enumerate(parents) if index not in going_on]
         self.rows = rows
-        return Advance(rows, dead, forks)
+        beams, end = self._new_beams(), None
+        if self._search.is_done:
+            has_stopped = beams is not None and bool(beams) and beams[0].finish_reason is FinishReason.STOP
+            end = RequestStatus.FINISHED_STOPPED if has_stopped else RequestStatus.FINISHED_LENGTH
+        return GroupStep(rows, dead, forks, beams, end)
 
-    def finish(self) -> None:
-        """There is no room to go on: the search ends with what it has."""
-        self._search.finish_live()
+    def finish(self, status: RequestStatus) -> list[BeamSequence] | None:
+        """Where there is no room to go on the search ends with what it has."""
+        if status is RequestStatus.FINISHED_LENGTH and self.rows:
+            self._search.finish_live()
+        return self._new_beams() if self._search.is_done else None
 
-    def drop_rows(self) -> list[Request]:
+    def drop_rows(self, request: Request) -> list[Request]:  # noqa: ARG002
         """Its rows, which are none of its own any more."""
         rows, self.rows = self.rows, []
         return rows
 
-    def news(self) -> list[BeamSequence] | None:
-        """What there is to tell: the best sequences at the end, and while they are short after each step of a stream.
+    def _new_beams(self) -> list[BeamSequence] | None:
+        """What there is to emit: the best sequences at the end, and while they are short after each step of a stream.
 
-        A search that started anew tells nothing until it is further than it was.
+        A search that started anew emits nothing until it is further than it was.
         """
         num_tokens = self._search.num_output_tokens
-        # whole sequences are told: long ones less often, so that a step's share does not grow with them
-        interval = 1 + num_tokens * self._spec.num_returned // _TOLD_IN_A_STEP
-        if not self.is_done and not (self._spec.stream and num_tokens >= self._num_told + interval):
+        # whole sequences are emitted: long ones less often, so that a step's share does not grow with them
+        interval = 1 + num_tokens * self._spec.num_returned // _EMITTED_IN_A_STEP
+        if not self._search.is_done and not (self._spec.stream and num_tokens >= self._num_emitted + interval):
             return None
-        self._num_told = num_tokens
+        self._num_emitted = num_tokens
         return self._search.best()
 
     def _make_search(self) -> BeamSearch:

@@ -1,0 +1,23 @@
+"""Which kind of row a request is."""
+
+from __future__ import annotations
+
+from ascend_vllm.core.beam.row_kind import Beam
+from ascend_vllm.core.pooled import Pooled
+from ascend_vllm.core.request import PLAIN, Request, RowKind
+from ascend_vllm.types.messages import EngineCoreRequest
+
+
+def row_kind_of(request: Request, message: EngineCoreRequest, max_model_len: int) -> RowKind:
+    """The kind of a new request. One that is constrained gets its kind with its grammar (`core.structured`).
+
+    Args:
+        request: that has been made of the message.
+        message: as the API server sent it.
+        max_model_len: most tokens whose KV a sequence may hold.
+    """
+    if message.beam_search is not None and request.num_tokens:
+        return Beam(request, message.beam_search, max_model_len)
+    if message.pooling_params is not None:
+        return Pooled(message.pooling_params)
+    return PLAIN

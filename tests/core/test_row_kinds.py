@@ -1,0 +1,206 @@
+"""The seams of the scheduler, proven by kinds of rows and a connector that exist here only."""
+# ruff: noqa: ARG002 - kinds take what `RowKind` gives them
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ascend_vllm.core.connectors import Connector
+from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.request import GroupStep, Request, RequestStatus, RowKind
+from ascend_vllm.errors import RequestError
+from ascend_vllm.types.messages import FinishReason
+from ascend_vllm.types.step import StepLogprobs
+from tests.core.memory_executor import Collected, MemoryExecutor, make_config, make_core, make_request, run, step
+
+MODES: dict[str, dict[str, Any]] = {
+    "chunked, overlapped": {"chunked": True, "max_num_batched_tokens": 16, "async_scheduling": True},
+    "several steps": {"num_scheduler_steps": 4},
+    "recomputed": {"num_blocks": 12, "max_num_seqs": 8},
+    "swapped": {"num_blocks": 12, "num_cpu_blocks": 40, "preemption_mode": "swap", "max_num_seqs": 8},
+    "cached": {"prefix_caching": True, "async_scheduling": True},
+}
+DIVISOR = 4
+
+
+class EndsAtMultiple(RowKind):
+    """Ends a text at the first token that DIVISOR divides."""
+
+    may_run_ahead = False
+
+    def __init__(self, root: Request) -> None:
+        pass
+
+    def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> int:
+        def end_of(token_id: int) -> RequestStatus | None:
+            return RequestStatus.FINISHED_STOPPED if token_id % DIVISOR == 0 else row.end_of(token_id)
+
+        return row.append_until(token_ids, end_of)
+
+
+class Duel(RowKind):
+    """Two rows that draw with different seeds; both go on with the greater token of the two."""
+
+    may_run_ahead = False
+    shares_written_blocks = True
+    width = 2
+
+    def __init__(self, root: Request) -> None:
+        self.root = root
+        self.rows: list[Request] = []
+        self.text: list[int] = []
+        self._drawn: dict[str, int] = {}
+
+    def root_of(self, row: Request) -> Request:
+        return self.root
+
+    def rows_of(self, request: Request) -> list[Request]:
+        return self.rows
+
+    def first_row(self, request: Request) -> Request:
+        self._drawn.clear()
+        self.text.clear()
+        self.rows = [self.root.make_row(f"{self.root.request_id}#0")]
+        return self.rows[0]
+
+    def drop_rows(self, request: Request) -> list[Request]:
+        rows, self.rows = self.rows, []
+        return rows
+
+    def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> None:
+        self._drawn[row.request_id] = token_ids[0]
+
+    def advance(self) -> GroupStep | None:
+        if len(self._drawn) < len(self.rows):
+            return None
+        token_id = max(self._drawn.values())
+        self._drawn.clear()
+        self.text.append(token_id)
+        forks: list[tuple[Request, Request]] = []
+        if len(self.rows) == 1:
+            second = self.rows[0].make_row(f"{self.root.request_id}#1")
+            forks = [(second, self.rows[0])]
+            self.rows = [*self.rows, second]
+        for row in self.rows:
+            row.token_ids.append(token_id)
+            row.num_tokens += 1
+        end = RequestStatus.FINISHED_LENGTH if len(self.text) == 12 else None
+        return GroupStep(self.rows, [], forks, [] if end else None, end)
+
+
+class Gate(Connector):
+    """Holds requests whose ids begin with "g" until it is opened."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Request] = {}
+        self._is_open = False
+        self._wake = threading.Event()
+        self.is_closed = False
+
+    def attach(self, wake: threading.Event) -> None:
+        self._wake = wake
+
+    def open(self) -> None:
+        self._is_open = True
+        self._wake.set()
+
+    def begin(self, request: Request) -> bool:
+        if request.request_id == "no gate":
+            raise RequestError("There is no such gate.", "gate")
+        if not request.request_id.startswith("g") or self._is_open:
+            return True
+        self._held[request.request_id] = request
+        return False
+
+    def take_ready(self) -> list[tuple[Request, RequestError | None]]:
+        if not self._is_open:
+            return []
+        held, self._held = self._held, {}
+        return [(request, RequestError("late") if name == "g-late" else None) for name, request in held.items()]
+
+    def forget(self, request: Request) -> bool:
+        return self._held.pop(request.request_id, None) is not None
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self._held.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def add(core: EngineCore, name: str, kind: Callable[[Request], RowKind] | None, prompt: int, seed: int) -> Request:
+    core.add_request(make_request(name, prompt, seed=seed, max_tokens=14))
+    request = core._scheduler.requests[name]
+    if kind is not None:
+        request.kind = kind(request)
+    return request
+
+
+def texts(**mode: Any) -> dict[str, tuple[list[int], FinishReason | None]]:
+    """What plain requests, those that end by a rule of their own, and duels come to beside one another."""
+    core, _ = make_core(**mode)
+    duels = {}
+    for number in range(4):
+        add(core, f"plain{number}", None, 5 + number, number)
+        add(core, f"ends{number}", EndsAtMultiple, 7 + number, number)
+        kind = add(core, f"duel{number}", Duel, 6 + number, number).kind
+        assert isinstance(kind, Duel)
+        duels[f"duel{number}"] = kind
+    results = run(core)
+    assert core.audit()["num_free_slots"] == core.audit()["num_slots"]
+    found = {name: (result.token_ids, result.finish_reason) for name, result in results.items()}
+    return found | {name: (kind.text, found[name][1]) for name, kind in duels.items()}
+
+
+def test_kinds_decide_what_becomes_of_sampled_tokens() -> None:
+    found = texts()
+    reasons = {found[f"ends{number}"][1] for number in range(4)}
+    assert FinishReason.STOP in reasons
+    for number in range(4):
+        token_ids, reason = found[f"ends{number}"]
+        stops = [index for index, token_id in enumerate(token_ids) if token_id % DIVISOR == 0]
+        assert stops == ([len(token_ids) - 1] if reason is FinishReason.STOP else [])
+        assert len(found[f"plain{number}"][0]) == 14
+        token_ids, reason = found[f"duel{number}"]
+        assert (len(token_ids), reason) == (12, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kinds_come_to_the_same_whatever_goes_on(mode: str) -> None:
+    assert texts(**MODES[mode]) == texts()
+
+
+def test_requests_wait_for_a_connector_while_others_go_on() -> None:
+    config, gate = make_config(), Gate()
+    core = EngineCore(config, MemoryExecutor(config, 64), connectors=[gate])
+    for name in ("no gate", "g1", "free", "g-late", "g2", "g-left"):
+        core.add_request(make_request(name, [1, 2, 3, 4, 5], seed=3))
+    assert core._scheduler.requests["g1"].status is RequestStatus.WAITING_FOR_CONNECTOR
+    assert core.stats()["num_waiting"] == 5
+    collected: dict[str, Collected] = {}
+    while "free" not in collected or collected["free"].finish_reason is None:
+        step(core, collected)
+        assert core.audit()["violations"] == []
+    assert set(collected) == {"no gate", "free"}
+    assert (collected["no gate"].error, collected["no gate"].error_class) == (
+        "There is no such gate.",
+        "RequestError",
+    )
+    core.abort_requests(["g-left"])
+    assert core.has_unfinished()
+    gate.open()
+    results = run(core)
+    assert set(results) == {"g1", "g2", "g-late"}
+    assert results["g-late"].error == "late"
+    assert results["g1"].token_ids == results["g2"].token_ids == collected["free"].token_ids
+    core.shutdown()
+    assert gate.is_closed
