@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from typing import Any
 
 import msgspec
@@ -22,9 +23,9 @@ from ascend_vllm.args.parser import (
 from ascend_vllm.args.structured import structured_outputs_config
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
-from ascend_vllm.config.cache import CacheConfig
+from ascend_vllm.config.cache import CacheConfig, kv_cache_specs
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
-from ascend_vllm.config.model import DTYPE_BYTES, LoadConfig, ModelConfig
+from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import resolve_device
@@ -276,12 +277,11 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
         available = get_platform(device).expected_kv_cache_bytes(
             cache, weight_bytes, num_workers, parallel.data_parallel_size
         )
-        # a worker has one KV head at least
-        num_heads = max(1, model.num_kv_heads // parallel.tensor_parallel_size)
-        # the stage with most layers has room for the fewest blocks
-        num_layers = max(parallel.stage_layers, default=model.num_layers)
-        per_token = 2 * num_layers * num_heads * model.head_size * DTYPE_BYTES[model.dtype]
-        blocks = int(available * _AUTO_LENGTH_SHARE) // (per_token * cache.block_size)
+        specs = kv_cache_specs(model, cache, parallel.tensor_parallel_size)
+        # the stage whose layers cache most has room for the fewest blocks
+        of_stages, stages = iter(specs), parallel.stage_layers or (len(specs),)
+        block_bytes = max(sum(spec.block_bytes for spec in itertools.islice(of_stages, size)) for size in stages)
+        blocks = int(available * _AUTO_LENGTH_SHARE) // block_bytes
     if blocks < 1:
         raise ConfigError("--max-model-len auto: there is no memory for a KV cache of even one block.")
     return min(model.max_model_len, blocks * cache.block_size)

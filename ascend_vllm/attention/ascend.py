@@ -28,6 +28,7 @@ from ascend_vllm.attention.ascend_plan import Part, Precision, RowKind, split_ro
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, RotaryStep
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.ops import ascend_custom
+from ascend_vllm.types.kv_cache import KVCacheSpec
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _BLOCK_SIZES = (64, 128)
@@ -106,8 +107,8 @@ class AscendAttention(AttentionBackend):
     def advice(self, config: EngineConfig) -> list[str]:
         return precision_advice(self.precision, config)
 
-    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
-        return (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_size)
+    def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
+        return (2, num_blocks, *cache.block_shape[1:])
 
     def num_spare_blocks(self, max_num_rows: int) -> int:
         return -(-max_num_rows // self.block_size)

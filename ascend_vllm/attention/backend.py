@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,11 @@ import torch
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.ops.elementwise import rotary_embedding
+from ascend_vllm.types.kv_cache import KEY_VALUE, KVCacheSpec
+
+# One layer's KV cache as its backend makes it (`AttentionBackend.make_cache`): a tensor of `kv_cache_shape`, or with
+# its scales beside it. Nobody but the backend looks inside.
+LayerCache: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,9 +109,32 @@ class AttentionBackend(abc.ABC):
     def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
         """Why this backend cannot serve a layer, as a sentence; None if it can."""
 
+    @classmethod
+    def refuses_cache(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot keep what a layer caches, as a sentence; None if it can.
+
+        Args:
+            cache: of the layer.
+            dtype: of its queries, keys and values. Most backends keep these as they are.
+        """
+        if cache == KVCacheSpec(KEY_VALUE, cache.block_shape, str(dtype).removeprefix("torch.")):
+            return None
+        return f"it caches keys and values in {dtype}, not {cache.kind} in {cache.dtype}"
+
     @abc.abstractmethod
-    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
-        """Shape of one layer's cache, keys and values together."""
+    def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
+        """Shape of what one layer caches, scales excepted: the blocks' shapes and `num_blocks`, in any order."""
+
+    def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> LayerCache:
+        """One layer's cache in memory of its own. Backends that keep scales beside the numbers override this.
+
+        Args:
+            memory: [num_blocks * cache.block_bytes] uint8, on the device or in CPU memory.
+            num_blocks: blocks, spare ones among them.
+            cache: of the layer.
+        """
+        shape, dtype = self.kv_cache_shape(num_blocks, cache), getattr(torch, cache.dtype)
+        return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def advice(self, config: EngineConfig) -> list[str]:  # noqa: ARG002 - most have none to give
         """What an operator should know of how this model will be computed, as sentences; logged as warnings."""
@@ -143,24 +172,24 @@ class AttentionBackend(abc.ABC):
         """
         return 0
 
-    def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+    def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[LayerCache], num_blocks: int) -> None:
         """Told of the caches before the first step, and again when there are new ones.
 
         Args:
             specs: one per layer.
-            kv_caches: one per layer, of `kv_cache_shape(num_blocks + num_spare_blocks(...))`.
+            kv_caches: one per layer, of `num_blocks + num_spare_blocks(...)` blocks.
             num_blocks: those of the pool.
         """
         del specs, kv_caches, num_blocks  # most backends find in each call what they need
 
     @abc.abstractmethod
     def copy_blocks(
-        self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+        self, source: LayerCache, source_blocks: torch.Tensor, target: LayerCache, target_blocks: torch.Tensor
     ) -> None:
         """Copies whole blocks of one layer; all sources are read before a target is written.
 
         Args:
-            source: a cache of `kv_cache_shape`.
+            source: a layer's cache.
             source_blocks: [C] int64, on source's device.
             target: likewise, of any number of blocks and on any device; may be `source`.
             target_blocks: [C] int64, on target's device, none twice.
@@ -177,7 +206,7 @@ class AttentionBackend(abc.ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: LayerCache,
         batch: ForwardBatch,
         metadata: Any,
         rotary: RotaryStep | None = None,
@@ -189,7 +218,7 @@ class AttentionBackend(abc.ABC):
             query: [T, N*D].
             key: [T, K*D].
             value: [T, K*D].
-            kv_cache: of `kv_cache_shape`.
+            kv_cache: of the layer; written.
             batch: the step's tokens and rows.
             metadata: what `prepare` made of the batch.
             rotary: query and key are rotated by it first, and may be overwritten; None: they are what they should be.

@@ -7,6 +7,7 @@ import torch
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, RotaryStep
 from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, paged_attention, rotary_store_kv, store_kv
 from ascend_vllm.ops.registry import FLOAT_DTYPES
+from ascend_vllm.types.kv_cache import KVCacheSpec
 
 
 class CpuAttention(AttentionBackend):
@@ -31,8 +32,9 @@ class CpuAttention(AttentionBackend):
             return f"sliding window {spec.sliding_window} is below one token"
         return None
 
-    def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
-        return (2, num_blocks, spec.num_kv_heads, self.block_size, spec.head_size)
+    def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
+        _, block_size, num_kv_heads, head_size = cache.block_shape
+        return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     def copy_blocks(
         self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor

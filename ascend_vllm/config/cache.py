@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.types.kv_cache import KVCacheSpec
+
 
 class CacheConfig(msgspec.Struct, frozen=True):
     """Size and layout of the paged KV cache.
@@ -28,3 +31,15 @@ class CacheConfig(msgspec.Struct, frozen=True):
     cache_dtype: str = "auto"
     enable_prefix_caching: bool = False
     sliding_window: int | None = None
+
+
+def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size: int = 1) -> list[KVCacheSpec]:
+    """What the layers of a model will report, on one of the workers that share each layer; known before it is built.
+
+    Returns:
+        One per layer.
+    """
+    # a worker has one KV head at least
+    num_heads = max(1, model.num_kv_heads // tensor_parallel_size)
+    dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+    return [KVCacheSpec.of_heads(cache.block_size, num_heads, model.head_size, dtype)] * model.num_layers

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, RotaryStep
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
 from ascend_vllm.layers.base import Layer
+from ascend_vllm.types.kv_cache import KVCacheSpec
 
 
 @dataclasses.dataclass(slots=True)
@@ -17,14 +18,14 @@ class ForwardContext:
 
     Attributes:
         batch: the step's tokens and rows.
-        kv_caches: one cache per attention layer, of the backend's shape.
+        kv_caches: one cache per attention layer, as the backend made them.
         backend: computes attention.
         metadata: what the backend prepared for this step.
         rotary: positions and cos/sin table of this step; None for models without rotary embedding.
     """
 
     batch: ForwardBatch
-    kv_caches: list[torch.Tensor]
+    kv_caches: list[LayerCache]
     backend: AttentionBackend
     metadata: Any
     rotary: RotaryStep | None = None
@@ -36,11 +37,18 @@ class Attention(Layer):
     Args:
         spec: heads, scale and window.
         index: place of the layer's cache in `ForwardContext.kv_caches`.
+        dtype: of keys and values, and of the cache.
     """
 
-    def __init__(self, spec: AttentionSpec, index: int) -> None:
+    def __init__(self, spec: AttentionSpec, index: int, dtype: torch.dtype) -> None:
         self.spec = spec
         self.index = index
+        self.dtype = dtype
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """What the layer caches of a block of tokens; layers that keep something else override this."""
+        spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
+        return KVCacheSpec.of_heads(block_size, spec.num_kv_heads, spec.head_size, dtype)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
@@ -130,7 +130,7 @@ class RotaryAttention(Layer):
             scale=head_size**-0.5,
             sliding_window=options.sliding_window,
         )
-        self.attention = Attention(spec, cache_index)
+        self.attention = Attention(spec, cache_index, context.dtype)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
@@ -188,7 +188,7 @@ class CausalLM(Layer, abc.ABC):
 
     Attributes:
         supports_pp: a stage can hold a part of the layers, and `forward` takes `hidden`.
-        attention_specs: one per attention layer of this stage, in the order of the KV caches.
+        attention_layers: those of this stage, in the order of the KV caches.
         ignored_weights: tensors of checkpoints that the model does without, as regular expressions over whole names.
         pooler: of a pooling model, in the place of the LM head.
 
@@ -198,7 +198,7 @@ class CausalLM(Layer, abc.ABC):
     """
 
     supports_pp: bool = False
-    attention_specs: list[AttentionSpec]
+    attention_layers: list[Attention]
     ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     pooler: Pooler | None = None
 
@@ -268,7 +268,7 @@ class CausalLM(Layer, abc.ABC):
     def forward(
         self,
         batch: ForwardBatch,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[LayerCache],
         backend: AttentionBackend,
         metadata: Any,
         hidden: torch.Tensor | None = None,
@@ -277,7 +277,7 @@ class CausalLM(Layer, abc.ABC):
 
         Args:
             batch: tokens and rows.
-            kv_caches: per attention layer, of `backend.kv_cache_shape`; written.
+            kv_caches: one per attention layer, made by `backend`; written.
             backend: computes attention.
             metadata: what `backend.prepare(batch)` returned.
             hidden: [T, H] in the model's dtype, of the stage before; overwritten. None in the first stage.
@@ -319,7 +319,7 @@ class DecoderForCausalLM(CausalLM):
         self._leave_to_other_stages(
             config, context, r"model\.layers\.", r"model\.embed_tokens\.weight", r"model\.norm\.weight"
         )
-        self.attention_specs = [layer.self_attn.attention.spec for layer in self.decoder_layers]
+        self.attention_layers = [layer.self_attn.attention for layer in self.decoder_layers]
 
     @classmethod
     @abc.abstractmethod
@@ -335,7 +335,7 @@ class DecoderForCausalLM(CausalLM):
     def forward(
         self,
         batch: ForwardBatch,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[LayerCache],
         backend: AttentionBackend,
         metadata: Any,
         hidden: torch.Tensor | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
@@ -62,7 +62,7 @@ class OPTDecoderLayer(Layer):
             context, f"{prefix}.self_attn", hidden, head_size, config.num_heads, config.num_heads, bias=bias
         )
         spec = AttentionSpec(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_size, head_size**-0.5)
-        self.attention = Attention(spec, cache_index)
+        self.attention = Attention(spec, cache_index, context.dtype)
         self.out_proj = RowParallelLinear(context, f"{prefix}.self_attn.out_proj", hidden, hidden, bias=bias)
         self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=bias)
         self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=bias)
@@ -154,7 +154,7 @@ class OPTForCausalLM(CausalLM):
             rf"{decoder}(embed_tokens|embed_positions|project_in)\.weight",
             rf"{decoder}(project_out\.weight|final_layer_norm\.(weight|bias))",
         )
-        self.attention_specs: list[AttentionSpec] = [layer.attention.spec for layer in self.decoder_layers]
+        self.attention_layers = [layer.attention for layer in self.decoder_layers]
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
@@ -165,7 +165,7 @@ class OPTForCausalLM(CausalLM):
     def forward(
         self,
         batch: ForwardBatch,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[LayerCache],
         backend: AttentionBackend,
         metadata: Any,
         hidden: torch.Tensor | None = None,

@@ -6,15 +6,22 @@ Letters: P blocks of a cache, C blocks copied at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend
+from ascend_vllm.attention.backend import AttentionBackend, LayerCache
 from ascend_vllm.types.step import MoveKind
 
 # A move's contents pass through a buffer of a layer's blocks; this bounds it.
 _MOST_AT_ONCE = 64
+
+
+class _Pool(NamedTuple):
+    # one per layer
+    caches: Sequence[LayerCache]
+    device: torch.device
 
 
 class BlockMover:
@@ -24,6 +31,7 @@ class BlockMover:
         backend: knows how a layer's cache is laid out.
         kv_caches: one per layer, on the device.
         cpu_caches: one per layer, in CPU memory; empty if there is no swapping.
+        device: that of `kv_caches`.
 
     Example::
 
@@ -31,16 +39,19 @@ class BlockMover:
     """
 
     def __init__(
-        self, backend: AttentionBackend, kv_caches: Sequence[torch.Tensor], cpu_caches: Sequence[torch.Tensor]
+        self,
+        backend: AttentionBackend,
+        kv_caches: Sequence[LayerCache],
+        cpu_caches: Sequence[LayerCache],
+        device: torch.device,
     ) -> None:
         self._backend = backend
-        # kind → source and target of each layer
-        self._layers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {
-            MoveKind.COPY: list(zip(kv_caches, kv_caches, strict=True))
-        }
+        on_device, on_host = _Pool(kv_caches, device), _Pool(cpu_caches, torch.device("cpu"))
+        # kind → source and target
+        self._pools: dict[int, tuple[_Pool, _Pool]] = {MoveKind.COPY: (on_device, on_device)}
         if cpu_caches:
-            self._layers[MoveKind.SWAP_OUT] = list(zip(kv_caches, cpu_caches, strict=True))
-            self._layers[MoveKind.SWAP_IN] = list(zip(cpu_caches, kv_caches, strict=True))
+            self._pools[MoveKind.SWAP_OUT] = (on_device, on_host)
+            self._pools[MoveKind.SWAP_IN] = (on_host, on_device)
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks as if one after another, in the order of `moves`.
@@ -53,24 +64,24 @@ class BlockMover:
             IndexError, RuntimeError: a block is none of its pool.
         """
         for kind, sources, targets in batches(moves):
-            if kind not in self._layers:
+            if kind not in self._pools:
                 raise ValueError(
                     f"a step moves blocks of kind {kind}, which this worker cannot do: "
                     "it has no CPU pool (--swap-space) or does not know the kind"
                 )
-            self._copy(self._layers[kind], np.array(sources, np.int64), np.array(targets, np.int64))
+            self._copy(*self._pools[kind], np.array(sources, np.int64), np.array(targets, np.int64))
 
     def _copy(
         self,
-        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        source: _Pool,
+        target: _Pool,
         sources: np.ndarray[tuple[int], np.dtype[np.int64]],
         targets: np.ndarray[tuple[int], np.dtype[np.int64]],
     ) -> None:
-        first_source, first_target = layers[0]
-        source_blocks = torch.from_numpy(sources).to(first_source.device)
-        target_blocks = torch.from_numpy(targets).to(first_target.device)
-        for source, target in layers:
-            self._backend.copy_blocks(source, source_blocks, target, target_blocks)
+        source_blocks = torch.from_numpy(sources).to(source.device)
+        target_blocks = torch.from_numpy(targets).to(target.device)
+        for source_cache, target_cache in zip(source.caches, target.caches, strict=True):
+            self._backend.copy_blocks(source_cache, source_blocks, target_cache, target_blocks)
 
 
 def batches(moves: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[int], list[int]]]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import tqdm
 
-from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.config.graphs import GraphConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
@@ -51,7 +51,7 @@ class _DecodeModule(torch.nn.Module):
         self,
         model: CausalLM,
         backend: AttentionBackend,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[LayerCache],
         gear: int,
         inputs: StaticInputs,
     ) -> None:
@@ -114,7 +114,7 @@ class CompiledRunner:
         config: gears, and the longest sequence that graphs serve.
         model: on `device`.
         backend: computes attention.
-        kv_caches: one per layer, of the backend's shape.
+        kv_caches: one per layer, made by the backend.
         compiler: of the platform.
         cache: where results are kept.
         block_size: tokens of a KV block.
@@ -126,7 +126,7 @@ class CompiledRunner:
         config: GraphConfig,
         model: CausalLM,
         backend: AttentionBackend,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[LayerCache],
         compiler: GraphCompiler,
         cache: GraphCache,
         block_size: int,

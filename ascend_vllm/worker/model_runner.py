@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.distributed.stage_link import NoOtherStages, StageLink
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
@@ -38,7 +38,7 @@ class ModelRunner:
     Args:
         model: on `device`.
         backend: serves all layers of the model.
-        kv_caches: one per layer, of the backend's shape.
+        kv_caches: one per layer, made by the backend.
         mover: copies their blocks.
         batch: empty slots.
         logprobs_mode: see `Sampler`.
@@ -51,7 +51,7 @@ class ModelRunner:
         self,
         model: CausalLM,
         backend: AttentionBackend,
-        kv_caches: list[torch.Tensor],
+        kv_caches: list[LayerCache],
         mover: BlockMover,
         batch: InputBatch,
         logprobs_mode: str,

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec
+from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.attention import Attention
 
 # device type → attention backends, the preferred one first
 ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
@@ -21,23 +22,26 @@ ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
 
 
 def select_attention_backend(
-    device_type: str, specs: Sequence[AttentionSpec], dtype: torch.dtype, block_size: int
+    device_type: str, layers: Sequence[Attention], dtype: torch.dtype, block_size: int
 ) -> type[AttentionBackend]:
     """The first backend of a device that serves all attention layers of a model.
 
     Args:
         device_type: a key of ATTENTION_BACKENDS.
-        specs: one per layer; equal ones are asked about once.
+        layers: of the model; equal ones are asked about once.
         dtype: of queries, keys and values.
         block_size: tokens of a KV block.
 
     Raises:
         ConfigError: none does; the text gives each one's reason.
     """
+    kinds = dict.fromkeys((layer.spec, layer.kv_cache_spec(block_size)) for layer in layers)
     refusals = []
     for path in ATTENTION_BACKENDS[device_type]:
         backend: type[AttentionBackend] = pkgutil.resolve_name(path)
-        reasons = [backend.refuses(spec, dtype, block_size) for spec in dict.fromkeys(specs)]
+        reasons = [
+            backend.refuses(spec, dtype, block_size) or backend.refuses_cache(cache, dtype) for spec, cache in kinds
+        ]
         refused = [reason for reason in reasons if reason]
         if not refused:
             return backend

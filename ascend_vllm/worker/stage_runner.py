@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
@@ -19,12 +19,12 @@ class StageForward:
     Args:
         model: on the device.
         backend: serves all its layers.
-        kv_caches: one per layer, of the backend's shape.
+        kv_caches: one per layer, made by the backend.
         link: to the other stages.
     """
 
     def __init__(
-        self, model: CausalLM, backend: AttentionBackend, kv_caches: list[torch.Tensor], link: StageLink
+        self, model: CausalLM, backend: AttentionBackend, kv_caches: list[LayerCache], link: StageLink
     ) -> None:
         self._model = model
         self._backend = backend

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ascend_vllm import envs
-from ascend_vllm.attention.backend import AttentionBackend
+from ascend_vllm.attention.backend import AttentionBackend, LayerCache
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.distributed.group import join_groups
@@ -41,6 +41,7 @@ from ascend_vllm.worker.compiled_runner import CompiledRunner
 from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
 from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
@@ -51,7 +52,6 @@ from ascend_vllm.worker.tape_runner import TapeRunner
 
 logger = init_logger(__name__)
 
-GIB = 1 << 30
 _WARM_UP_TOKENS = 16
 
 # what `wake_up` can bring back
@@ -141,11 +141,11 @@ class Worker:
             model = load_model(config.model, load, context)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"the weights do not fit in the memory of the device: {_first_line(error)}; use a smaller or a "
+                f"the weights do not fit in the memory of the device: {first_line(error)}; use a smaller or a "
                 "quantised model, or free memory that other processes hold."
             ) from error
         backend_class = select_attention_backend(
-            self._platform.device_type, model.attention_specs, self._dtype, config.cache.block_size
+            self._platform.device_type, model.attention_layers, self._dtype, config.cache.block_size
         )
         backend = backend_class(config.cache.block_size)
         for sentence in backend.advice(config):
@@ -161,39 +161,22 @@ class Worker:
         self._log_ops()
 
     def determine_num_blocks(self) -> int:
-        """Number of KV blocks that this device has memory for; 1 or more.
-
-        --num-gpu-blocks-override decides if given. A size that nobody asked for is cut at what all slots can
-        fill, unless blocks that are free go on being of use (prefix caching).
+        """Number of KV blocks that this device has memory for; 1 or more. --num-gpu-blocks-override decides if given.
 
         Raises:
             ConfigError: there is no room for a block, or the size asked for is not there.
         """
-        cache = self._config.cache
-        if cache.num_gpu_blocks_override is not None:
-            return cache.num_gpu_blocks_override
-        num_bytes = max(0, self._platform.kv_cache_bytes(cache, self._peak_bytes() + self._graph_bytes()))
-        num_spare = self._num_spare_blocks()
-        num_blocks = num_bytes // self._block_bytes() - num_spare
-        if num_blocks < 1:
-            beside = f" beside {num_spare} spare ones" if num_spare else ""
-            raise ConfigError(
-                f"A KV cache of {num_bytes} bytes has no room for one block of {cache.block_size} tokens "
-                f"({self._block_bytes()} bytes){beside}: set {self._platform.cache_size_flags} higher, or "
-                "--block-size lower."
-            )
-        if cache.kv_cache_memory_bytes is None and not cache.enable_prefix_caching:
-            scheduler = self._config.scheduler
-            usable = scheduler.max_num_seqs * math.ceil(scheduler.max_model_len / cache.block_size)
-            num_blocks = min(num_blocks, usable)
-        return num_blocks
+        override = self._config.cache.num_gpu_blocks_override
+        if override is not None:
+            return override
+        other_bytes = self._peak_bytes() + self._graph_bytes()
+        return self._kv_memory().num_blocks(other_bytes)
 
     def determine_num_cpu_blocks(self) -> int:
         """Number of blocks that --swap-space has room for in CPU memory; 0 if no row is ever swapped."""
-        config = self._config
-        if config.scheduler.preemption_mode == "recompute":
+        if self._config.scheduler.preemption_mode == "recompute":
             return 0
-        return int(config.cache.swap_space_gib * GIB) // self._block_bytes()
+        return self._kv_memory().num_cpu_blocks()
 
     def initialize_cache(self, num_blocks: int, num_cpu_blocks: int = 0) -> None:
         """Allocates the KV cache and runs the model once, so that the first request finds everything warm.
@@ -205,33 +188,31 @@ class Worker:
         Raises:
             ConfigError: the memory is not there.
         """
-        config = self._config
+        memory = self._kv_memory()
         self._cache_size = KVCacheSize(num_blocks, num_cpu_blocks)
-        kv_caches = self._bound_caches(
+        kv_caches = memory.allocate(
             num_blocks, "KV cache", f"--num-gpu-blocks-override, {self._platform.cache_size_flags}"
         )
-        cpu_caches = []
-        if num_cpu_blocks:
-            cpu_caches = self._allocate_caches(num_cpu_blocks, "swap pool", "--swap-space", on_host=True)
+        cpu_caches = memory.allocate_swap_pool(num_cpu_blocks)
         self._runner = self._make_runner(kv_caches, cpu_caches)
         graphs = self._make_graphs(self._runner, kv_caches)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
             num_blocks,
-            config.cache.block_size,
-            num_blocks * self._block_bytes() / GIB,
+            self._config.cache.block_size,
+            num_blocks * memory.block_bytes / GIB,
             num_cpu_blocks,
-            num_cpu_blocks * self._block_bytes() / GIB,
+            num_cpu_blocks * memory.block_bytes / GIB,
         )
         if graphs is not None and isinstance(self._runner, ModelRunner):
             graphs.capture()
             self._runner.use_graphs(graphs)
         self._warm_up(self._runner, num_blocks)
 
-    def _make_runner(self, kv_caches: list[torch.Tensor], cpu_caches: list[torch.Tensor]) -> _Runner:
+    def _make_runner(self, kv_caches: list[LayerCache], cpu_caches: list[LayerCache]) -> _Runner:
         """What runs the steps of a model that generates or of one that pools, or of one of its first stages."""
         config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
-        mover = BlockMover(backend, kv_caches, cpu_caches)
+        mover = BlockMover(backend, kv_caches, cpu_caches, self._device)
         batch = InputBatch(
             num_slots=config.scheduler.max_num_seqs,
             max_model_len=config.scheduler.max_model_len,
@@ -251,7 +232,7 @@ class Worker:
         return PoolingRunner(model, forward, mover, batch, gatherer, self._device)
 
     def _make_graphs(
-        self, runner: _Runner, kv_caches: list[torch.Tensor]
+        self, runner: _Runner, kv_caches: list[LayerCache]
     ) -> GraphRunner | CompiledRunner | TapeRunner | None:
         """Graphs for a runner, neither captured nor compiled, or what records tapes; None if it runs without."""
         if self._config.graphs.mode == GraphMode.RECORDED:
@@ -378,49 +359,9 @@ class Worker:
             raise RuntimeError("the worker has no model: call load_model first")
         return self._loaded
 
-    def _block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+    def _kv_memory(self) -> KVMemory:
         loaded = self._model_in_use
-        shapes = (loaded.backend.kv_cache_shape(1, spec) for spec in loaded.model.attention_specs)
-        return sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
-
-    def _num_spare_blocks(self) -> int:
-        return self._model_in_use.backend.num_spare_blocks(self._config.scheduler.max_num_seqs)
-
-    def _bound_caches(self, num_blocks: int, what: str, flags: str) -> list[torch.Tensor]:
-        """A cache on the device for each attention layer, with spare blocks, that the backend knows of.
-
-        Raises:
-            ConfigError: the memory is not there.
-        """
-        loaded = self._model_in_use
-        kv_caches = self._allocate_caches(num_blocks + self._num_spare_blocks(), what, flags)
-        loaded.backend.bind(loaded.model.attention_specs, kv_caches, num_blocks)
-        return kv_caches
-
-    def _allocate_caches(
-        self, num_blocks: int, what: str, flags: str, *, on_host: bool = False
-    ) -> list[torch.Tensor]:
-        """A cache for each attention layer.
-
-        Raises:
-            ConfigError: the memory is not there; the text names what it is for and the flags that size it.
-        """
-        loaded = self._model_in_use
-        shapes = [loaded.backend.kv_cache_shape(num_blocks, spec) for spec in loaded.model.attention_specs]
-        sizes = [math.prod(shape) * self._dtype.itemsize for shape in shapes]
-        try:
-            if on_host:
-                memory = self._platform.allocate_host(sum(sizes))
-            else:
-                memory = self._platform.allocate(sum(sizes), self._device)
-        except (OSError, MemoryError, RuntimeError) as error:
-            raise ConfigError(
-                f"cannot allocate a {what} of {num_blocks} blocks ({sum(sizes) / GIB:.2f} GiB): "
-                f"{_first_line(error)}; lower {flags}."
-            ) from error
-        parts = torch.split(memory, sizes)
-        return [part.view(self._dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return KVMemory(self._config, self._platform, self._device, loaded.model.attention_layers, loaded.backend)
 
     def _warm_up(self, runner: _Runner, num_blocks: int) -> None:
         """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""
@@ -449,19 +390,19 @@ class Worker:
         """
         config = self._config
         step = make_largest_step(config.scheduler, config.cache.block_size, pools=config.model.pooler is not None)
-        cache_bytes = (num_blocks_of(step) + self._num_spare_blocks()) * self._block_bytes()
+        cache_bytes = self._kv_memory().cache_bytes(num_blocks_of(step))
         return max(0, self._platform.peak_bytes(lambda: self._run_alone(step)) - cache_bytes)
 
     def _run_alone(self, step: SchedulerOutput) -> None:
         """Computes a step of `make_largest_step` in a KV cache of its own."""
         flags = "--max-num-batched-tokens or --max-num-seqs"
-        kv_caches = self._bound_caches(num_blocks_of(step), "KV cache for the largest step", flags)
+        kv_caches = self._kv_memory().allocate(num_blocks_of(step), "KV cache for the largest step", flags)
         try:
             self._make_runner(kv_caches, []).compute_largest(step)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of {sum(step.num_scheduled_tokens)} tokens and {len(step.new_rows)} sequences does not fit "
-                f"in the memory of the device beside the weights: {_first_line(error)}; lower {flags}."
+                f"in the memory of the device beside the weights: {first_line(error)}; lower {flags}."
             ) from error
         finally:
             del kv_caches
@@ -475,7 +416,7 @@ class Worker:
         """
         if self._config.graphs.mode in (GraphMode.EAGER, GraphMode.RECORDED):
             return 0
-        kv_caches = self._bound_caches(1, "KV cache to capture a graph", "--max-num-seqs")
+        kv_caches = self._kv_memory().allocate(1, "KV cache to capture a graph", "--max-num-seqs")
         runner = self._make_runner(kv_caches, [])
         # compiled ones launch the same
         graphs = self._make_captured_graphs(runner)
@@ -523,8 +464,3 @@ def _place_of(rank: int, config: ParallelConfig) -> ParallelContext:
         pp_size=config.pipeline_parallel_size,
         stage_layers=config.stage_layers,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    """What an error says, without the tables that follow."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -39,7 +39,7 @@ class _Chain(CausalLM):
 
     def __init__(self, stages: list[CausalLM]) -> None:
         self.stages = stages
-        self.attention_specs = [spec for stage in stages for spec in stage.attention_specs]
+        self.attention_layers = [layer for stage in stages for layer in stage.attention_layers]
 
     def forward(
         self,
@@ -51,7 +51,7 @@ class _Chain(CausalLM):
     ) -> torch.Tensor:
         start = 0
         for stage in self.stages:
-            end = start + len(stage.attention_specs)
+            end = start + len(stage.attention_layers)
             hidden = stage.forward(batch, kv_caches[start:end], backend, metadata, hidden)
             start = end
         assert hidden is not None

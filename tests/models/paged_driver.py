@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.attention.backend import ForwardBatch, LayerCache
 from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.layers.context import BuildContext
@@ -59,12 +59,12 @@ class PagedDriver:
         blocks_per_row = -(-config.max_model_len // BLOCK_SIZE)
         order = torch.randperm(max_rows * blocks_per_row, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(max_rows, blocks_per_row).int()
-        dtype = getattr(torch, config.dtype)
         # what a cache holds where nothing was stored must not matter
-        self.kv_caches = [
-            torch.full(self.backend.kv_cache_shape(len(order), spec), 100.0, dtype=dtype)
-            for spec in self.model.attention_specs
-        ]
+        self.kv_caches: list[LayerCache] = []
+        for layer in self.model.attention_layers:
+            cache = layer.kv_cache_spec(BLOCK_SIZE)
+            memory = torch.zeros(len(order) * cache.block_bytes, dtype=torch.uint8)
+            self.kv_caches.append(self.backend.make_cache(memory, len(order), cache).fill_(100.0))
         self.lengths = [0] * max_rows
 
     def step(self, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:

@@ -15,6 +15,7 @@ from ascend_vllm.attention.ascend import AscendAttention
 from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch
 from ascend_vllm.ops import native
 from ascend_vllm.ops.registry import OPS
+from ascend_vllm.types.kv_cache import KVCacheSpec
 from tests.npu.recorder import Recorder, traced
 
 native.import_op_modules()
@@ -145,7 +146,9 @@ def make_backend(
     """A backend, and the problem's cache on the device, bound to it."""
     backend = AscendAttention(block_size)
     assert problem.cache.shape[1] == problem.num_blocks + backend.num_spare_blocks(MAX_ROWS)
-    assert problem.cache.shape == backend.kv_cache_shape(problem.cache.shape[1], problem.spec)
+    dtype = str(problem.cache.dtype).removeprefix("torch.")
+    spec = KVCacheSpec.of_heads(block_size, problem.spec.num_kv_heads, problem.spec.head_size, dtype)
+    assert problem.cache.shape == backend.kv_cache_shape(problem.cache.shape[1], spec)
     kv_cache = problem.cache.to(NPU)
     backend.bind(specs or [problem.spec], [kv_cache], problem.num_blocks)
     return backend, kv_cache

@@ -29,10 +29,12 @@ def decode(num_layers: int) -> tuple[collections.Counter[str], Recorder]:
     backend = AscendAttention(BLOCK_SIZE)
     num_blocks = 4
     kv_caches = [
-        torch.zeros(backend.kv_cache_shape(num_blocks + 1, spec), dtype=torch.float16, device=NPU)
-        for spec in model.attention_specs
+        torch.zeros(
+            backend.kv_cache_shape(num_blocks + 1, layer.kv_cache_spec(BLOCK_SIZE)), dtype=torch.float16, device=NPU
+        )
+        for layer in model.attention_layers
     ]
-    backend.bind(model.attention_specs, kv_caches, num_blocks)
+    backend.bind([layer.spec for layer in model.attention_layers], kv_caches, num_blocks)
     seq_lens = np.array([3, 60, 64], np.int32)
     places = torch.from_numpy(seq_lens).long().to(NPU) - 1
     batch = ForwardBatch(

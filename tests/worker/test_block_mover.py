@@ -7,14 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_vllm.attention.backend import AttentionSpec
 from ascend_vllm.attention.cpu import CpuAttention
+from ascend_vllm.types.kv_cache import KVCacheSpec
 from ascend_vllm.types.step import MoveKind
 from ascend_vllm.worker.block_mover import BlockMover, batches
 
 NUM_BLOCKS, NUM_CPU_BLOCKS, NUM_LAYERS = 6, 4, 2
 BACKEND = CpuAttention(block_size=16)
-SPEC = AttentionSpec(2, 2, 16, 1.0)
+CPU = torch.device("cpu")
+
+
+def cache_spec(block_size: int) -> KVCacheSpec:
+    return KVCacheSpec.of_heads(block_size, num_kv_heads=2, head_size=16, dtype="float32")
+
 
 Move = tuple[int, int, int]
 
@@ -22,7 +27,7 @@ Move = tuple[int, int, int]
 def make_caches(num_blocks: int, seed: int) -> list[torch.Tensor]:
     """Caches in which every entry is another number."""
     generator = torch.Generator().manual_seed(seed)
-    shape = BACKEND.kv_cache_shape(num_blocks, SPEC)
+    shape = BACKEND.kv_cache_shape(num_blocks, cache_spec(16))
     return [torch.randn(shape, generator=generator) for _ in range(NUM_LAYERS)]
 
 
@@ -49,7 +54,7 @@ def test_moves_act_one_after_another(moves: list[Move]) -> None:
     device, cpu = make_caches(NUM_BLOCKS, 0), make_caches(NUM_CPU_BLOCKS, 1)
     expected_device, expected_cpu = [c.clone() for c in device], [c.clone() for c in cpu]
     move_one_by_one(moves, expected_device, expected_cpu)
-    BlockMover(BACKEND, device, cpu).move(moves)
+    BlockMover(BACKEND, device, cpu, CPU).move(moves)
     for found, expected in zip(device + cpu, expected_device + expected_cpu, strict=True):
         assert torch.equal(found, expected)
 
@@ -75,10 +80,11 @@ def test_independent_moves_are_one_copy_and_long_runs_are_cut() -> None:
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_a_block_goes_out_and_comes_back_bit_for_bit(dtype: torch.dtype, block_size: int) -> None:
     backend = CpuAttention(block_size)
-    device = [torch.randn(backend.kv_cache_shape(3, SPEC)).to(dtype) for _ in range(NUM_LAYERS)]
-    cpu = [torch.zeros(backend.kv_cache_shape(2, SPEC), dtype=dtype) for _ in range(NUM_LAYERS)]
+    spec = cache_spec(block_size)
+    device = [torch.randn(backend.kv_cache_shape(3, spec)).to(dtype) for _ in range(NUM_LAYERS)]
+    cpu = [torch.zeros(backend.kv_cache_shape(2, spec), dtype=dtype) for _ in range(NUM_LAYERS)]
     before = [cache.clone() for cache in device]
-    mover = BlockMover(backend, device, cpu)
+    mover = BlockMover(backend, device, cpu, CPU)
     # out of block 2, whose place block 0 takes; back into block 1
     mover.move([(MoveKind.SWAP_OUT, 2, 1), (MoveKind.COPY, 0, 2), (MoveKind.SWAP_IN, 1, 1)])
     for found, old in zip(device, before, strict=True):
@@ -88,7 +94,7 @@ def test_a_block_goes_out_and_comes_back_bit_for_bit(dtype: torch.dtype, block_s
 
 
 def test_swapping_without_a_pool_names_the_flag() -> None:
-    mover = BlockMover(BACKEND, make_caches(2, 0), [])
+    mover = BlockMover(BACKEND, make_caches(2, 0), [], CPU)
     mover.move([(MoveKind.COPY, 0, 1)])
     with pytest.raises(ValueError, match="no CPU pool \\(--swap-space\\)"):
         mover.move([(MoveKind.SWAP_OUT, 0, 0)])
@@ -96,7 +102,7 @@ def test_swapping_without_a_pool_names_the_flag() -> None:
 
 @pytest.mark.parametrize("move", [(MoveKind.COPY, 0, 2), (MoveKind.SWAP_IN, 9, 0), (MoveKind.SWAP_OUT, 0, 1)])
 def test_a_block_that_is_not_there_is_an_error(move: Move) -> None:
-    mover = BlockMover(BACKEND, make_caches(2, 0), make_caches(1, 1))
+    mover = BlockMover(BACKEND, make_caches(2, 0), make_caches(1, 1), CPU)
     # torch has one for reading and another for writing
     with pytest.raises((IndexError, RuntimeError)):
         mover.move([move])

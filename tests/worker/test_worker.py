@@ -10,6 +10,7 @@ import torch
 
 from ascend_vllm.attention.backend import AttentionSpec
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.attention import Attention
 from ascend_vllm.platforms import cpu
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import MoveKind, SchedulerOutput
@@ -188,14 +189,14 @@ def test_after_shutdown_the_worker_holds_nothing(loaded: Worker) -> None:
 
 
 def test_all_backends_in_the_table_can_be_imported() -> None:
-    spec = AttentionSpec(4, 2, 64, 0.125)
+    layer = Attention(AttentionSpec(4, 2, 64, 0.125), 0, torch.float16)
     for device, paths in ATTENTION_BACKENDS.items():
         if paths:
-            select_attention_backend(device, [spec], torch.float16, 64)
+            select_attention_backend(device, [layer], torch.float16, 64)
 
 
 def test_a_refusal_carries_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    fine, odd = AttentionSpec(4, 2, 64, 0.125), AttentionSpec(4, 2, 63, 0.125)
+    fine, odd = (Attention(AttentionSpec(4, 2, size, 0.125), 0, torch.float32) for size in (64, 63))
     with pytest.raises(ConfigError, match=r"no attention backend of device 'cpu' .*\(cpu: head size 63"):
         select_attention_backend("cpu", [fine, odd], torch.float32, 64)
     with pytest.raises(ConfigError, match=r"\(ascend: dtype torch.float32 is not one of"):

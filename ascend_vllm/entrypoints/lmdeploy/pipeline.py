@@ -25,8 +25,8 @@ import tqdm
 
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.hf_files import weight_bytes
+from ascend_vllm.config.cache import kv_cache_specs
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.config.model import DTYPE_BYTES
 from ascend_vllm.engine.input_processor import TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
@@ -516,10 +516,8 @@ def _kv_cache_bytes(config: EngineConfig, share: float) -> int:
 
 
 def _block_bytes(config: EngineConfig) -> int:
-    """Bytes of a KV block: keys and values of all layers."""
-    model = config.model
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * DTYPE_BYTES[model.dtype]
-    return per_token * config.cache.block_size
+    """Bytes of a KV block in all layers."""
+    return sum(spec.block_bytes for spec in kv_cache_specs(config.model, config.cache))
 
 
 def _is_single(prompts: Any) -> bool:
