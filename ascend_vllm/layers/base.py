@@ -22,7 +22,7 @@ class Target(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is converted to."""
+        """Floating-point tensors are converted to it; integer tensors must have it in the checkpoint."""
 
     def copy_(self, source: torch.Tensor, /) -> object:
         """Takes the part."""
@@ -30,28 +30,43 @@ class Target(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WeightSlot:
-    """Where one tensor of a checkpoint goes.
+    """Where one tensor of a checkpoint, or a part of it, goes.
+
+    The part is a range in every dimension: a rank's shard, a matrix of a fused tensor (`qkv_proj`), an expert of a
+    stack, or several of these at once. Slots of the same name take parts of the same tensor.
 
     Attributes:
         name: the tensor's name in the checkpoint, e.g. "model.layers.0.self_attn.q_proj.weight".
         shape: its whole shape in the checkpoint.
-        target: what it fills: a view of the layer's own tensor (this rank's part of it), or the like.
-        dim: dimension that is split over ranks.
-        start: where this rank's part starts there; its size is the target's.
+        target: what the part fills: a view of the layer's own tensor, or the like.
+        starts: where the part starts in each dimension; 0 in those left out at the end. Its sizes are the target's;
+            if the target has fewer dimensions, the first ones are single indices.
+
+    Example:
+        Rows 8 to 11 of expert 3 of a stack [experts, out, in]:
+
+        >>> slot = WeightSlot("experts.up_proj", (4, 16, 5), torch.empty(4, 5), starts=(3, 8))
+        >>> slot.part(torch.zeros(4, 16, 5)).shape
+        torch.Size([4, 5])
     """
 
     name: str
     shape: tuple[int, ...]
     target: Target
-    dim: int = 0
-    start: int = 0
+    starts: tuple[int, ...] = ()
 
     def part(self, source: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor."""
-        return source.narrow(self.dim, self.start, self.target.shape[self.dim])
+        """The slot's part of a checkpoint tensor, a view."""
+        starts = (*self.starts, *[0] * (source.dim() - len(self.starts)))
+        num_single = source.dim() - len(self.target.shape)
+        for index in starts[:num_single]:
+            source = source[index]
+        for dim, (start, size) in enumerate(zip(starts[num_single:], self.target.shape, strict=True)):
+            source = source.narrow(dim, start, size)
+        return source
 
     def fill(self, source: torch.Tensor) -> None:
-        """Copies this rank's part of a checkpoint tensor into place, converting its dtype."""
+        """Copies the slot's part of a checkpoint tensor into place, converting its dtype."""
         self.target.copy_(self.part(source))
 
 

@@ -80,9 +80,7 @@ class VocabParallelEmbedding(Layer):
         weight = self._weight
         target = weight if isinstance(weight, torch.Tensor) else weight.target(0, self._shard.size)
         return [
-            WeightSlot(
-                f"{self.prefix}.weight", (self.num_embeddings, target.shape[1]), target, start=self._shard.start
-            )
+            WeightSlot(f"{self.prefix}.weight", (self.num_embeddings, target.shape[1]), target, (self._shard.start,))
         ]
 
     def keep_packed(self) -> None:

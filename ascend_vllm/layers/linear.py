@@ -30,9 +30,6 @@ class Linear(Layer):
         in_shard: the input columns this rank holds; None: all.
     """
 
-    # dimension of the weight that is split over ranks: 0 outputs, 1 inputs
-    split_dim = 0
-
     def __init__(
         self,
         context: BuildContext,
@@ -65,7 +62,7 @@ class Linear(Layer):
         row = 0
         for output in self.outputs:
             target = self.bias[row : row + output.shard.size]
-            slots.append(WeightSlot(f"{output.name}.bias", (output.total,), target, start=output.shard.start))
+            slots.append(WeightSlot(f"{output.name}.bias", (output.total,), target, (output.shard.start,)))
             row += output.shard.size
         return slots
 
@@ -176,8 +173,6 @@ class QKVParallelLinear(Linear):
 
 class RowParallelLinear(Linear):
     """One matrix, its inputs split over ranks; what the ranks make of them is added up."""
-
-    split_dim = 1
 
     def __init__(
         self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False

@@ -26,7 +26,8 @@ from ascend_vllm.model_files import check_file, is_there, one_line, read_json, s
 # files of trainers that are no weights but end like them
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 # the header of a safetensors file starts with its length in 8 bytes, and may have at most this many
 _LENGTH_BYTES = 8
@@ -42,7 +43,8 @@ class WeightFile(abc.ABC):
     Attributes:
         path: of the file.
         shapes: shape of every tensor in it, by name, in the order of the file.
-        odd_dtypes: those of them that are not of a floating-point dtype, with the dtype's name.
+        dtypes: of those tensors whose dtype can be loaded.
+        odd_dtypes: the dtype's name in the file, of those tensors that are not of a floating-point dtype.
     """
 
     # how the format is called in messages
@@ -51,6 +53,7 @@ class WeightFile(abc.ABC):
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.odd_dtypes: dict[str, str] = {}
 
     @abc.abstractmethod
@@ -128,10 +131,12 @@ class SafetensorsFile(WeightFile):
             raise self.corrupt(f"tensor {name} has the shape {shown(shape)}")
         if not isinstance(dtype_name, str):
             raise self.corrupt(f"tensor {name} has the dtype {shown(dtype_name)}")
-        dtype = _DTYPES.get(dtype_name)
-        if dtype is None:
+        dtype = _FLOATS.get(dtype_name) or _INTEGERS.get(dtype_name)
+        if dtype is not None:
+            self.dtypes[name] = dtype
+        if dtype_name not in _FLOATS:
             self.odd_dtypes[name] = dtype_name
-        elif num_bytes != math.prod(shape) * dtype.itemsize:
+        elif num_bytes != math.prod(shape) * _FLOATS[dtype_name].itemsize:
             raise self.corrupt(f"tensor {name} of shape {shown(shape)} has {num_bytes} bytes")
         return tuple(shape)
 
@@ -177,7 +182,8 @@ class TorchFile(WeightFile):
                 raise ModelLoadError(f"{path}: entry {shown(name)} is a {type(tensor).__name__}, not a named tensor")
             if tensor.layout is not torch.strided or tensor.is_meta:
                 raise ModelLoadError(f"{path}: tensor {name} has no values of its own, or leaves some out")
-            if tensor.dtype not in _DTYPES.values():
+            self.dtypes[name] = tensor.dtype
+            if tensor.dtype not in _FLOATS.values():
                 self.odd_dtypes[name] = str(tensor.dtype)
             self.shapes[name] = tuple(tensor.shape)
 

@@ -94,29 +94,33 @@ class _Unfilled:
     """The slots of a model that still wait for their tensors.
 
     Attributes:
-        slots: by name in the checkpoint; a filled one is dropped, since it would keep the loaded form alive.
+        slots: by name in the checkpoint, which several may share; filled ones are dropped, since they would keep the
+            loaded form alive.
     """
 
     def __init__(self, model: Layer) -> None:
-        self.slots: dict[str, WeightSlot] = {}
+        self.slots: dict[str, list[WeightSlot]] = {}
         # layer of each slot, and how many of its slots are unfilled
-        self._owners: dict[str, Layer] = {}
+        self._owners: dict[WeightSlot, Layer] = {}
         self._num_missing: dict[Layer, int] = {}
         for layer in model.layers():
             slots = layer.slots()
             self._num_missing[layer] = len(slots)
             for slot in slots:
-                self.slots[slot.name] = slot
-                self._owners[slot.name] = layer
+                self.slots.setdefault(slot.name, []).append(slot)
+                self._owners[slot] = layer
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Fills one slot, and readies its layer if it was the last."""
-        self.slots.pop(name).fill(tensor)
-        layer = self._owners.pop(name)
-        self._num_missing[layer] -= 1
-        if self._num_missing[layer] == 0:
-            del self._num_missing[layer]
-            layer.after_load()
+        """Fills the slots of one name, and readies their layers where they were the last."""
+        for layer in [self._fill_slot(slot, tensor) for slot in self.slots.pop(name)]:
+            self._num_missing[layer] -= 1
+            if self._num_missing[layer] == 0:
+                del self._num_missing[layer]
+                layer.after_load()
+
+    def _fill_slot(self, slot: WeightSlot, tensor: torch.Tensor) -> Layer:
+        slot.fill(tensor)
+        return self._owners.pop(slot)
 
     def finish(self) -> None:
         """Readies layers without slots of their own, which may depend on others."""
@@ -126,23 +130,25 @@ class _Unfilled:
 
 
 def _fill_randomly(unfilled: _Unfilled, seed: int) -> None:
-    """Weights as before training: small random matrices, norms of one, biases of zero."""
+    """Weights as before training: small random matrices, norms of one, biases of zero; and integers of zero."""
     for name in list(unfilled.slots):
-        slot = unfilled.slots[name]
-        if len(slot.shape) > 1:
+        shape, dtype = unfilled.slots[name][0].shape, unfilled.slots[name][0].target.dtype
+        if not dtype.is_floating_point:
+            values = torch.zeros(shape, dtype=dtype)
+        elif len(shape) > 1:
             # a stream per tensor, so that it does not depend on the order of layers
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            values = torch.empty(slot.shape, dtype=slot.target.dtype)
+            values = torch.empty(shape, dtype=dtype)
             values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
         else:
-            values = torch.full(slot.shape, 0.0 if name.endswith(".bias") else 1.0)
+            values = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0)
         unfilled.fill(name, values)
 
 
 def _check_contents(
-    model_config: ModelConfig, model: CausalLM, files: Sequence[WeightFile], slots: dict[str, WeightSlot]
+    model_config: ModelConfig, model: CausalLM, files: Sequence[WeightFile], slots: dict[str, list[WeightSlot]]
 ) -> None:
-    """Compares names and shapes of all tensors with what the model wants."""
+    """Compares names, shapes and dtypes of all tensors with what the model wants."""
     file_of: dict[str, WeightFile] = {}
     for file in files:
         for raw_name, shape in file.shapes.items():
@@ -150,17 +156,16 @@ def _check_contents(
             if name in file_of:
                 raise ModelLoadError(f"{file.path}: tensor {raw_name} is in {file_of[name].path.name} as well")
             file_of[name] = file
-            slot = slots.get(name)
-            if slot is not None:
+            for slot in slots.get(name, []):
                 _check_tensor(file, raw_name, shape, slot)
-            elif not any(re.fullmatch(pattern, name) for pattern in model.ignored_weights):
+            if name not in slots and not any(re.fullmatch(pattern, name) for pattern in model.ignored_weights):
                 raise ModelLoadError(f"{file.path}: tensor {raw_name} is not part of {model_config.architecture}")
     missing = [name for name in slots if name not in file_of]
     if missing:
         where = files[0].path if len(files) == 1 else files[0].path.parent
         others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise ModelLoadError(
-            f"{where}: tensor {missing[0]} of shape {list(slots[missing[0]].shape)} is missing{others}"
+            f"{where}: tensor {missing[0]} of shape {list(slots[missing[0]][0].shape)} is missing{others}"
         )
 
 
@@ -169,8 +174,11 @@ def _check_tensor(file: WeightFile, name: str, shape: tuple[int, ...], slot: Wei
         raise ModelLoadError(
             f"{file.path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(slot.shape)}"
         )
-    if name in file.odd_dtypes:
+    wanted, found = slot.target.dtype, file.dtypes.get(name)
+    if name in file.odd_dtypes and (found is None or wanted.is_floating_point):
         raise ModelLoadError(f"{file.path}: tensor {name} has dtype {file.odd_dtypes[name]}, which is not supported")
+    if not wanted.is_floating_point and found != wanted:
+        raise ModelLoadError(f"{file.path}: tensor {name} has dtype {found}, but the model wants {wanted}")
 
 
 def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Unfilled, use_tqdm: bool) -> None:
@@ -179,9 +187,10 @@ def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Un
         wanted: Iterable[str] = [name for name in file.shapes if model.checkpoint_name(name) in unfilled.slots]
         for raw_name, tensor in file.tensors(wanted):
             name = model.checkpoint_name(raw_name)
-            part = unfilled.slots[name].part(tensor)
+            parts = [slot.part(tensor) for slot in unfilled.slots[name]]
             unfilled.fill(name, tensor)
-            _check_values(file, raw_name, part)
+            for part in parts:
+                _check_values(file, raw_name, part)
 
 
 def _extremes(values: torch.Tensor) -> tuple[float, float]:
@@ -207,9 +216,9 @@ def _check_values(file: WeightFile, name: str, values: torch.Tensor) -> None:
     Args:
         file: where the tensor is.
         name: of the tensor.
-        values: this rank's part of it, which has just been read.
+        values: the part of it that a slot has just read.
     """
-    if values.numel() == 0 or all(map(math.isfinite, _extremes(values))):
+    if values.numel() == 0 or not values.is_floating_point() or all(map(math.isfinite, _extremes(values))):
         return
     finding = f"{file.path}: tensor {name} has values that are not finite (NaN or infinity)"
     if not name.endswith("embed_tokens.weight"):

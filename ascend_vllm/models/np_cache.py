@@ -27,8 +27,12 @@ logger = init_logger(__name__)
 _FOLDER = "np"
 _NAMES_FILE = "weight_names.json"
 
-# what torch takes
-_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+# of arrays, and what torch takes them for
+_DTYPES = {
+    np.dtype(np.float16): torch.float16,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
 # of a name on most file systems
 _MAX_NAME_BYTES = 255
 
@@ -61,7 +65,9 @@ class NumpyCache(WeightFile):
         if len(self._arrays) < len(names):
             raise self.corrupt(f"{_NAMES_FILE} has a name twice")
         for name, array in self._arrays.items():
-            if array.dtype not in _DTYPES:
+            if array.dtype in _DTYPES:
+                self.dtypes[name] = _DTYPES[array.dtype]
+            else:
                 self.odd_dtypes[name] = str(array.dtype)
             self.shapes[name] = array.shape
 

@@ -15,12 +15,12 @@ from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
 
 @dataclasses.dataclass(frozen=True)
 class LinearOutput:
-    """One matrix of the checkpoint that is part of a linear layer.
+    """One matrix of the checkpoint that is part of a linear layer, or rows of one that is fused there.
 
     Attributes:
-        name: its name there, without ".weight".
+        name: its name there, without ".weight"; several outputs may have the same.
         total: its rows there.
-        shard: the rows of it that this rank computes.
+        shard: the rows of it that this rank computes as this output.
     """
 
     name: str
@@ -40,7 +40,6 @@ class LinearLayer(Protocol):
         in_shard: those of them that this rank holds.
         in_features: their number.
         out_features: rows of all outputs that this rank holds.
-        split_dim: dimension of the weight that is split over ranks: 0 outputs, 1 inputs.
         bias: [out_features] in `dtype`, or None.
     """
 
@@ -52,7 +51,6 @@ class LinearLayer(Protocol):
     in_shard: Shard
     in_features: int
     out_features: int
-    split_dim: int
     bias: torch.Tensor | None
 
 

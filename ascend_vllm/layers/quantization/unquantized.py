@@ -27,8 +27,7 @@ class Unquantized(QuantMethod):
                     f"{output.name}.weight",
                     (output.total, layer.total_in_features),
                     self._loading.target(row, output.shard.size),
-                    dim=layer.split_dim,
-                    start=output.shard.start if layer.split_dim == 0 else layer.in_shard.start,
+                    (output.shard.start, layer.in_shard.start),
                 )
             )
             row += output.shard.size
