@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
@@ -77,8 +78,10 @@ def make_config(
     max_num_seqs: int, max_model_len: int, num_scheduler_steps: int, prefix_caching: bool, overlap: bool
 ) -> EngineConfig:
     """A configuration whose model is never loaded."""
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    arch = ArchConfig.from_hf(dict.fromkeys(sizes, 1))
     return EngineConfig(
-        model=ModelConfig("null", ("null",), "null", "Null", {}, {}, "float32", max_model_len),
+        model=ModelConfig("null", ("null",), "null", "Null", arch, {}, "float32", max_model_len),
         load=LoadConfig(),
         cache=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.request import Request
@@ -91,7 +92,9 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = load_hf_tokenizer(args.tokenizer)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
-    model = ModelConfig(args.tokenizer, ("",), args.tokenizer, "", {}, {}, "float32", 4096)
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 1)
+    arch = ArchConfig.from_hf({"vocab_size": vocabulary.size} | sizes)
+    model = ModelConfig(args.tokenizer, ("",), args.tokenizer, "", arch, {}, "float32", 4096)
     manager = StructuredOutputManager(StructuredOutputsConfig(), model, lambda: vocabulary)
     figures: dict[str, Any] = {"tokens": vocabulary.size, "first": compile_one(manager, "first", json=schema(0))}
     for kind in ("json", "regex"):

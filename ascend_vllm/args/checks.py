@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from ascend_vllm import envs
-from ascend_vllm.args import feature_checks, limits
+from ascend_vllm.args import feature_checks, hf_checks
 from ascend_vllm.args.fields import Flag, Kind, flags_of
 from ascend_vllm.args.parser import AUTO_LENGTH
 from ascend_vllm.args.tables.engine import EngineFlags
@@ -114,7 +114,7 @@ def check_flags(args: EngineFlags) -> None:
         _check_swap_space(args.swap_space)
     if args.preemption_mode == "swap" and not args.swap_space:
         raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
-    feature_checks.check_against_model(args)
+    hf_checks.check_flags(args)
 
 
 def check_length(name: str, value: int | None, *, auto_allowed: bool = False) -> None:
@@ -164,7 +164,7 @@ def check_config(config: EngineConfig) -> None:
     _check_partial_prefills(config.scheduler)
     if config.model.pooler is not None:
         _check_pooling(config.scheduler)
-    if config.cache.enable_prefix_caching and any(limits.window_of_layers(config.model.hf_config)):
+    if config.cache.enable_prefix_caching and any(plan.sliding_window for plan in config.model.arch.layers):
         raise ConfigError(
             "Prefix caching is not supported with sliding window. Run with --disable-sliding-window to use prefix "
             "caching."
@@ -174,11 +174,6 @@ def check_config(config: EngineConfig) -> None:
     if window is not None and steps >= window:
         raise ConfigError(
             f"--num-scheduler-steps ({steps}) must be smaller than the model's sliding window ({window})."
-        )
-    if config.model.hidden_size % config.model.num_heads and not config.model.hf_config.get("head_dim"):
-        raise ConfigError(
-            f"config.json: hidden_size ({config.model.hidden_size}) must be divisible by num_attention_heads "
-            f"({config.model.num_heads}) unless head_dim is given."
         )
 
 

@@ -23,6 +23,7 @@ from ascend_vllm.args.parser import (
 from ascend_vllm.args.structured import structured_outputs_config
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.cache import CacheConfig, kv_cache_specs
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
@@ -97,32 +98,35 @@ class EngineArgs(EngineFlags):
         checks.check_length("--max-model-len", max_model_len, auto_allowed=True)
 
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
+        # the raw file is for checks and for what pooling models' heads say; everything else is read from `arch`
         hf_config = self._read_hf_config(directory)
+        arch = ArchConfig.from_hf(hf_config)
         is_auto = max_model_len == AUTO_LENGTH
         longest = limits.resolve_max_model_len(
-            None if is_auto else max_model_len, hf_config, disable_sliding_window=self.disable_sliding_window
+            None if is_auto else max_model_len, arch, disable_sliding_window=self.disable_sliding_window
         )
         if self.disable_sliding_window:
-            hf_config = limits.without_sliding_window(hf_config)
-        dtype = limits.resolve_dtype(self.dtype, hf_config, facts)
-        model = self._model_config(directory, hf_config, dtype, longest)
-        cache = self._cache_config(block_size, hf_config)
-        parallel = parallel_config(self, hf_config, facts.name)
+            arch = arch.without_sliding_window()
+        dtype = limits.resolve_dtype(self.dtype, arch.dtype, facts)
+        model = self._model_config(directory, hf_config, arch, dtype, longest)
+        cache = self._cache_config(block_size, arch)
+        parallel = parallel_config(self, arch, facts.name)
         if is_auto:
             longest = _fitting_length(model, cache, parallel, facts.name)
-            model = self._model_config(directory, hf_config, dtype, longest)
+            model = msgspec.structs.replace(model, max_model_len=longest)
         config = EngineConfig(
             model=model,
             load=self._load_config(),
             cache=cache,
-            scheduler=self._scheduler_config(hf_config, longest, block_size),
+            scheduler=self._scheduler_config(arch, longest, block_size),
             parallel=parallel,
             device=DeviceConfig(device=facts.name),
             observability=self._observability_config(),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )
-        hf_checks.check_size(config, hf_files.weight_bytes(directory))
+        hf_checks.check_size(config, hf_config, hf_files.weight_bytes(directory))
         checks.check_config(config)
+        hf_checks.check_head_size(hf_config)
         longest = self.max_seq_len_to_capture
         if self.max_context_len_to_capture is not None:
             longest = self.max_context_len_to_capture
@@ -151,7 +155,9 @@ class EngineArgs(EngineFlags):
             rope_theta=self.rope_theta,
         )
 
-    def _model_config(self, directory: str, hf_config: dict[str, Any], dtype: str, longest: int) -> ModelConfig:
+    def _model_config(
+        self, directory: str, hf_config: dict[str, Any], arch: ArchConfig, dtype: str, longest: int
+    ) -> ModelConfig:
         tokenizer = directory
         if self.tokenizer is not None and self.tokenizer != self.model:
             tokenizer = hf_files.find_tokenizer_directory(self.tokenizer, self.tokenizer_revision, self.download_dir)
@@ -162,7 +168,7 @@ class EngineArgs(EngineFlags):
             served_model_names=self._served_names(),
             tokenizer=tokenizer,
             architecture=hf_config["architectures"][0],
-            hf_config=hf_config,
+            arch=arch,
             generation_config=hf_files.read_generation_config(
                 self.generation_config, directory, self.override_generation_config
             ),
@@ -188,7 +194,7 @@ class EngineArgs(EngineFlags):
         listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         return LoadConfig(load_format=self.load_format, ignore_patterns=listed, use_tqdm=self.use_tqdm_on_load)
 
-    def _cache_config(self, block_size: int, hf_config: dict[str, Any]) -> CacheConfig:
+    def _cache_config(self, block_size: int, arch: ArchConfig) -> CacheConfig:
         kv_cache_bytes = _as_length(self.kv_cache_memory_bytes)
         checks.check_length("--kv-cache-memory-bytes", kv_cache_bytes)
         return CacheConfig(
@@ -199,11 +205,11 @@ class EngineArgs(EngineFlags):
             swap_space_gib=float(self.swap_space),
             cache_dtype=self.kv_cache_dtype,
             enable_prefix_caching=self.enable_prefix_caching,
-            sliding_window=limits.window_of_all_layers(hf_config),
+            sliding_window=arch.common_window,
         )
 
-    def _scheduler_config(self, hf_config: dict[str, Any], longest: int, block_size: int) -> SchedulerConfig:
-        chunked = limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, hf_config)
+    def _scheduler_config(self, arch: ArchConfig, longest: int, block_size: int) -> SchedulerConfig:
+        chunked = limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, arch)
         requested = _as_length(self.max_num_batched_tokens)
         checks.check_length("--max-num-batched-tokens", requested)
         queued_tokens = _as_length(self.max_num_queued_tokens)
@@ -241,7 +247,7 @@ class EngineArgs(EngineFlags):
                 chunked_prefill=chunked,
                 has_default=requested is None and self.num_scheduler_steps == 1,
             ),
-            max_scored_tokens=limits.max_scored_tokens(int(hf_config["vocab_size"])),
+            max_scored_tokens=limits.max_scored_tokens(arch.vocab_size),
             queue_timeout_s=None if self.queue_timeout_s is None else float(self.queue_timeout_s),
         )
 

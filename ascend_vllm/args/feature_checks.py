@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
-from typing import Any
-
-from ascend_vllm.args import limits
+from ascend_vllm.args import hf_checks
 from ascend_vllm.args.tables.engine import EngineFlags
-from ascend_vllm.errors import ConfigError, ModelLoadError
-from ascend_vllm.model_files import read_json
+from ascend_vllm.errors import ConfigError
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 LORA_EXTRA_VOCAB_SIZES = (0, 256, 512)
@@ -60,7 +56,7 @@ def _check_speculation(args: EngineFlags) -> None:
         )
     if args.speculative_model == _NGRAM:
         _check_ngram(args)
-    if num_tokens is None and (args.speculative_model == _NGRAM or not _predicts(args.speculative_model)):
+    if num_tokens is None and (args.speculative_model == _NGRAM or not hf_checks.predicts(args.speculative_model)):
         raise ConfigError(
             "num_speculative_tokens must be provided with speculative_model unless the draft model config contains "
             "an n_predict parameter."
@@ -82,49 +78,4 @@ def _check_ngram(args: EngineFlags) -> None:
     if shortest > longest:
         raise ConfigError(
             f"ngram_prompt_lookup_min={shortest} cannot be larger than ngram_prompt_lookup_max={longest}"
-        )
-
-
-def _config_of(model: str) -> dict[str, Any]:
-    """config.json of a local directory as far as it can be read; reading it in earnest comes later."""
-    try:
-        return read_json(pathlib.Path(model).expanduser() / "config.json", dict)
-    except ModelLoadError:
-        return {}
-
-
-def _predicts(draft_model: str) -> bool:
-    """Whether a draft model says itself how many tokens it guesses."""
-    return "n_predict" in _config_of(draft_model)
-
-
-def check_against_model(args: EngineFlags) -> None:
-    """Checks flags that the model's config.json contradicts.
-
-    Raises:
-        ConfigError: the model's heads cannot be shared among the devices; or it is quantised in another way.
-    """
-    config = _config_of(args.model)
-    heads = config.get("num_attention_heads")
-    if isinstance(heads, int) and heads % args.tensor_parallel_size:
-        raise ConfigError(
-            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size "
-            f"({args.tensor_parallel_size})."
-        )
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if args.quantization is not None and method is not None and method != args.quantization:
-        raise ConfigError(
-            f"Quantization method specified in the model config ({method}) does not match the quantization method "
-            f"specified in the `quantization` argument ({args.quantization})."
-        )
-    needs_no_window = (
-        not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
-    )
-    # the older block manager, if one insists on it, knew no windows that prompts in pieces move through
-    has_window = isinstance(config.get("sliding_window"), int)
-    if needs_no_window and has_window and limits.sliding_window(config) is not None:
-        raise ConfigError(
-            "Chunked prefill is not supported with sliding window. Set --disable-sliding-window to disable sliding "
-            "window."
         )

@@ -15,8 +15,6 @@ GEAR_LIST = "PTA_TORCHAIR_DECODE_GEAR_LIST"
 # decoders like Llama's and Qwen2's: graphs are captured for them unless somebody says otherwise
 CAPTURED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_MAX_SEQ_LEN_TO_CAPTURE = 8192
-# names that config.json has for the number of experts
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> GraphConfig:
@@ -76,7 +74,7 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
         return "a pooling model does not decode"
     flash = "ASCEND_VLLM_ATTENTION_OPS=flash" if envs.ascend_attention_ops() == "flash" else ""
     if asks:
-        if _has_experts(config) and config.scheduler.num_scheduler_steps > 1:
+        if model.arch.num_experts > 1 and config.scheduler.num_scheduler_steps > 1:
             raise ConfigError(
                 "INFER_MODE=PTA does not go with --num-scheduler-steps above 1 for models with experts: set "
                 "--num-scheduler-steps 1, or unset INFER_MODE."
@@ -103,10 +101,6 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
     if size > 1:
         return f"--tensor-parallel-size {size}, and they do not reach over several NPUs"
     return f"the attention operators of {flash} cannot be replayed" if flash else None
-
-
-def _has_experts(config: EngineConfig) -> bool:
-    return any(int(config.model.hf_config.get(name) or 0) > 1 for name in _EXPERT_COUNTS)
 
 
 def _resolve_gears(max_num_seqs: int, *, asks: bool) -> tuple[int, ...]:

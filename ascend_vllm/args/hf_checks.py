@@ -14,10 +14,12 @@ from typing import Any
 
 import psutil
 
+from ascend_vllm.args.tables.engine import EngineFlags
+from ascend_vllm.config.arch import stated_window
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.model import DTYPE_BYTES
-from ascend_vllm.errors import ModelLoadError
-from ascend_vllm.model_files import shown
+from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.model_files import read_json, shown
 
 # more than any model has; what a machine has room for is less, see `check_size`
 MAX_LAYERS = 10_000
@@ -37,6 +39,8 @@ _SMALL_BYTES = 1 << 30
 _NPU_BYTES = 256 << 30
 # of an element of the table of angles
 _TABLE_BYTES = 4
+# that the number of parameters follows from
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "ffn_dim", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,7 @@ _COMMON: Mapping[str, _Kind] = {
     "sentence_transformers": _OBJECT | _NULL,
     "matryoshka_dimensions": _list_of(_whole(1, MAX_WIDTH), f"positive numbers up to {MAX_WIDTH}") | _NULL,
     "rope_parameters": _OBJECT | _NULL,
+    "partial_rotary_factor": _number(0, 1, above=True) | _NULL,
 }
 # of the families that are served from the start, where the names mean the same in each of them
 _OF_FAMILIES: Mapping[str, _Kind] = {
@@ -154,7 +159,6 @@ _OF_FAMILIES: Mapping[str, _Kind] = {
     "_remove_final_layer_norm": _SWITCH,
     "max_window_layers": _whole(0, _MAX_INT) | _NULL,
     "layer_types": _TEXTS | _NULL,
-    "partial_rotary_factor": _number(0, 1, above=True) | _NULL,
 }
 # both spellings, before they become one
 _ROPE_SPELLINGS: Mapping[str, _Kind] = {
@@ -260,30 +264,33 @@ def check_generation_config(where: object, values: Mapping[str, Any]) -> None:
     _check(where, values, _GENERATION)
 
 
-def check_size(config: EngineConfig, weight_bytes: int) -> None:
+def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes: int) -> None:
     """Refuse a model that is much larger than its weight files; or, without files, than the machine's memory.
 
     Args:
         config: of the engine.
+        hf_config: config.json of its model, whose names the message shows.
         weight_bytes: of the files; 0: there are none.
 
     Raises:
         ModelLoadError: says which numbers of config.json declare it.
     """
     model, parallel = config.model, config.parallel
-    declared, memory = model.num_parameters, psutil.virtual_memory().total
+    declared, memory = model.arch.num_parameters, psutil.virtual_memory().total
     table = model.max_model_len * model.head_size * _TABLE_BYTES
-    if model.hf_config.get("rope_parameters") and table > memory:
+    if model.arch.rope is not None and table > memory:
         raise ModelLoadError(
             f"{model.model}/config.json: rotary positions up to max_position_embeddings or --max-model-len "
             f"({model.max_model_len}) take {table} bytes, but the machine has {memory}"
         )
+    stated = ", ".join(f"{name} {hf_config[name]}" for name in _SIZES if name in hf_config)
+    finding = f"{model.model}/config.json: {stated} mean {declared} parameters or more"
     if config.load.load_format != "dummy":
         # no dtype has less than two bytes
         if weight_bytes and 2 * declared > max(_SLACK * weight_bytes, _SMALL_BYTES):
             raise ModelLoadError(
-                f"{model.size_in_words}, but the weight files beside it hold {weight_bytes} bytes: it is another "
-                "model's, or they are not complete"
+                f"{finding}, but the weight files beside it hold {weight_bytes} bytes: it is another model's, or "
+                "they are not complete"
             )
         return
     if config.device.device == "npu":
@@ -291,4 +298,66 @@ def check_size(config: EngineConfig, weight_bytes: int) -> None:
     else:
         room, what = memory * parallel.nnodes, f"the machine has {memory} bytes of memory"
     if declared * DTYPE_BYTES[model.dtype] > room:
-        raise ModelLoadError(f"{model.size_in_words}, but {what}")
+        raise ModelLoadError(f"{finding}, but {what}")
+
+
+def check_head_size(hf_config: Mapping[str, Any]) -> None:
+    """Refuse heads that hidden_size cannot be divided into.
+
+    Raises:
+        ConfigError: config.json does not say how wide they are.
+    """
+    hidden_size, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    if hidden_size % num_heads and not hf_config.get("head_dim"):
+        raise ConfigError(
+            f"config.json: hidden_size ({hidden_size}) must be divisible by num_attention_heads ({num_heads}) unless "
+            "head_dim is given."
+        )
+
+
+# ---- before config.json is read in earnest ---------------------------------------------------------------------
+
+
+def _config_at(model: str) -> dict[str, Any]:
+    """config.json of a local directory as far as it can be read."""
+    try:
+        return read_json(pathlib.Path(model).expanduser() / "config.json", dict)
+    except ModelLoadError:
+        return {}
+
+
+def predicts(draft_model: str) -> bool:
+    """Whether a draft model says itself how many tokens it guesses."""
+    return "n_predict" in _config_at(draft_model)
+
+
+def check_flags(args: EngineFlags) -> None:
+    """Checks flags that the model's config.json contradicts.
+
+    Raises:
+        ConfigError: the model's heads cannot be shared among the devices; or it is quantised in another way.
+    """
+    config = _config_at(args.model)
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % args.tensor_parallel_size:
+        raise ConfigError(
+            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size "
+            f"({args.tensor_parallel_size})."
+        )
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if args.quantization is not None and method is not None and method != args.quantization:
+        raise ConfigError(
+            f"Quantization method specified in the model config ({method}) does not match the quantization method "
+            f"specified in the `quantization` argument ({args.quantization})."
+        )
+    needs_no_window = (
+        not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
+    )
+    # the older block manager, if one insists on it, knew no windows that prompts in pieces move through
+    has_window = isinstance(config.get("sliding_window"), int)
+    if needs_no_window and has_window and stated_window(config) is not None:
+        raise ConfigError(
+            "Chunked prefill is not supported with sliding window. Set --disable-sliding-window to disable sliding "
+            "window."
+        )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ascend_vllm import envs
-from ascend_vllm.config.model import DTYPE_BYTES, decoder_architecture
+from ascend_vllm.config.arch import ArchConfig, StatedLength
+from ascend_vllm.config.model import DTYPE_BYTES
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import DeviceFacts
@@ -15,20 +13,7 @@ logger = init_logger(__name__)
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
-# names under which configs state their longest sequence; the smallest value found counts
-_LENGTH_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
 _FALLBACK_LENGTH = 2048
-# rope types whose max_position_embeddings counts the stretching already
-_STRETCHED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope"})
 
 # beyond this a prompt in one piece needs so much memory for activations that it is cut unless told otherwise
 LONG_CONTEXT = 32768
@@ -40,9 +25,6 @@ _LONG_PREFILL_SHARE = 0.04
 # logits that a step computes for the log-probabilities of prompts: 32 MiB of them
 _SCORED_LOGITS = 1 << 23
 _MIN_SCORED_TOKENS = 16
-
-# architectures whose layers heed a window; for others it may stand in config.json and mean nothing
-_WINDOWED_ARCHITECTURES = frozenset({"MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 def check_device(dtype: str, facts: DeviceFacts) -> None:
@@ -58,15 +40,20 @@ def check_device(dtype: str, facts: DeviceFacts) -> None:
     if facts.refusal is None:
         return
     if dtype != "auto":
-        resolve_dtype(dtype, {}, facts)
+        resolve_dtype(dtype, None, facts)
     raise ConfigError(facts.refusal)
 
 
-def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFacts) -> str:
+def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str:
     """The dtype of weights and activations.
 
     Under "auto" a checkpoint in float16 or bfloat16 keeps its dtype, and one in float32 (or of unknown dtype)
     gets the device's preferred half type.
+
+    Args:
+        requested: of --dtype.
+        stored: of the checkpoint, by config.json; None: not known yet, and not asked for.
+        facts: of the device.
 
     Returns:
         "float32", "float16" or "bfloat16".
@@ -75,7 +62,6 @@ def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFac
         ConfigError: unknown, or not a dtype of the device.
     """
     if requested == "auto":
-        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
         if stored not in DTYPE_BYTES:
             raise ConfigError(f"config.json: dtype {stored!r} is not supported; choose one with --dtype.")
         dtype = facts.dtypes[0] if stored == "float32" else stored
@@ -92,89 +78,32 @@ def resolve_dtype(requested: str, hf_config: Mapping[str, Any], facts: DeviceFac
     return dtype
 
 
-def sliding_window(hf_config: Mapping[str, Any]) -> int | None:
-    """The width of the model's attention window in tokens; None: it sees everything."""
-    if not hf_config.get("use_sliding_window", True):
-        return None
-    window = hf_config.get("sliding_window")
-    return int(window) if window else None
-
-
-def window_of_layers(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of every layer, as the models of this package read the config; None: the layer sees everything."""
-    window = sliding_window(hf_config)
-    num_layers = int(hf_config.get("num_hidden_layers", 0))
-    architecture = decoder_architecture((hf_config.get("architectures") or [""])[0])
-    if window is None or architecture not in _WINDOWED_ARCHITECTURES:
-        return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
-        return (window,) * num_layers
-    if not hf_config.get("use_sliding_window", False):
-        return (None,) * num_layers
-    layer_types = hf_config.get("layer_types")
-    if layer_types is not None:
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types[:num_layers])
-    first = int(hf_config.get("max_window_layers") or 0)
-    return tuple(window if index >= first else None for index in range(num_layers))
-
-
-def window_of_all_layers(hf_config: Mapping[str, Any]) -> int | None:
-    """The window if every layer has it, so that KV blocks that left it are of no use; else None."""
-    windows = set(window_of_layers(hf_config))
-    return windows.pop() if len(windows) == 1 else None
-
-
-def without_sliding_window(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model with full attention everywhere."""
-    changed = dict(hf_config) | {"sliding_window": None}
-    if "use_sliding_window" in changed:
-        changed["use_sliding_window"] = False
-    if isinstance(changed.get("layer_types"), list):
-        changed["layer_types"] = ["full_attention"] * len(changed["layer_types"])
-    return changed
-
-
-def _stretched(length: float, hf_config: Mapping[str, Any]) -> float:
-    rope = hf_config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
-    if kind in _STRETCHED_ROPE_TYPES:
-        return length
-    if kind == "yarn":
-        length = rope.get("original_max_position_embeddings") or length
-    return length * float(rope.get("factor") or 1.0)
-
-
-def resolve_max_model_len(
-    requested: int | None, hf_config: Mapping[str, Any], *, disable_sliding_window: bool = False
-) -> int:
+def resolve_max_model_len(requested: int | None, arch: ArchConfig, *, disable_sliding_window: bool = False) -> int:
     """The longest sequence in tokens.
 
     Args:
         requested: of --max-model-len; None: what the model allows.
-        hf_config: the model's, with overrides applied.
+        arch: the model's, with its window.
         disable_sliding_window: the window is off, so that longer sequences would change the model.
 
     Raises:
         ConfigError: more is requested than the model allows, and VLLM_ALLOW_LONG_MAX_MODEL_LEN is not set.
     """
-    stated = {key: hf_config[key] for key in _LENGTH_KEYS if isinstance(hf_config.get(key), int)}
-    if stated:
-        key = min(stated, key=lambda name: stated[name])
-        derived = int(_stretched(stated[key], hf_config))
-    elif requested is not None:
-        return requested
-    else:
+    stated = arch.max_length
+    if stated is None:
+        if requested is not None:
+            return requested
         logger.warning("config.json states no longest sequence; assuming %d tokens.", _FALLBACK_LENGTH)
-        key, derived = "max_position_embeddings", _FALLBACK_LENGTH
-    window = sliding_window(hf_config)
+        stated = StatedLength("max_position_embeddings", _FALLBACK_LENGTH)
+    name, derived, window = stated.name, stated.num_tokens, arch.sliding_window
     if disable_sliding_window and window is not None and window < derived:
-        key, derived = "sliding_window", window
+        name, derived = "sliding_window", window
     if requested is None:
         return derived
     if requested > derived:
         text = (
             f"User-specified max_model_len ({requested}) is greater than the derived max_model_len "
-            f"({key}={derived} or model_max_length={hf_config.get('model_max_length')} in model's config.json). "
+            f"({name}={derived} or model_max_length={stated.model_max_length} in model's config.json). "
             "This may lead to incorrect model outputs or CUDA errors."
         )
         if not envs.allow_long_max_model_len():
@@ -185,11 +114,11 @@ def resolve_max_model_len(
     return requested
 
 
-def resolve_chunked_prefill(requested: bool | None, max_model_len: int, hf_config: Mapping[str, Any]) -> bool:
+def resolve_chunked_prefill(requested: bool | None, max_model_len: int, arch: ArchConfig) -> bool:
     """Whether prompts are cut: as requested, else only for very long contexts without a sliding window."""
     if requested is not None:
         return requested
-    chunked = max_model_len > LONG_CONTEXT and sliding_window(hf_config) is None
+    chunked = max_model_len > LONG_CONTEXT and arch.sliding_window is None
     if chunked:
         logger.warning(
             "Chunked prefill is on, since max_model_len %d is above %d; --enable-chunked-prefill=false turns it off.",

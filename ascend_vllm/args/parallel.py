@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
 
 from ascend_vllm import envs
 from ascend_vllm.args.tables.engine import EngineFlags
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.engine import ParallelConfig
 from ascend_vllm.config.node_secret import read_secret, require_secret
 from ascend_vllm.distributed.parallel_context import layers_of_stages
@@ -18,7 +17,7 @@ from ascend_vllm.platforms.facts import probe_npus, too_few_npus
 logger = init_logger(__name__)
 
 
-def parallel_config(args: EngineFlags, hf_config: Mapping[str, Any], device: str) -> ParallelConfig:
+def parallel_config(args: EngineFlags, arch: ArchConfig, device: str) -> ParallelConfig:
     """The section of the configuration. A worker alone lives in the engine's process, unless Ray is to run it.
 
     Raises:
@@ -34,7 +33,7 @@ def parallel_config(args: EngineFlags, hf_config: Mapping[str, Any], device: str
         distributed_executor_backend=backend,
         data_parallel_size=engines,
         pipeline_parallel_size=pp_size,
-        stage_layers=_stage_layers(int(hf_config.get("num_hidden_layers", 0)), pp_size),
+        stage_layers=_stage_layers(len(arch.layers), pp_size),
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         master_addr=args.master_addr,
@@ -50,8 +49,8 @@ def parallel_config(args: EngineFlags, hf_config: Mapping[str, Any], device: str
         raise ConfigError(
             f"--distributed-executor-backend uni runs one worker, and {_sizes(tp_size, pp_size)}: use mp."
         )
-    num_kv_heads = hf_config.get("num_key_value_heads")
-    if isinstance(num_kv_heads, int) and num_kv_heads % tp_size and tp_size % num_kv_heads:
+    num_kv_heads = arch.num_kv_heads
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
         raise ConfigError(
             f"--tensor-parallel-size {tp_size} and the model's {num_kv_heads} KV heads: one must divide the other."
         )

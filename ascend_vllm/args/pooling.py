@@ -50,7 +50,8 @@ def resolve_pooler(args: EngineFlags, hf_config: Mapping[str, Any], directory: s
 
     Args:
         args: with runner, convert, task, pooler_config and override_pooler_config.
-        hf_config: the model's, with overrides applied.
+        hf_config: the model's, with overrides applied: labels and activations of heads, which are no part of
+            `ArchConfig`, since nothing but this result is made of them.
         directory: the model's.
 
     Raises:

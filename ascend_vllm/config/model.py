@@ -6,23 +6,10 @@ from typing import Any
 
 import msgspec
 
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.pooling_params import PoolingTask
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-# decoders with three matrices in an MLP
-_GATED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-
-# ends of names of architectures that share their decoder with XForCausalLM
-_HEADLESS = ("ForSequenceClassification", "Model")
-
-
-def decoder_architecture(architecture: str) -> str:
-    """The architecture that generates with the same decoder: Qwen2Model and its like become Qwen2ForCausalLM."""
-    for end in _HEADLESS:
-        if architecture.endswith(end):
-            return f"{architecture.removesuffix(end)}ForCausalLM"
-    return architecture
 
 
 class PoolerConfig(msgspec.Struct, frozen=True):
@@ -75,8 +62,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         skip_tokenizer_init: requests must carry token ids, and get none decoded.
         trust_remote_code: run code from the model's directory.
         architecture: the class name in config.json that the registry knows, e.g. "Qwen2ForCausalLM".
-        hf_config: config.json as transformers normalises it (its text part), plain values only; overrides of
-            the command line (--rope-scaling, --rope-theta, --hf-overrides) are applied.
+        arch: what config.json says of the model; overrides of the command line (--rope-scaling, --rope-theta,
+            --hf-overrides) are applied.
         generation_config: sampling defaults and eos ids of generation_config.json; {} without one.
         dtype: "float32", "float16" or "bfloat16": the resolved type of weights and activations.
         max_model_len: most tokens of a sequence.
@@ -93,7 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     served_model_names: tuple[str, ...]
     tokenizer: str
     architecture: str
-    hf_config: dict[str, Any]
+    arch: ArchConfig
     generation_config: dict[str, Any]
     dtype: str
     max_model_len: int
@@ -109,56 +96,42 @@ class ModelConfig(msgspec.Struct, frozen=True):
     enable_sleep_mode: bool = False
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...] | None:
+        """Tokens that end a text, by generation_config.json or else config.json; None: neither names one."""
+        declared = self.generation_config.get("eos_token_id")
+        if declared is None:
+            return self.arch.eos_token_ids
+        return tuple(declared) if isinstance(declared, list | tuple) else (declared,)
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return int(self.hf_config["vocab_size"])
+        return self.arch.vocab_size
 
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
-        return int(self.hf_config["hidden_size"])
+        return self.arch.hidden_size
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return int(self.hf_config["num_hidden_layers"])
+        return len(self.arch.layers)
 
     @property
     def num_heads(self) -> int:
         """Number of query heads."""
-        return int(self.hf_config["num_attention_heads"])
+        return self.arch.num_heads
 
     @property
     def num_kv_heads(self) -> int:
         """Number of KV heads; fewer than query heads under grouped-query attention."""
-        return int(self.hf_config.get("num_key_value_heads") or self.num_heads)
+        return self.arch.num_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Width of a head; some configs name it, for others it is hidden_size / num_heads."""
-        return int(self.hf_config.get("head_dim") or self.hidden_size // self.num_heads)
-
-    @property
-    def num_parameters(self) -> int:
-        """How many weights the model has at least, by config.json; 0 if its architecture is another package's."""
-        decoder, hidden = decoder_architecture(self.architecture), self.hidden_size
-        if decoder in _GATED:
-            attention = 2 * hidden * self.head_size * (self.num_heads + self.num_kv_heads)
-            layer = attention + 3 * hidden * int(self.hf_config["intermediate_size"])
-            return self.vocab_size * hidden + self.num_layers * layer
-        if decoder == "OPTForCausalLM":
-            layer = 4 * hidden * hidden + 2 * hidden * int(self.hf_config["ffn_dim"])
-            width = int(self.hf_config.get("word_embed_proj_dim") or hidden)
-            positions = int(self.hf_config["max_position_embeddings"]) * hidden
-            return self.vocab_size * width + positions + self.num_layers * layer
-        return 0
-
-    @property
-    def size_in_words(self) -> str:
-        """The numbers that `num_parameters` follows from, and what it is, for messages."""
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "ffn_dim", "vocab_size")
-        declared = ", ".join(f"{name} {self.hf_config[name]}" for name in names if name in self.hf_config)
-        return f"{self.model}/config.json: {declared} mean {self.num_parameters} parameters or more"
+        """Width of a head."""
+        return self.arch.head_size
 
 
 class LoadConfig(msgspec.Struct, frozen=True):

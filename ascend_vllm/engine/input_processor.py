@@ -141,7 +141,7 @@ class InputProcessor:
         self._has_priorities = config.scheduler.policy == "priority"
         self._vocab_size = config.model.vocab_size
         self._serial = itertools.count()
-        eos_ids = _eos_ids(config.model.generation_config, config.model.hf_config)
+        eos_ids = config.model.eos_token_ids or ()
         primary = tokenizer.eos_token_id if tokenizer is not None else None
         self._eos_id = primary if primary is not None else next(iter(eos_ids), None)
         self._other_eos_ids = [id_ for id_ in eos_ids if id_ != self._eos_id]
@@ -523,13 +523,3 @@ def _make_beam_search(params: SamplingParams) -> BeamSearchSpec | None:
         early_stopping=params.early_stopping,
         stream=params.output_kind is RequestOutputKind.CUMULATIVE,
     )
-
-
-def _eos_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids a model declares, the first one first."""
-    declared = generation_config.get("eos_token_id")
-    if declared is None:
-        declared = hf_config.get("eos_token_id")
-    if declared is None:
-        return []
-    return [int(id_) for id_ in (declared if isinstance(declared, list | tuple) else [declared])]

@@ -6,81 +6,17 @@ Frequencies, cosines and sines are float32 whatever the model's dtype.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from ascend_vllm.attention.backend import ForwardBatch, RotaryStep
+from ascend_vllm.config.arch import RopeConfig, required
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer
 
-_DEFAULT_THETA = 10000.0
-
-
-@dataclasses.dataclass(frozen=True)
-class RotaryConfig:
-    """How positions are turned into angles.
-
-    Attributes:
-        rope_type: "default", "linear", "dynamic", "yarn" or "llama3".
-        theta: base of the frequencies.
-        rotary_dim: F.
-        max_position: longest sequence of the model's config, which is the trained one for "dynamic".
-        parameters: the type's own numbers, by their names in config.json.
-    """
-
-    rope_type: str
-    theta: float
-    rotary_dim: int
-    max_position: int
-    parameters: Mapping[str, Any]
-
-    @classmethod
-    def from_hf_config(cls, hf_config: Mapping[str, Any], head_size: int) -> RotaryConfig:
-        """Reads config.json's spelling of today (`rope_parameters`) and of before (`rope_theta`, `rope_scaling`).
-
-        `rope_scaling` wins over `rope_parameters`, and a `rope_theta` inside either over the one outside, as
-        transformers reads them.
-
-        Raises:
-            ModelLoadError: an unknown type, or a number the type needs is missing.
-        """
-        parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
-        if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise ModelLoadError(f"config.json: rope_parameters per layer type are not supported: {parameters}")
-        rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
-        if rope_type not in _INVERSE_FREQUENCIES:
-            raise ModelLoadError(
-                f"config.json: rope type {rope_type!r} is not supported; "
-                f"supported are {', '.join(sorted(_INVERSE_FREQUENCIES))}"
-            )
-        theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or _DEFAULT_THETA
-        partial = parameters.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
-        max_position = int(hf_config["max_position_embeddings"])
-        if rope_type in ("yarn", "llama3"):
-            outer = hf_config.get("original_max_position_embeddings")
-            parameters.setdefault("original_max_position_embeddings", max_position)
-            if outer is not None:
-                parameters["original_max_position_embeddings"] = outer
-        config = cls(rope_type, float(theta), int(head_size * partial), max_position, parameters)
-        config._check()
-        return config
-
-    def _check(self) -> None:
-        missing = [name for name in _REQUIRED[self.rope_type] if self.parameters.get(name) is None]
-        if missing:
-            raise ModelLoadError(f"config.json: rope type {self.rope_type!r} needs {', '.join(missing)}")
-        if self.rotary_dim % 2 or self.rotary_dim <= 0:
-            raise ModelLoadError(f"config.json: {self.rotary_dim} rotated elements of a head; they must be even")
-
-    def number(self, name: str) -> float:
-        """One of the type's numbers."""
-        return float(self.parameters[name])
-
-
+# type → the numbers that it cannot do without
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -88,6 +24,33 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+
+
+def _check(config: RopeConfig) -> None:
+    """Refuses what no table can be made of.
+
+    Raises:
+        ModelLoadError: an unknown type, or a number the type needs is missing.
+        KeyError: config.json does not state its longest sequence.
+    """
+    parameters = config.parameters
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ModelLoadError(f"config.json: rope_parameters per layer type are not supported: {parameters}")
+    if config.rope_type not in _INVERSE_FREQUENCIES:
+        raise ModelLoadError(
+            f"config.json: rope type {config.rope_type!r} is not supported; "
+            f"supported are {', '.join(sorted(_INVERSE_FREQUENCIES))}"
+        )
+    _max_position(config)
+    missing = [name for name in _REQUIRED[config.rope_type] if parameters.get(name) is None]
+    if missing:
+        raise ModelLoadError(f"config.json: rope type {config.rope_type!r} needs {', '.join(missing)}")
+    if config.rotary_dim % 2 or config.rotary_dim <= 0:
+        raise ModelLoadError(f"config.json: {config.rotary_dim} rotated elements of a head; they must be even")
+
+
+def _max_position(config: RopeConfig) -> int:
+    return required(config.max_position, "max_position_embeddings")
 
 
 # ---- frequencies -------------------------------------------------------------------------------------------
@@ -98,16 +61,16 @@ def _frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
-def _default(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+def _default(config: RopeConfig) -> tuple[torch.Tensor, float]:
     return _frequencies(config.theta, config.rotary_dim), 1.0
 
 
-def _linear(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+def _linear(config: RopeConfig) -> tuple[torch.Tensor, float]:
     # position interpolation (Chen et al., 2023): positions shrink by the factor
     return _frequencies(config.theta, config.rotary_dim) / config.number("factor"), 1.0
 
 
-def _llama3(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
     # Llama 3.1: wavelengths that fit the trained context often stay, those beyond it stretch by the factor, and
     # between both it goes over linearly in the number of turns
     frequencies = _frequencies(config.theta, config.rotary_dim)
@@ -121,11 +84,11 @@ def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _yarn(config: RotaryConfig) -> tuple[torch.Tensor, float]:
+def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
     # YaRN (Peng et al., 2023): as llama3, but the ramp runs over the index of the pair, and cos and sin grow
     parameters, dim = config.parameters, config.rotary_dim
     original = config.number("original_max_position_embeddings")
-    factor = float(parameters.get("factor") or config.max_position / original)
+    factor = float(parameters.get("factor") or _max_position(config) / original)
     weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     magnitude = parameters.get("attention_factor")
     if magnitude is None:
@@ -148,7 +111,7 @@ def _yarn(config: RotaryConfig) -> tuple[torch.Tensor, float]:
     return frequencies * (1.0 - stretched) + frequencies / factor * stretched, float(magnitude)
 
 
-_INVERSE_FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[torch.Tensor, float]]] = {
+_INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     # inside the trained length; beyond it see DynamicNTKRotaryEmbedding
@@ -173,9 +136,7 @@ class RotaryEmbedding(Layer):
         is_neox: pairs are elements i and i+F/2 of a head; otherwise 2i and 2i+1 (GPT-J).
     """
 
-    def __init__(
-        self, config: RotaryConfig, max_model_len: int, device: torch.device, *, is_neox: bool = True
-    ) -> None:
+    def __init__(self, config: RopeConfig, max_model_len: int, device: torch.device, *, is_neox: bool = True) -> None:
         self._is_neox = is_neox
         frequencies, magnitude = _INVERSE_FREQUENCIES[config.rope_type](config)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
@@ -199,12 +160,12 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     would not depend on it, but changes the results of every short sequence too.
     """
 
-    def __init__(self, config: RotaryConfig, device: torch.device, *, is_neox: bool = True) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device, *, is_neox: bool = True) -> None:
         # the table of the trained length is not needed: rows are made in every step
         super().__init__(config, 0, device, is_neox=is_neox)
         self._theta = config.theta
         self._factor = config.number("factor")
-        self._trained_len = config.max_position
+        self._trained_len = _max_position(config)
         # [F/2] float32: exponents of the base
         self._exponents = (torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim).to(device)
         self._growth_exponent = config.rotary_dim / (config.rotary_dim - 2)
@@ -222,15 +183,14 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         return RotaryStep(tokens, torch.cat((angles.cos(), angles.sin()), dim=-1), self._is_neox)
 
 
-def make_rotary_embedding(
-    hf_config: Mapping[str, Any], head_size: int, max_model_len: int, device: torch.device
-) -> RotaryEmbedding:
-    """The rotary embedding that a model's config.json asks for.
+def make_rotary_embedding(config: RopeConfig, max_model_len: int, device: torch.device) -> RotaryEmbedding:
+    """The rotary embedding of a model.
 
     Raises:
-        ModelLoadError: see `RotaryConfig.from_hf_config`.
+        ModelLoadError: an unknown type, or a number the type needs is missing.
+        KeyError: config.json does not state its longest sequence.
     """
-    config = RotaryConfig.from_hf_config(hf_config, head_size)
-    if config.rope_type == "dynamic" and max_model_len > config.max_position:
+    _check(config)
+    if config.rope_type == "dynamic" and max_model_len > _max_position(config):
         return DynamicNTKRotaryEmbedding(config, device)
     return RotaryEmbedding(config, max_model_len, device)

@@ -1,19 +1,18 @@
 """What decoder-only models share: gated MLP, rotary attention, pre-norm decoder layers, the model around them.
 
-A family says what differs in `LayerOptions`. Letters: T tokens, S sampling rows, H hidden, I intermediate width,
-N query heads, K KV heads, D head size, V vocabulary.
+What differs between families is in `ArchConfig` (config/arch.py). Letters: T tokens, S sampling rows, H hidden,
+I intermediate width, N query heads, K KV heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache
+from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, ArchConfig, required
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
@@ -38,49 +37,31 @@ _GATED_ACTIVATIONS = {
 _EMBEDDING = "model.embed_tokens"
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerOptions:
-    """What families differ in.
-
-    Attributes:
-        qkv_bias: query, key and value projections have a bias.
-        output_bias: the output projection of attention has one.
-        mlp_bias: the projections of the MLP have one.
-        qk_norm: queries and keys are RMS-normalised per head before rotation.
-        sliding_window: tokens a token sees, itself included; None: all.
-    """
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
+def _norm(arch: ArchConfig, context: BuildContext, name: str, size: int) -> RMSNorm:
+    return RMSNorm(context, name, size, required(arch.norm_eps, "rms_norm_eps"))
 
 
 class GatedMLP(Layer):
     """down(act(gate(x)) · up(x)), gate and up in one GEMM."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, prefix: str, *, bias: bool) -> None:
-        intermediate = int(config.hf_config["intermediate_size"])
-        activation = str(config.hf_config.get("hidden_act", "silu"))
-        if activation not in _GATED_ACTIVATIONS:
+    def __init__(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
+        hidden, intermediate = arch.hidden_size, required(arch.intermediate_size, "intermediate_size")
+        if arch.activation not in _GATED_ACTIVATIONS:
             raise ModelLoadError(
-                f"config.json: hidden_act {activation!r} is not supported; "
+                f"config.json: hidden_act {arch.activation!r} is not supported; "
                 f"supported are {', '.join(sorted(_GATED_ACTIVATIONS))}"
             )
-        self._activation = _GATED_ACTIVATIONS[activation]
+        self._activation = _GATED_ACTIVATIONS[arch.activation]
         self.gate_up_proj = MergedColumnParallelLinear(
             context,
             prefix,
             ("gate_proj", "up_proj"),
-            config.hidden_size,
+            hidden,
             (intermediate, intermediate),
             merged_name="gate_up_proj",
-            bias=bias,
+            bias=arch.mlp_bias,
         )
-        self.down_proj = RowParallelLinear(
-            context, f"{prefix}.down_proj", intermediate, config.hidden_size, bias=bias
-        )
+        self.down_proj = RowParallelLinear(context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] → [T, H]."""
@@ -91,44 +72,32 @@ class RotaryAttention(Layer):
     """Grouped-query attention with rotary positions; query, key and value in one GEMM."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: BuildContext,
-        prefix: str,
-        cache_index: int,
-        options: LayerOptions,
+        self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, sliding_window: int | None
     ) -> None:
-        head_size = config.head_size
-        if config.num_heads % config.num_kv_heads:
+        hidden, head_size = arch.hidden_size, arch.head_size
+        if arch.num_heads % arch.num_kv_heads:
             raise ModelLoadError(
-                f"config.json: {config.num_heads} attention heads do not divide evenly among "
-                f"{config.num_kv_heads} KV heads"
+                f"config.json: {arch.num_heads} attention heads do not divide evenly among "
+                f"{arch.num_kv_heads} KV heads"
             )
         self.qkv_proj = QKVParallelLinear(
-            context,
-            prefix,
-            config.hidden_size,
-            head_size,
-            config.num_heads,
-            config.num_kv_heads,
-            bias=options.qkv_bias,
+            context, prefix, hidden, head_size, arch.num_heads, arch.num_kv_heads, bias=arch.qkv_bias
         )
         self.o_proj = RowParallelLinear(
-            context, f"{prefix}.o_proj", config.num_heads * head_size, config.hidden_size, bias=options.output_bias
+            context, f"{prefix}.o_proj", arch.num_heads * head_size, hidden, bias=arch.output_bias
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if options.qk_norm:
-            epsilon = float(config.hf_config["rms_norm_eps"])
-            self.q_norm = RMSNorm(context, f"{prefix}.q_norm", head_size, epsilon)
-            self.k_norm = RMSNorm(context, f"{prefix}.k_norm", head_size, epsilon)
+        if arch.qk_norm:
+            self.q_norm = _norm(arch, context, f"{prefix}.q_norm", head_size)
+            self.k_norm = _norm(arch, context, f"{prefix}.k_norm", head_size)
         self._head_size = head_size
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_size=head_size,
             scale=head_size**-0.5,
-            sliding_window=options.sliding_window,
+            sliding_window=sliding_window,
         )
         self.attention = Attention(spec, cache_index, context.dtype)
 
@@ -147,16 +116,15 @@ class RotaryAttention(Layer):
 class DecoderLayer(Layer):
     """Norm, attention, norm, MLP; the residual is added inside the norms."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, index: int, options: LayerOptions) -> None:
-        prefix = f"model.layers.{index}"
-        cache_index = context.parallel.layers(config.num_layers).index(index)
-        epsilon = float(config.hf_config["rms_norm_eps"])
-        self.input_layernorm = RMSNorm(context, f"{prefix}.input_layernorm", config.hidden_size, epsilon)
-        self.self_attn = RotaryAttention(config, context, f"{prefix}.self_attn", cache_index, options)
-        self.post_attention_layernorm = RMSNorm(
-            context, f"{prefix}.post_attention_layernorm", config.hidden_size, epsilon
-        )
-        self.mlp = GatedMLP(config, context, f"{prefix}.mlp", bias=options.mlp_bias)
+    def __init__(self, arch: ArchConfig, context: BuildContext, index: int) -> None:
+        prefix, plan = f"model.layers.{index}", arch.layers[index]
+        if plan.attention not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise ModelLoadError(f"config.json: layer_types has {plan.attention!r}, which is not supported")
+        cache_index = context.parallel.layers(len(arch.layers)).index(index)
+        self.input_layernorm = _norm(arch, context, f"{prefix}.input_layernorm", arch.hidden_size)
+        self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan.sliding_window)
+        self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", arch.hidden_size)
+        self.mlp = GatedMLP(arch, context, f"{prefix}.mlp")
 
     def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """One layer.
@@ -301,30 +269,23 @@ class DecoderForCausalLM(CausalLM):
     supports_pp = True
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
-        hf_config, parallel = config.hf_config, context.parallel
-        hidden, vocab = config.hidden_size, config.vocab_size
+        arch, parallel = config.arch, context.parallel
+        hidden = arch.hidden_size
         self.embed_tokens: VocabParallelEmbedding | None = None
         if parallel.is_first_stage:
-            self.embed_tokens = VocabParallelEmbedding(context, _EMBEDDING, vocab, hidden)
-        self.rotary = make_rotary_embedding(hf_config, config.head_size, config.max_model_len, context.device)
-        self.decoder_layers = [
-            DecoderLayer(config, context, index, self.layer_options(hf_config, index))
-            for index in parallel.layers(config.num_layers)
-        ]
+            self.embed_tokens = VocabParallelEmbedding(context, _EMBEDDING, arch.vocab_size, hidden)
+        rope = required(arch.rope, "rope_parameters")
+        self.rotary = make_rotary_embedding(rope, config.max_model_len, context.device)
+        self.decoder_layers = [DecoderLayer(arch, context, index) for index in parallel.layers(len(arch.layers))]
         self.norm: RMSNorm | None = None
         if parallel.is_last_stage:
-            self.norm = RMSNorm(context, "model.norm", hidden, float(hf_config["rms_norm_eps"]))
-        tied_to = _EMBEDDING if hf_config.get("tie_word_embeddings", False) else None
+            self.norm = _norm(arch, context, "model.norm", hidden)
+        tied_to = _EMBEDDING if arch.tie_word_embeddings else None
         self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied_to=tied_to, width=hidden)
         self._leave_to_other_stages(
             config, context, r"model\.layers\.", r"model\.embed_tokens\.weight", r"model\.norm\.weight"
         )
         self.attention_layers = [layer.self_attn.attention for layer in self.decoder_layers]
-
-    @classmethod
-    @abc.abstractmethod
-    def layer_options(cls, hf_config: Mapping[str, Any], index: int) -> LayerOptions:
-        """What the family's layer number `index` is like, from config.json."""
 
     @staticmethod
     def checkpoint_name(name: str) -> str:

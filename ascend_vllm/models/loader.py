@@ -26,7 +26,7 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.checkpoint import WeightFile, open_checkpoint
 from ascend_vllm.models.np_cache import open_np_cache
-from ascend_vllm.models.pooler import Pooler, output_width
+from ascend_vllm.models.pooler import Pooler
 from ascend_vllm.models.registry import resolve_model_class
 
 logger = init_logger(__name__)
@@ -49,7 +49,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         ConfigError: the architecture cannot be cut into stages.
     """
     start = time.monotonic()
-    if model_config.hf_config.get("quantization_config"):
+    if model_config.arch.quantization_config:
         raise ModelLoadError(f"{model_config.model}: config.json has a quantization_config, which is not supported")
     model_class = resolve_model_class(model_config.architecture)
     files = _open_files(model_config.model, load_config)
@@ -84,7 +84,7 @@ def _build(model_class: type[CausalLM], model_config: ModelConfig, context: Buil
     try:
         model = model_class(model_config, context)
         if model_config.pooler is not None and context.parallel.is_last_stage:
-            model.pooler = Pooler(model_config.pooler, context, output_width(model_config))
+            model.pooler = Pooler(model_config.pooler, context, model_config.arch.embedding_size)
         return model
     except KeyError as error:
         raise ModelLoadError(f"{model_config.model}: config.json lacks {error}") from error

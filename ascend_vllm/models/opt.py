@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache
+from ascend_vllm.config.arch import ArchConfig, required
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
@@ -41,31 +42,29 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class OPTDecoderLayer(Layer):
     """Attention and MLP, each with a LayerNorm before (most sizes) or after it (350m)."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, index: int) -> None:
-        hf_config, hidden = config.hf_config, config.hidden_size
-        prefix = f"model.decoder.layers.{index}"
-        cache_index = context.parallel.layers(config.num_layers).index(index)
-        bias = bool(hf_config.get("enable_bias", True))
-        affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
-        activation = str(hf_config.get("activation_function", "relu"))
-        if activation not in _ACTIVATIONS:
+    def __init__(self, arch: ArchConfig, context: BuildContext, index: int) -> None:
+        prefix, affine = f"model.decoder.layers.{index}", arch.norm_affine
+        cache_index = context.parallel.layers(len(arch.layers)).index(index)
+        if arch.activation not in _ACTIVATIONS:
             raise ModelLoadError(
-                f"config.json: activation_function {activation!r} is not supported; "
+                f"config.json: activation_function {arch.activation!r} is not supported; "
                 f"supported are {', '.join(sorted(_ACTIVATIONS))}"
             )
-        self._activation = _ACTIVATIONS[activation]
-        self._norm_first = bool(hf_config.get("do_layer_norm_before", True))
-        intermediate = int(hf_config["ffn_dim"])
-        head_size = hidden // config.num_heads
+        self._activation = _ACTIVATIONS[arch.activation]
+        self._norm_first = arch.layers[index].norm_first
+        hidden, head_size = arch.hidden_size, arch.head_size
+        intermediate = required(arch.intermediate_size, "ffn_dim")
         self.self_attn_layer_norm = LayerNorm(context, f"{prefix}.self_attn_layer_norm", hidden, affine=affine)
         self.qkv_proj = QKVParallelLinear(
-            context, f"{prefix}.self_attn", hidden, head_size, config.num_heads, config.num_heads, bias=bias
+            context, f"{prefix}.self_attn", hidden, head_size, arch.num_heads, arch.num_kv_heads, bias=arch.qkv_bias
         )
         spec = AttentionSpec(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_size, head_size**-0.5)
         self.attention = Attention(spec, cache_index, context.dtype)
-        self.out_proj = RowParallelLinear(context, f"{prefix}.self_attn.out_proj", hidden, hidden, bias=bias)
-        self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=bias)
-        self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=bias)
+        self.out_proj = RowParallelLinear(
+            context, f"{prefix}.self_attn.out_proj", hidden, hidden, bias=arch.output_bias
+        )
+        self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=arch.mlp_bias)
+        self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=arch.mlp_bias)
         self.final_layer_norm = LayerNorm(context, f"{prefix}.final_layer_norm", hidden, affine=affine)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -88,19 +87,19 @@ class OPTDecoderLayer(Layer):
 class OPTEmbeddings(Layer):
     """Tokens and their positions, at the width of the layers."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, embed_width: int) -> None:
-        num_positions = int(config.hf_config["max_position_embeddings"])
-        self.tokens = VocabParallelEmbedding(context, _EMBEDDING, config.vocab_size, embed_width)
+    def __init__(self, arch: ArchConfig, context: BuildContext, num_positions: int) -> None:
+        hidden, embed_width = arch.hidden_size, arch.embedding_size
+        self.tokens = VocabParallelEmbedding(context, _EMBEDDING, arch.vocab_size, embed_width)
         self.positions = Embedding(
             context,
             "model.decoder.embed_positions",
             num_positions + _POSITION_OFFSET,
-            config.hidden_size,
+            hidden,
             offset=_POSITION_OFFSET,
         )
         self.project_in: ReplicatedLinear | None = None
-        if embed_width != config.hidden_size:
-            self.project_in = ReplicatedLinear(context, "model.decoder.project_in", embed_width, config.hidden_size)
+        if embed_width != hidden:
+            self.project_in = ReplicatedLinear(context, "model.decoder.project_in", embed_width, hidden)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H]."""
@@ -119,31 +118,26 @@ class OPTForCausalLM(CausalLM):
     ignored_weights = (*CausalLM.ignored_weights, r".*decoder\.version")
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
-        hf_config, hidden, parallel = config.hf_config, config.hidden_size, context.parallel
-        embed_width = int(hf_config.get("word_embed_proj_dim") or hidden)
-        num_positions = int(hf_config["max_position_embeddings"])
+        arch, parallel = config.arch, context.parallel
+        hidden, embed_width = arch.hidden_size, arch.embedding_size
+        num_positions = required(arch.num_learned_positions, "max_position_embeddings")
         if config.max_model_len > num_positions:
             raise ModelLoadError(
                 f"max_model_len {config.max_model_len} exceeds the {num_positions} learned positions of the model"
             )
         self.embeddings: OPTEmbeddings | None = None
         if parallel.is_first_stage:
-            self.embeddings = OPTEmbeddings(config, context, embed_width)
+            self.embeddings = OPTEmbeddings(arch, context, num_positions)
         self.project_out: ReplicatedLinear | None = None
         if parallel.is_last_stage and embed_width != hidden:
             self.project_out = ReplicatedLinear(context, "model.decoder.project_out", hidden, embed_width)
-        self.decoder_layers = [
-            OPTDecoderLayer(config, context, index) for index in parallel.layers(config.num_layers)
-        ]
+        self.decoder_layers = [OPTDecoderLayer(arch, context, index) for index in parallel.layers(len(arch.layers))]
         self.final_layer_norm: LayerNorm | None = None
-        # the second name marks checkpoints from before the final norm was part of the conversion
-        has_norm = hf_config.get("do_layer_norm_before", True) and not hf_config.get(
-            "_remove_final_layer_norm", False
-        )
-        if parallel.is_last_stage and has_norm:
-            affine = bool(hf_config.get("layer_norm_elementwise_affine", True))
-            self.final_layer_norm = LayerNorm(context, "model.decoder.final_layer_norm", hidden, affine=affine)
-        tied_to = _EMBEDDING if hf_config.get("tie_word_embeddings", True) else None
+        if parallel.is_last_stage and arch.has_final_norm:
+            self.final_layer_norm = LayerNorm(
+                context, "model.decoder.final_layer_norm", hidden, affine=arch.norm_affine
+            )
+        tied_to = _EMBEDDING if arch.tie_word_embeddings else None
         table = None if self.embeddings is None else self.embeddings.tokens
         self.lm_head = self._make_lm_head(config, context, table, tied_to=tied_to, width=embed_width)
         decoder = r"model\.decoder\."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ascend_vllm.config.model import ModelConfig, PoolerConfig
+from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 
@@ -73,8 +73,3 @@ class Pooler(Layer):
         if self.config.activation == "softmax":
             return torch.softmax(scores, dim=-1)
         return torch.sigmoid(scores) if self.config.activation == "sigmoid" else scores
-
-
-def output_width(config: ModelConfig) -> int:
-    """Columns of what `CausalLM.output_states` returns; OPT's may be narrower than its layers."""
-    return int(config.hf_config.get("word_embed_proj_dim") or config.hidden_size)

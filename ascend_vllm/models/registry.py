@@ -4,15 +4,14 @@ Other packages add architectures with entry points of the group `ascend_vllm.mod
 
     [project.entry-points."ascend_vllm.models"]
     MyForCausalLM = "my_package.model:MyForCausalLM"
+
+How config.json of an architecture is read is another table, which torch need not be loaded for: see config/arch.py.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-
-from ascend_vllm import envs
-from ascend_vllm.config.model import decoder_architecture
+from ascend_vllm import plugins
+from ascend_vllm.config.arch import READERS, ArchReader, decoder_architecture
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.models.blocks import CausalLM
 
@@ -44,12 +43,15 @@ class ModelRegistry:
         return supported_architectures()
 
     @staticmethod
-    def register_model(model_arch: str, model_cls: type[CausalLM] | str) -> None:
+    def register_model(
+        model_arch: str, model_cls: type[CausalLM] | str, arch_reader: ArchReader | None = None
+    ) -> None:
         """Adds an architecture, or takes the place of one.
 
         Args:
             model_arch: as config.json names it.
             model_cls: its class, or "module:Class", which is imported when it is asked for.
+            arch_reader: reads its config.json; None: see `ArchConfig.from_hf`.
 
         Raises:
             ValueError: the text is no "module:Class".
@@ -61,17 +63,13 @@ class ModelRegistry:
         elif not (isinstance(model_cls, type) and issubclass(model_cls, CausalLM)):
             raise TypeError(f"{model_cls!r} is no {CausalLM.__name__}")
         MODELS[model_arch] = model_cls
-
-
-def _plugins() -> dict[str, str]:
-    allowed = envs.plugins()
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return {entry.name: entry.value for entry in found if allowed is None or entry.name in allowed}
+        if arch_reader is not None:
+            READERS[model_arch] = arch_reader
 
 
 def supported_architectures() -> list[str]:
     """Names of all architectures, sorted."""
-    return sorted(MODELS.keys() | _plugins().keys())
+    return sorted(MODELS.keys() | plugins.entry_points(ENTRY_POINT_GROUP).keys())
 
 
 def resolve_model_class(architecture: str) -> type[CausalLM]:
@@ -82,12 +80,12 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
     Raises:
         ModelLoadError: no such architecture (the message lists all), or its class cannot be imported.
     """
-    # installed packages are searched only for what the table lacks: that takes tens of milliseconds
+    # installed packages are searched only for what the table lacks
     decoder = decoder_architecture(architecture)
     target = MODELS.get(architecture) or MODELS.get(decoder)
     if target is None:
-        plugins = _plugins()
-        target = plugins.get(architecture) or plugins.get(decoder)
+        found = plugins.entry_points(ENTRY_POINT_GROUP)
+        target = found.get(architecture) or found.get(decoder)
     if target is None:
         raise ModelLoadError(
             f"architecture {architecture!r} of config.json is not supported; "
@@ -95,9 +93,8 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
         )
     if not isinstance(target, str):
         return target
-    module_name, _, class_name = target.partition(":")
     try:
-        model_class = getattr(importlib.import_module(module_name), class_name)
+        model_class = plugins.import_object(target)
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"architecture {architecture!r}: cannot import {target}: {error}") from error
     if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):

@@ -36,7 +36,7 @@ def fingerprint(config: EngineConfig, backend: AttentionBackend, versions: Mappi
     files = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
     return {
         "model": model.model,
-        "config.json": _digest(model.hf_config),
+        "config.json": _digest(model.arch),
         "weight files": _digest([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]),
         "--dtype": model.dtype,
         "--max-model-len": str(model.max_model_len),

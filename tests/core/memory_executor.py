@@ -41,6 +41,7 @@ from ascend_vllm.types.step import (
     StepOutput,
 )
 from tests.core.first_stage import FirstStage
+from tests.plain_arch import make_arch
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -387,7 +388,7 @@ def make_config(
             ("hash",),
             "hash",
             "Hash",
-            {},
+            make_arch(),
             {},
             "float32",
             max_model_len,

@@ -50,6 +50,7 @@ from tests.core.memory_executor import (
     run,
     step,
 )
+from tests.plain_arch import make_arch
 from tests.server import wait_until
 
 # settings of the core, and of its cache: what goes on around the requests
@@ -483,7 +484,7 @@ def test_too_many_grammars_at_a_time(monkeypatch: pytest.MonkeyPatch, held: _Hel
 def test_without_a_tokenizer_there_are_no_constraints() -> None:
     config = make_config()
     model = structured_output.ModelConfig(
-        "hash", ("hash",), "hash", "Hash", {}, {}, "float32", 64, skip_tokenizer_init=True
+        "hash", ("hash",), "hash", "Hash", make_arch(), {}, "float32", 64, skip_tokenizer_init=True
     )
     core, _ = make_core(manager=StructuredOutputManager(StructuredOutputsConfig(), model))
     core.add_request(constrained("a", {"regex": "b"}))

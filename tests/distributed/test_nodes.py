@@ -29,6 +29,7 @@ from ascend_vllm.executor.nodes.agent import NodeAgent
 from ascend_vllm.executor.nodes.handshake import SessionKeys, introduce
 from ascend_vllm.executor.nodes.link import Hello, MessageKind, NodeLink
 from ascend_vllm.platforms.facts import NpuProbe
+from tests.plain_arch import make_arch
 from tests.server import free_port, wait_until
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
@@ -294,10 +295,9 @@ def test_each_machine_needs_its_share_of_npus(monkeypatch: pytest.MonkeyPatch) -
     args = EngineArgs(model="", tensor_parallel_size=8, nnodes=2, node_rank=1)
     text = r"--nnodes 2 with --tensor-parallel-size 8: 4 NPUs are needed and this container has 3\."
     with pytest.raises(ConfigError, match=text):
-        parallel.parallel_config(args, {}, "npu")
+        parallel.parallel_config(args, make_arch(), "npu")
     args = dataclasses.replace(args, tensor_parallel_size=3, pipeline_parallel_size=2)
-    hf_config = {"num_hidden_layers": 2}
-    assert parallel.parallel_config(args, hf_config, "npu").local_world_size == 3
+    assert parallel.parallel_config(args, make_arch(num_kv_heads=3), "npu").local_world_size == 3
 
 
 def test_engines_are_on_node_zero(model: str) -> None:

@@ -16,26 +16,26 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs
+from tests.plain_arch import make_arch
 
 
 def make_config(
     *,
     max_model_len: int = 64,
-    vocab_size: int = 600,
     generation_config: dict[str, Any] | None = None,
     max_num_queued_reqs: int | None = None,
     policy: str = "fcfs",
     log_stats: bool = True,
-    **hf_config: Any,
+    **arch: Any,
 ) -> EngineConfig:
-    """A configuration of a model that does not exist."""
+    """A configuration of a model that does not exist; further settings are ArchConfig's."""
     return EngineConfig(
         model=ModelConfig(
             model="/absent",
             served_model_names=("tiny", "tiny2"),
             tokenizer="/absent",
             architecture="Qwen2ForCausalLM",
-            hf_config={"vocab_size": vocab_size, **hf_config},
+            arch=make_arch(**arch),
             generation_config=generation_config or {},
             dtype="float32",
             max_model_len=max_model_len,

@@ -13,19 +13,22 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 import transformers
 
 from ascend_vllm.args import limits
 from ascend_vllm.args.checks import check_block_size
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.hf_files import read_hf_config
+from ascend_vllm.config.arch import LayerPlan
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
-from ascend_vllm.models.blocks import DecoderForCausalLM
-from ascend_vllm.models.registry import resolve_model_class
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.models.loader import load_model
 from ascend_vllm.platforms.facts import CPU, NPU
+from tests.plain_arch import make_arch
 from tests.tiny_models import TINY_MODELS, tiny_model
 
 QWEN2 = {
@@ -242,20 +245,23 @@ def test_families_are_read_as_transformers_reads_them(
     if model_type == "mistral" and variant.get("num_key_value_heads", 1) is None:
         del variant["num_key_value_heads"]  # transformers refuses null for this family
     if model_type == "opt":
-        variant = {name: value for name, value in variant.items() if not name.startswith("rope")}
+        # it has neither of them
+        absent = ("rope", "num_key_value_heads", "head_dim")
+        variant = {name: value for name, value in variant.items() if not name.startswith(absent)}
     raw = {"architectures": ["X"], "model_type": model_type} | variant
     ours = config_of(make_model(raw), hf_overrides={}).model
+    filled = read_hf_config(ours.model)
     theirs = transformers.AutoConfig.from_pretrained(ours.model)
     assert isinstance(theirs, HF_CLASSES[model_type])
     for name, value in theirs.to_dict().items():
-        if name in ours.hf_config and name not in (*DERIVED, "rope_parameters"):
-            assert ours.hf_config[name] == value, name
+        if name in filled and name not in (*DERIVED, "rope_parameters"):
+            assert filled[name] == value, name
     if model_type != "opt":
         # transformers keeps the older name of the type beside the newer one
         rope = {name: value for name, value in theirs.rope_parameters.items() if name != "type"}
-        assert ours.hf_config["rope_parameters"] == rope
+        assert filled["rope_parameters"] == rope
         assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert limits.sliding_window(ours.hf_config) == getattr(theirs, "sliding_window", None)
+    assert ours.arch.sliding_window == getattr(theirs, "sliding_window", None)
     head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_size == head_size
 
@@ -289,7 +295,7 @@ def test_unknown_family_goes_through_transformers(make_model: MakeModel) -> None
     raw = QWEN2 | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
     config = config_of(make_model(raw))
     assert config.model.architecture == "Olmo2ForCausalLM"
-    assert config.model.hf_config["rms_norm_eps"] == pytest.approx(1e-5)
+    assert config.model.arch.norm_eps == pytest.approx(1e-5)
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 
@@ -328,8 +334,8 @@ def test_code_of_the_model_needs_trust(make_model: MakeModel) -> None:
     (pathlib.Path(directory) / "configuration_own.py").write_text(code)
     make_model(raw | {"twice": 21})
     trusted = config_of(directory, trust_remote_code=True)
-    assert trusted.model.hf_config["doubled"] == 42
     assert trusted.model.trust_remote_code
+    assert read_hf_config(directory, trust_remote_code=True)["doubled"] == 42
 
 
 def test_missing_files(tmp_path: pathlib.Path) -> None:
@@ -384,22 +390,28 @@ def test_revisions_need_the_hub(make_model: MakeModel) -> None:
 
 def test_rope_flags(make_model: MakeModel) -> None:
     directory = make_model(QWEN2 | {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 8.0}})
-    kept = config_of(directory)
-    assert kept.model.hf_config["rope_parameters"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
-    changed = config_of(directory, rope_scaling={"rope_type": "dynamic", "factor": 2.0}).model
-    assert changed.hf_config["rope_parameters"] == {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
-    assert changed.max_model_len == 8192
-    theta = config_of(directory, rope_theta=5.0).model
-    assert theta.hf_config["rope_parameters"]["rope_theta"] == 5.0
-    assert theta.hf_config["rope_parameters"]["factor"] == 8.0
+
+    def rope(**flags: Any) -> dict[str, Any]:
+        found = config_of(directory, **flags).model.arch.rope
+        assert found is not None
+        assert (found.rope_type, found.theta) == (found.parameters["rope_type"], found.parameters["rope_theta"])
+        return found.parameters
+
+    assert rope() == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    assert rope(rope_scaling=scaling) == {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}
+    assert config_of(directory, rope_scaling=scaling).model.max_model_len == 8192
+    assert rope(rope_theta=5.0) == {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0}
 
 
 def test_hf_overrides(make_model: MakeModel) -> None:
     overrides = {"max_position_embeddings": 512, "rope_theta": 3.0, "nested": {"a": 1}}
-    config = config_of(make_model(QWEN2 | {"nested": {"a": 0, "b": 2}}), hf_overrides=overrides)
-    assert config.model.max_model_len == 512
-    assert config.model.hf_config["rope_parameters"]["rope_theta"] == 3.0
-    assert config.model.hf_config["nested"] == {"a": 1, "b": 2}
+    directory = make_model(QWEN2 | {"nested": {"a": 0, "b": 2}})
+    model = config_of(directory, hf_overrides=overrides).model
+    assert model.max_model_len == 512
+    assert model.arch.rope is not None
+    assert model.arch.rope.theta == 3.0
+    assert read_hf_config(directory, overrides=overrides)["nested"] == {"a": 1, "b": 2}
 
 
 def test_generation_config(make_model: MakeModel, tmp_path: pathlib.Path) -> None:
@@ -443,8 +455,6 @@ def test_dtype(stored: str | None, requested: str, dtype: str, make_model: MakeM
 
 
 def test_dtype_of_python_callers(make_model: MakeModel) -> None:
-    import torch
-
     assert config_of(make_model(), dtype=torch.float32).model.dtype == "float32"
 
 
@@ -454,7 +464,7 @@ def test_wrong_dtype(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match="dtype 'float8_e4m3fn' is not supported; choose one with --dtype"):
         config_of(make_model(QWEN2 | {"torch_dtype": "float8_e4m3fn"}))
     with pytest.raises(ConfigError, match="--dtype float32 does not run on npu; possible are bfloat16, float16"):
-        limits.resolve_dtype("float32", QWEN2, NPU)
+        limits.resolve_dtype("float32", "bfloat16", NPU)
 
 
 # ---- lengths and budgets -------------------------------------------------------------------------------------
@@ -507,8 +517,8 @@ def test_too_long_max_model_len(make_model: MakeModel, monkeypatch: pytest.Monke
 
 
 def test_model_without_a_stated_length() -> None:
-    assert limits.resolve_max_model_len(None, {}) == 2048
-    assert limits.resolve_max_model_len(9999, {}) == 9999
+    assert limits.resolve_max_model_len(None, make_arch()) == 2048
+    assert limits.resolve_max_model_len(9999, make_arch()) == 9999
 
 
 def test_max_model_len_auto_fits_the_cache(make_model: MakeModel) -> None:
@@ -565,10 +575,10 @@ def test_very_long_contexts_are_chunked(make_model: MakeModel) -> None:
 
 def test_disable_sliding_window(make_model: MakeModel) -> None:
     directory = make_model(MISTRAL)
-    assert config_of(directory).model.hf_config["sliding_window"] == 1024
+    assert config_of(directory).model.arch.common_window == 1024
     capped = config_of(directory, disable_sliding_window=True).model
     assert capped.max_model_len == 1024
-    assert capped.hf_config["sliding_window"] is None
+    assert (capped.arch.sliding_window, capped.arch.common_window) == (None, None)
     with pytest.raises(ConfigError, match=r"derived max_model_len \(sliding_window=1024"):
         config_of(directory, disable_sliding_window=True, max_model_len=2000)
     qwen = make_model(
@@ -580,21 +590,16 @@ def test_disable_sliding_window(make_model: MakeModel) -> None:
         }
     )
     changed = config_of(qwen, disable_sliding_window=True).model
-    assert changed.hf_config["use_sliding_window"] is False
-    assert changed.hf_config["layer_types"] == ["full_attention"] * 2
+    assert changed.arch.layers == (LayerPlan(),) * 2
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_windows_are_those_of_the_layers(name: str) -> None:
-    """The configuration and the models read config.json alike."""
-    config = config_of(tiny_model(name))
-    hf_config = config.model.hf_config
-    model_class = resolve_model_class(config.model.architecture)
-    assert issubclass(model_class, DecoderForCausalLM) or config.model.architecture == "OPTForCausalLM"
-    windows: list[int | None] = [None] * config.model.num_layers
-    if issubclass(model_class, DecoderForCausalLM):
-        windows = [model_class.layer_options(hf_config, i).sliding_window for i in range(config.model.num_layers)]
-    assert list(limits.window_of_layers(hf_config)) == windows
+    """The cache frees blocks by the window that the model's attention has."""
+    config = config_of(tiny_model(name), load_format="dummy", dtype="float32")
+    model = load_model(config.model, config.load, BuildContext(torch.float32, torch.device("cpu")))
+    windows = [spec.sliding_window for spec in model.attention_specs]
+    assert len(windows) == config.model.num_layers
     assert config.cache.sliding_window == (windows[0] if len(set(windows)) == 1 else None)
 
 

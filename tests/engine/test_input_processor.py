@@ -198,9 +198,9 @@ def test_end_of_sequence_ids(byte_level: Tokenizer) -> None:
 
 
 def test_end_of_sequence_ids_of_config_json(byte_level: Tokenizer) -> None:
-    core = processor(byte_level, eos_token_id=7).process("r", "a", SamplingParams()).core_requests[0]
+    core = processor(byte_level, eos_token_ids=(7,)).process("r", "a", SamplingParams()).core_requests[0]
     assert (core.eos_token_id, core.sampling_params.stop_token_ids) == (byte_level.eos_token_id, [7])
-    no_tokenizer = processor(None, eos_token_id=[7, 8])
+    no_tokenizer = processor(None, eos_token_ids=(7, 8))
     core = no_tokenizer.process("r", {"prompt_token_ids": [1]}, SamplingParams(detokenize=False)).core_requests[0]
     assert (core.eos_token_id, core.sampling_params.stop_token_ids) == (7, [8])
 

@@ -269,6 +269,7 @@ def test_the_order_of_arguments_is_0_6_3s() -> None:
 
 
 def test_registering_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascend_vllm.config.arch import ArchConfig, read_decoder
     from ascend_vllm.models import registry
     from ascend_vllm.models.qwen2 import Qwen2ForCausalLM
 
@@ -277,6 +278,12 @@ def test_registering_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ModelRegistry.register_model("MyForCausalLM", given)
         assert "MyForCausalLM" in ModelRegistry.get_supported_archs()
         assert registry.resolve_model_class("MyForCausalLM") is Qwen2ForCausalLM
+    ModelRegistry.register_model("MyForCausalLM", Qwen2ForCausalLM, lambda hf: read_decoder(hf, qkv_bias=True))
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    hf_config = {"architectures": ["MyForCausalLM"]} | dict.fromkeys(sizes, 2)
+    assert ArchConfig.from_hf(hf_config).qkv_bias
+    del registry.READERS["MyForCausalLM"]
+    assert not ArchConfig.from_hf(hf_config).qkv_bias
     with pytest.raises(ValueError, match="Expected a string in the format `<module>:<class>`"):
         ModelRegistry.register_model("MyForCausalLM", "somewhere")
     with pytest.raises(TypeError, match="is no CausalLM"):

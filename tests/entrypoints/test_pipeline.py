@@ -561,8 +561,9 @@ def test_turbomind_settings_reach_the_engine() -> None:
         config = pipe.llm_engine.config
         assert (config.scheduler.max_model_len, config.scheduler.max_num_seqs) == (160, 3)
         assert pipe.session_len == 160
-        rope = config.model.hf_config["rope_parameters"]
-        assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("dynamic", 2.0, 10000.0)
+        rope = config.model.arch.rope
+        assert rope is not None
+        assert (rope.rope_type, rope.number("factor"), rope.theta) == ("dynamic", 2.0, 10000.0)
         # half of the machine's memory is more than three sequences of ten blocks can fill
         assert pipe.llm_engine.call_utility("audit")["num_blocks"] == 30
 

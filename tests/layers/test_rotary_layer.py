@@ -11,8 +11,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.config.arch import read_rope
 from ascend_vllm.errors import ModelLoadError
-from ascend_vllm.layers.rotary import DynamicNTKRotaryEmbedding, RotaryConfig, RotaryEmbedding, make_rotary_embedding
+from ascend_vllm.layers.rotary import DynamicNTKRotaryEmbedding, RotaryEmbedding, make_rotary_embedding
 
 HEAD_SIZE = 64
 CPU = torch.device("cpu")
@@ -44,8 +45,12 @@ def _hf_config(parameters: dict[str, Any]) -> transformers.LlamaConfig:
     )
 
 
+def _rotary(hf_config: dict[str, Any], max_model_len: int) -> RotaryEmbedding:
+    return make_rotary_embedding(read_rope(hf_config, HEAD_SIZE), max_model_len, CPU)
+
+
 def _table(hf_config: dict[str, Any], max_model_len: int = 600) -> torch.Tensor:
-    return make_rotary_embedding(hf_config, HEAD_SIZE, max_model_len, CPU).cos_sin
+    return _rotary(hf_config, max_model_len).cos_sin
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -73,7 +78,7 @@ def test_both_spellings_mean_the_same() -> None:
 
 
 def test_partial_rotation_narrows_the_table() -> None:
-    rotary = make_rotary_embedding({"max_position_embeddings": 64, "partial_rotary_factor": 0.5}, HEAD_SIZE, 64, CPU)
+    rotary = _rotary({"max_position_embeddings": 64, "partial_rotary_factor": 0.5}, 64)
     assert rotary.cos_sin.shape == (64, HEAD_SIZE // 2)
     query, key = torch.randn(3, 2 * HEAD_SIZE), torch.randn(3, HEAD_SIZE)
     before = query.clone()
@@ -106,7 +111,7 @@ def _batch(seq_lens: list[int], query_lens: list[int] | None = None) -> ForwardB
 def test_dynamic_ntk_gives_each_row_the_base_of_its_length() -> None:
     config = _hf_config({"rope_type": "dynamic", "factor": 3.0})
     config.max_position_embeddings = 100
-    rotary = make_rotary_embedding(config.to_dict(), HEAD_SIZE, 400, CPU)
+    rotary = _rotary(config.to_dict(), 400)
     assert isinstance(rotary, DynamicNTKRotaryEmbedding)
     seq_lens, query_lens = [350, 90, 120, 101], [350, 1, 1, 20]
     batch = _batch(seq_lens, query_lens)
@@ -120,11 +125,11 @@ def test_dynamic_ntk_gives_each_row_the_base_of_its_length() -> None:
 
 def test_dynamic_ntk_served_inside_the_trained_length_is_plain() -> None:
     hf_config = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
-    rotary = make_rotary_embedding(hf_config, HEAD_SIZE, 128, CPU)
+    rotary = _rotary(hf_config, 128)
     assert type(rotary) is RotaryEmbedding
     assert torch.equal(rotary.cos_sin, _table({"max_position_embeddings": 128}, 128))
 
 
 def test_odd_width_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="even"):
-        RotaryConfig.from_hf_config({"max_position_embeddings": 64, "partial_rotary_factor": 0.52}, 64)
+        _rotary({"max_position_embeddings": 64, "partial_rotary_factor": 0.52}, 64)

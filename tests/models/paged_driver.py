@@ -12,6 +12,7 @@ import transformers
 
 from ascend_vllm.attention.backend import ForwardBatch, LayerCache
 from ascend_vllm.attention.cpu import CpuAttention
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.blocks import CausalLM
@@ -31,7 +32,7 @@ def make_model_config(
         served_model_names=("tiny",),
         tokenizer=str(directory),
         architecture=hf_config["architectures"][0],
-        hf_config=hf_config,
+        arch=ArchConfig.from_hf(hf_config),
         generation_config={},
         dtype=dtype,
         max_model_len=max_model_len,

@@ -9,6 +9,7 @@ import shutil
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -313,9 +314,10 @@ def test_unsupported_config(checkpoint: pathlib.Path, overrides: dict[str, Any],
 
 def test_config_that_lacks_a_field(checkpoint: pathlib.Path) -> None:
     config = make_model_config(checkpoint)
-    del config.hf_config["intermediate_size"]
-    with pytest.raises(ModelLoadError, match=r"config\.json lacks 'intermediate_size'"):
-        load(config)
+    for field, name in (("intermediate_size", "intermediate_size"), ("norm_eps", "rms_norm_eps")):
+        arch = msgspec.structs.replace(config.arch, **{field: None})
+        with pytest.raises(ModelLoadError, match=rf"config\.json lacks '{name}'"):
+            load(msgspec.structs.replace(config, arch=arch))
 
 
 def test_opt_is_as_long_as_its_positions(tmp_path: pathlib.Path) -> None:

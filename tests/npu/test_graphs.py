@@ -15,6 +15,7 @@ import torch
 
 from ascend_vllm import SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
 from ascend_vllm.config.model import ModelConfig
@@ -252,8 +253,9 @@ class _SmallModel(Qwen2ForCausalLM):
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         small = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
-        small |= {"num_hidden_layers": 1, "vocab_size": 384}
-        super().__init__(msgspec.structs.replace(config, hf_config=config.hf_config | small), context)
+        small |= {"num_hidden_layers": 1, "vocab_size": 384, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+        arch = ArchConfig.from_hf({"architectures": ["Qwen2ForCausalLM"]} | small)
+        super().__init__(msgspec.structs.replace(config, arch=arch), context)
 
 
 @pytest.mark.parametrize(("name", "hf_config"), [("Qwen2-7B", QWEN2_7B), ("Qwen2-57B", QWEN2_57B)])

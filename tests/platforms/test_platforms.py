@@ -151,8 +151,8 @@ def test_facts_are_those_of_the_kind_of_npu(monkeypatch: pytest.MonkeyPatch) -> 
     found = facts.device_facts("npu")
     assert (found.name, found.dtypes) == ("npu", ("float16",))
     with pytest.raises(ConfigError, match=r"bfloat16 does not run on npu \(Ascend310P3\); possible are float16"):
-        resolve_dtype("auto", {"dtype": "bfloat16"}, found)
-    assert resolve_dtype("auto", {"dtype": "float32"}, found) == "float16"
+        resolve_dtype("auto", "bfloat16", found)
+    assert resolve_dtype("auto", "float32", found) == "float16"
     with pytest.raises(ConfigError, match=r"one of 64, 128 on npu \(Ascend310P3\), got 16"):
         check_block_size(16, found)
     for soc in ("Ascend910B4", "Ascend910_9391"):

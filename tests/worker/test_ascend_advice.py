@@ -13,14 +13,15 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.worker import worker as worker_module
 from ascend_vllm.worker.worker import Worker
+from tests.plain_arch import make_arch
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
 
 PFA, IFA, PREFIX = (f"USE_{name}_HIGH_PRECISION_MODE" for name in ("PFA", "IFA", "PREFIX"))
-QWEN2_7B = {"architecture": "Qwen2ForCausalLM", "hf_config": {"hidden_size": 3584, "num_hidden_layers": 28}}
-QWEN2_57B = {"architecture": "Qwen2MoeForCausalLM", "hf_config": {"hidden_size": 3584, "num_hidden_layers": 28}}
-QWEN2_72B = {"architecture": "Qwen2ForCausalLM", "hf_config": {"hidden_size": 8192, "num_hidden_layers": 80}}
-SMALL = {"architecture": "Qwen2ForCausalLM", "hf_config": {"hidden_size": 896, "num_hidden_layers": 24}}
+QWEN2_7B = {"architecture": "Qwen2ForCausalLM", "arch": make_arch(28, hidden_size=3584)}
+QWEN2_57B = {"architecture": "Qwen2MoeForCausalLM", "arch": make_arch(28, hidden_size=3584)}
+QWEN2_72B = {"architecture": "Qwen2ForCausalLM", "arch": make_arch(80, hidden_size=8192)}
+SMALL = {"architecture": "Qwen2ForCausalLM", "arch": make_arch(24, hidden_size=896)}
 LONG = {"max_model_len": 32768}
 CACHED = {"enable_prefix_caching": True}
 

@@ -183,9 +183,8 @@ def test_older_attention_operators_cannot_be_replayed(
 
 
 def test_experts_and_several_steps_exclude_each_other(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = with_model(
-        config, architecture="MixtralForCausalLM", hf_config=config.model.hf_config | {"num_local_experts": 8}
-    )
+    arch = msgspec.structs.replace(config.model.arch, num_experts=8)
+    experts = with_model(config, architecture="MixtralForCausalLM", arch=arch)
     both = msgspec.structs.replace(
         experts, scheduler=msgspec.structs.replace(config.scheduler, num_scheduler_steps=8)
     )

@@ -67,8 +67,8 @@ def with_other_dtype(config: EngineConfig) -> EngineConfig:
 
 
 def with_other_config(config: EngineConfig) -> EngineConfig:
-    changed = config.model.hf_config | {"rope_theta": 500.0}
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, hf_config=changed))
+    arch = msgspec.structs.replace(config.model.arch, norm_eps=0.5)
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, arch=arch))
 
 
 def with_other_weights(config: EngineConfig) -> EngineConfig:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
@@ -28,13 +29,13 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def make_config(directory: str, **options: Any) -> EngineConfig:
     """The configuration of an engine for a checkpoint; `options` go to the section that has them."""
-    hf_config = transformers.AutoConfig.from_pretrained(directory)
+    hf_config = transformers.AutoConfig.from_pretrained(directory).to_dict()
     model: dict[str, Any] = {
         "model": directory,
         "served_model_names": ("tiny",),
         "tokenizer": directory,
-        "architecture": hf_config.architectures[0],
-        "hf_config": hf_config.to_dict(),
+        "architecture": hf_config["architectures"][0],
+        "arch": ArchConfig.from_hf(hf_config),
         "generation_config": {},
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,

@@ -59,13 +59,10 @@ class Vocabulary:
         tokenizer = load_hf_tokenizer(
             model.tokenizer, slow=model.tokenizer_mode == "slow", trust_remote_code=model.trust_remote_code
         )
-        declared = model.generation_config.get("eos_token_id")
-        if declared is None:
-            declared = model.hf_config.get("eos_token_id")
-        if declared is None:
-            declared = tokenizer.eos_token_id
-        ids = declared if isinstance(declared, list | tuple) else [declared]
-        eos_token_ids = [int(id_) for id_ in ids if id_ is not None and 0 <= int(id_) < model.vocab_size]
+        ids = model.eos_token_ids
+        if ids is None:
+            ids = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        eos_token_ids = [id_ for id_ in ids if 0 <= id_ < model.vocab_size]
         return cls.from_tokenizer(tokenizer, model.vocab_size, eos_token_ids)
 
     @classmethod

@@ -1,0 +1,434 @@
+"""What a model is like, read from config.json once; no other module needs to know how its family spells that.
+
+config.json comes here as args/hf_files.py leaves it: the text part, with the names that transformers would fill in,
+with overrides of the command line, and checked by args/hf_checks.py. A family is a function from it to an
+`ArchConfig`, in the tables `READERS` and `_MODEL_TYPE_READERS`. Packages add theirs with entry points of the group
+`ascend_vllm.arch_readers`. Nothing here imports torch: the API-server process reads config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ascend_vllm import plugins
+from ascend_vllm.errors import ModelLoadError
+
+ENTRY_POINT_GROUP = "ascend_vllm.arch_readers"
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+
+T = TypeVar("T")
+
+# ends of names of architectures that share their decoder with XForCausalLM
+_HEADLESS = ("ForSequenceClassification", "Model")
+# kind of MLP → its matrices of hidden_size × intermediate_size
+_MLP_MATRICES = {"gated": 3, "plain": 2}
+_DEFAULT_ROPE_THETA = 10000.0
+# rope types whose max_position_embeddings is the length after scaling
+_SCALED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope"})
+# names under which configs state their longest sequence; the smallest value counts
+_LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+# names for the number of experts
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def decoder_architecture(architecture: str) -> str:
+    """The architecture that generates with the same decoder: Qwen2Model and its like become Qwen2ForCausalLM."""
+    for end in _HEADLESS:
+        if architecture.endswith(end):
+            return f"{architecture.removesuffix(end)}ForCausalLM"
+    return architecture
+
+
+def required(value: T | None, name: str) -> T:
+    """A value that a model cannot do without.
+
+    Args:
+        value: of a field of `ArchConfig`; None: config.json does not state it.
+        name: of the field in config.json.
+
+    Raises:
+        KeyError: the value is None. The loader makes a `ModelLoadError` of it.
+    """
+    if value is None:
+        raise KeyError(name)
+    return value
+
+
+# ---- records -----------------------------------------------------------------------------------------------
+
+
+class RopeConfig(msgspec.Struct, frozen=True):
+    """Rotary position embedding. Types and their numbers are checked where the table is built, in layers/rotary.py.
+
+    Attributes:
+        rope_type: for example "default" or "yarn".
+        theta: base of the frequencies.
+        rotary_dim: elements of a head that are rotated.
+        max_position: longest sequence by config.json, which is the trained one for "dynamic"; None: it states none.
+        parameters: the type's own numbers, by their names in config.json.
+    """
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    max_position: int | None
+    parameters: dict[str, Any]
+
+    def number(self, name: str) -> float:
+        """One of the type's numbers."""
+        return float(self.parameters[name])
+
+
+class StatedLength(msgspec.Struct, frozen=True):
+    """The longest sequence that config.json allows.
+
+    Attributes:
+        name: of the field that states it.
+        num_tokens: what it states, scaled as the rotary positions are.
+        model_max_length: the field of this name, for messages.
+    """
+
+    name: str
+    num_tokens: int
+    model_max_length: int | float | None = None
+
+
+class LayerPlan(msgspec.Struct, frozen=True):
+    """One decoder layer.
+
+    Attributes:
+        attention: "full_attention", "sliding_attention", or another kind that `layer_types` names, which models may
+            refuse.
+        sliding_window: tokens that a token sees, itself included; None: all.
+        mlp: "gated" (three matrices), "plain" (two), or "unknown": what a model of another package has.
+        norm_first: norms come before attention and MLP, not after them.
+    """
+
+    attention: str = FULL_ATTENTION
+    sliding_window: int | None = None
+    mlp: str = "gated"
+    norm_first: bool = True
+
+
+class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The architecture of a model: plain values, which are sent to engine core and workers.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: KV heads; fewer than query heads under grouped-query attention.
+        head_size: width of a head.
+        layers: one plan per decoder layer.
+        embedding_size: width of the embedding and of what heads and poolers read.
+        intermediate_size: width inside MLPs; None: not stated.
+        activation: of MLPs, as config.json names it.
+        norm_eps: of norms; None: not stated, or the family's norms have a fixed one.
+        norm_affine: norms have weights.
+        has_final_norm: there is a norm behind the last layer.
+        qk_norm: queries and keys are RMS-normalised per head before rotation.
+        qkv_bias: query, key and value projections have a bias.
+        output_bias: the output projection of attention has one.
+        mlp_bias: the projections of MLPs have one.
+        tie_word_embeddings: the embedding's weight is the head's, too.
+        rope: rotary positions; None: there are none.
+        num_learned_positions: learned positions; None: there are none.
+        num_experts: experts of an MLP; 0: there are none.
+        sliding_window: what config.json states, whether or not a layer has it; None: no window.
+        max_length: longest sequence; None: config.json states none.
+        dtype: of the checkpoint.
+        eos_token_ids: tokens that end a text; None: config.json names none.
+        quantization_config: the object of this name, as config.json has it.
+        extra: what a reader of another package keeps for its own model; plain values.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    layers: tuple[LayerPlan, ...]
+    embedding_size: int
+    intermediate_size: int | None = None
+    activation: str = "silu"
+    norm_eps: float | None = None
+    norm_affine: bool = True
+    has_final_norm: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    rope: RopeConfig | None = None
+    num_learned_positions: int | None = None
+    num_experts: int = 0
+    sliding_window: int | None = None
+    max_length: StatedLength | None = None
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] | None = None
+    quantization_config: dict[str, Any] | None = None
+    extra: dict[str, Any] = {}
+
+    @classmethod
+    def from_hf(cls, hf_config: Mapping[str, Any]) -> ArchConfig:
+        """Reads config.json as its family spells it.
+
+        The architecture chooses the reader: of this package's table, then of entry points. An architecture that has
+        none is read as its model type is, or else by the names that most families use.
+
+        Args:
+            hf_config: what `args.hf_files.read_hf_config` returns.
+
+        Raises:
+            ModelLoadError: the reader cannot be imported, or misses something.
+        """
+        try:
+            return _reader(hf_config)(hf_config)
+        except KeyError as error:
+            raise ModelLoadError(f"config.json lacks {error}") from error
+
+    @property
+    def common_window(self) -> int | None:
+        """The window if every layer has it, so that KV blocks outside it are never read again; else None."""
+        windows = {plan.sliding_window for plan in self.layers}
+        return windows.pop() if len(windows) == 1 else None
+
+    @property
+    def num_parameters(self) -> int:
+        """How many weights the model has at least; 0 if that is not known."""
+        if any(plan.mlp not in _MLP_MATRICES for plan in self.layers):
+            return 0
+        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        matrix = self.hidden_size * (self.intermediate_size or 0)
+        embeddings = self.vocab_size * self.embedding_size + (self.num_learned_positions or 0) * self.hidden_size
+        return embeddings + sum(attention + _MLP_MATRICES[plan.mlp] * matrix for plan in self.layers)
+
+    def without_sliding_window(self) -> ArchConfig:
+        """The same model with full attention in every layer."""
+        layers = tuple(
+            msgspec.structs.replace(plan, attention=FULL_ATTENTION, sliding_window=None) for plan in self.layers
+        )
+        return msgspec.structs.replace(self, layers=layers, sliding_window=None)
+
+
+# ---- what families share -----------------------------------------------------------------------------------
+
+
+def read_decoder(hf_config: Mapping[str, Any], **differing: Any) -> ArchConfig:
+    """Reads the names that most families use: full attention in every layer, optional biases.
+
+    Fields that only the built-in families have checked may hold anything here: what is no number counts as not
+    stated.
+
+    Args:
+        hf_config: as in `ArchConfig.from_hf`.
+        **differing: fields of `ArchConfig` that the family reads in its own way.
+    """
+    hidden_size, num_heads = int(hf_config["hidden_size"]), int(hf_config["num_attention_heads"])
+    head_size = int(hf_config.get("head_dim") or hidden_size // num_heads)
+    attention_bias = bool(hf_config.get("attention_bias", False))
+    epsilon = hf_config.get("rms_norm_eps")
+    values: dict[str, Any] = {
+        "vocab_size": int(hf_config["vocab_size"]),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": int(hf_config.get("num_key_value_heads") or num_heads),
+        "head_size": head_size,
+        "layers": (LayerPlan(mlp="unknown"),) * int(hf_config["num_hidden_layers"]),
+        "embedding_size": hidden_size,
+        "intermediate_size": _whole(hf_config, "intermediate_size"),
+        "activation": str(hf_config.get("hidden_act", "silu")),
+        "norm_eps": float(epsilon) if isinstance(epsilon, int | float) else None,
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": bool(hf_config.get("mlp_bias", False)),
+        "tie_word_embeddings": bool(hf_config.get("tie_word_embeddings", False)),
+        "rope": read_rope(hf_config, head_size),
+        "num_experts": max(int(hf_config.get(name) or 0) for name in _EXPERT_COUNTS),
+        "sliding_window": stated_window(hf_config),
+        "max_length": _max_length(hf_config),
+        "dtype": str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch."),
+        "eos_token_ids": _token_ids(hf_config.get("eos_token_id")),
+        "quantization_config": hf_config.get("quantization_config"),
+    }
+    return ArchConfig(**values | differing)
+
+
+def read_rope(hf_config: Mapping[str, Any], head_size: int) -> RopeConfig:
+    """Reads config.json's spelling of today (`rope_parameters`) and of before (`rope_theta`, `rope_scaling`).
+
+    `rope_scaling` wins over `rope_parameters`, and a `rope_theta` inside either over the one outside, as transformers
+    reads them.
+    """
+    parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
+    rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or _DEFAULT_ROPE_THETA
+    partial = parameters.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
+    max_position = _whole(hf_config, "max_position_embeddings")
+    if rope_type in ("yarn", "llama3"):
+        outer = hf_config.get("original_max_position_embeddings")
+        parameters.setdefault("original_max_position_embeddings", max_position)
+        if outer is not None:
+            parameters["original_max_position_embeddings"] = outer
+    return RopeConfig(rope_type, float(theta), int(head_size * partial), max_position, parameters)
+
+
+def stated_window(hf_config: Mapping[str, Any]) -> int | None:
+    """The width of the attention window in tokens; None: there is none, or it is switched off."""
+    if not hf_config.get("use_sliding_window", True):
+        return None
+    window = hf_config.get("sliding_window")
+    return int(window) if window else None
+
+
+def layer_plans(hf_config: Mapping[str, Any], kinds: Sequence[str] | None = None) -> tuple[LayerPlan, ...]:
+    """Plans of layers with gated MLPs.
+
+    Args:
+        hf_config: as in `ArchConfig.from_hf`.
+        kinds: the attention of each layer, where there is a window; None: full attention in all.
+    """
+    window = stated_window(hf_config)
+    if kinds is None or window is None:
+        return (LayerPlan(),) * int(hf_config["num_hidden_layers"])
+    return tuple(LayerPlan(kind, window if kind == SLIDING_ATTENTION else None) for kind in kinds)
+
+
+def _whole(hf_config: Mapping[str, Any], name: str) -> int | None:
+    value = hf_config.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _token_ids(declared: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if declared is None:
+        return None
+    return (declared,) if isinstance(declared, int) else tuple(declared)
+
+
+def _max_length(hf_config: Mapping[str, Any]) -> StatedLength | None:
+    stated = {name: hf_config[name] for name in _LENGTH_NAMES if isinstance(hf_config.get(name), int)}
+    if not stated:
+        return None
+    name = min(stated, key=lambda name: stated[name])
+    length: float = stated[name]
+    rope = hf_config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default")
+    if kind == "yarn":
+        length = rope.get("original_max_position_embeddings") or length
+    if kind not in _SCALED_ROPE_TYPES:
+        length *= float(rope.get("factor") or 1.0)
+    return StatedLength(name, int(length), hf_config.get("model_max_length"))
+
+
+# ---- families ----------------------------------------------------------------------------------------------
+
+
+def _read_llama(hf_config: Mapping[str, Any]) -> ArchConfig:
+    # no windows: this family does not heed `sliding_window`
+    return read_decoder(hf_config, layers=layer_plans(hf_config))
+
+
+def _read_mistral(hf_config: Mapping[str, Any]) -> ArchConfig:
+    # the first models have a window in every layer, later ones a `sliding_window` of null
+    layers = layer_plans(hf_config, [SLIDING_ATTENTION] * int(hf_config["num_hidden_layers"]))
+    return read_decoder(hf_config, layers=layers, qkv_bias=False, output_bias=False, mlp_bias=False)
+
+
+def _qwen_plans(hf_config: Mapping[str, Any]) -> tuple[LayerPlan, ...]:
+    """Layers of Qwen models.
+
+    `use_sliding_window` must be set for any window. `layer_types` then says which layers have it; configs from before
+    that field keep full attention in the first `max_window_layers` layers.
+    """
+    num_layers = int(hf_config["num_hidden_layers"])
+    if not hf_config.get("use_sliding_window", False):
+        return layer_plans(hf_config)
+    kinds = hf_config.get("layer_types")
+    if kinds is None:
+        num_full = min(int(hf_config.get("max_window_layers") or 0), num_layers)
+        kinds = [FULL_ATTENTION] * num_full + [SLIDING_ATTENTION] * (num_layers - num_full)
+    return layer_plans(hf_config, kinds[:num_layers])
+
+
+def _read_qwen2(hf_config: Mapping[str, Any]) -> ArchConfig:
+    # biases are not optional in this family
+    return read_decoder(hf_config, layers=_qwen_plans(hf_config), qkv_bias=True, output_bias=False, mlp_bias=False)
+
+
+def _read_qwen3(hf_config: Mapping[str, Any]) -> ArchConfig:
+    return read_decoder(hf_config, layers=_qwen_plans(hf_config), qk_norm=True, mlp_bias=False)
+
+
+def _read_opt(hf_config: Mapping[str, Any]) -> ArchConfig:
+    hidden_size, num_heads = int(hf_config["hidden_size"]), int(hf_config["num_attention_heads"])
+    norm_first = bool(hf_config.get("do_layer_norm_before", True))
+    has_bias = bool(hf_config.get("enable_bias", True))
+    return read_decoder(
+        hf_config,
+        num_kv_heads=num_heads,
+        head_size=hidden_size // num_heads,
+        layers=(LayerPlan(mlp="plain", norm_first=norm_first),) * int(hf_config["num_hidden_layers"]),
+        embedding_size=int(hf_config.get("word_embed_proj_dim") or hidden_size),
+        intermediate_size=_whole(hf_config, "ffn_dim"),
+        activation=str(hf_config.get("activation_function", "relu")),
+        norm_affine=bool(hf_config.get("layer_norm_elementwise_affine", True)),
+        # the second name marks checkpoints from before the final norm was part of the conversion
+        has_final_norm=norm_first and not hf_config.get("_remove_final_layer_norm", False),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=has_bias,
+        tie_word_embeddings=bool(hf_config.get("tie_word_embeddings", True)),
+        rope=None,
+        num_learned_positions=_whole(hf_config, "max_position_embeddings"),
+    )
+
+
+ArchReader = Callable[[Mapping[str, Any]], ArchConfig]
+
+# architecture as config.json names it → its reader
+READERS: dict[str, ArchReader] = {
+    "LlamaForCausalLM": _read_llama,
+    "MistralForCausalLM": _read_mistral,
+    "OPTForCausalLM": _read_opt,
+    "Qwen2ForCausalLM": _read_qwen2,
+    "Qwen3ForCausalLM": _read_qwen3,
+}
+# of architectures of other packages that spell config.json as one of these families does
+_MODEL_TYPE_READERS: Mapping[str, ArchReader] = {
+    "llama": _read_llama,
+    "mistral": _read_mistral,
+    "opt": _read_opt,
+    "qwen2": _read_qwen2,
+    "qwen3": _read_qwen3,
+}
+
+
+def _reader(hf_config: Mapping[str, Any]) -> ArchReader:
+    architecture = str((hf_config.get("architectures") or [""])[0])
+    decoder = decoder_architecture(architecture)
+    own = READERS.get(architecture) or READERS.get(decoder)
+    if own is not None:
+        return own
+    # searched only for what the table lacks
+    found = plugins.entry_points(ENTRY_POINT_GROUP)
+    target = found.get(architecture) or found.get(decoder)
+    if target is None:
+        return _MODEL_TYPE_READERS.get(str(hf_config.get("model_type")), read_decoder)
+    try:
+        reader: ArchReader = plugins.import_object(target)
+    except (ImportError, AttributeError) as error:
+        raise ModelLoadError(f"architecture {architecture!r}: cannot import {target}: {error}") from error
+    return reader
