@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -50,6 +51,15 @@ DEVICE_MODULES = {"torch_npu", "torchair", "npugraph_ex"}
 DEVICE_FILES = ("platforms/npu.py", "platforms/npu_compiler.py")
 # a hint: a file is cut where a second reason to change begins
 MANY_LINES = 600
+# Who sees config.json as it is: those that read and check the file, the reader that makes an `ArchConfig` of it, what
+# hands the one to the other, and what reads labels and activations of pooling models' heads.
+RAW_CONFIG_FILES = (
+    "args/engine_args.py",
+    "args/hf_checks.py",
+    "args/hf_files.py",
+    "args/pooling.py",
+    "config/arch.py",
+)
 
 
 def _modules() -> dict[str, pathlib.Path]:
@@ -188,6 +198,16 @@ def test_only_envs_reads_the_environment() -> None:
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]
     assert wrong == []
+
+
+def test_config_json_is_read_in_one_room() -> None:
+    """Everything else takes an `ArchConfig`."""
+    naming = {
+        path.relative_to(ROOT).as_posix()
+        for path in _modules().values()
+        if re.search(r"hf_config\b", path.read_text())
+    }
+    assert naming == set(RAW_CONFIG_FILES)
 
 
 def test_transformers_models_are_never_imported() -> None:
