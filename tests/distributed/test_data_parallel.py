@@ -30,6 +30,7 @@ from ascend_vllm.platforms import cpu
 from ascend_vllm.platforms.cpu import CpuPlatform
 from ascend_vllm.platforms.facts import NpuProbe
 from tests.distributed.conftest import SYSTEM
+from tests.plain_arch import make_arch
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import Server, is_alive, wait_until
 from tests.tiny_models import tiny_model
@@ -393,8 +394,9 @@ def test_too_few_npus(monkeypatch: pytest.MonkeyPatch) -> None:
     args = EngineArgs(model="", data_parallel_size=2, tensor_parallel_size=2)
     text = r"--data-parallel-size 2 with --tensor-parallel-size 2: 4 NPUs are needed and this container has 3\."
     with pytest.raises(ConfigError, match=text):
-        parallel.parallel_config(args, {}, "npu")
-    assert parallel.parallel_config(dataclasses.replace(args, tensor_parallel_size=1), {}, "npu").world_size == 1
+        parallel.parallel_config(args, make_arch(), "npu")
+    alone = dataclasses.replace(args, tensor_parallel_size=1)
+    assert parallel.parallel_config(alone, make_arch(), "npu").world_size == 1
 
 
 def test_cores_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -598,7 +598,7 @@ def test_windows_are_those_of_the_layers(name: str) -> None:
     """The cache frees blocks by the window that the model's attention has."""
     config = config_of(tiny_model(name), load_format="dummy", dtype="float32")
     model = load_model(config.model, config.load, BuildContext(torch.float32, torch.device("cpu")))
-    windows = [spec.sliding_window for spec in model.attention_specs]
+    windows = [layer.spec.sliding_window for layer in model.attention_layers]
     assert len(windows) == config.model.num_layers
     assert config.cache.sliding_window == (windows[0] if len(set(windows)) == 1 else None)
 

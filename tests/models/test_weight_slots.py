@@ -26,6 +26,7 @@ from ascend_vllm.models.loader import load_model
 from ascend_vllm.models.registry import MODELS
 from tests.distributed.thread_ranks import on_ranks
 from tests.models.paged_driver import PagedDriver, make_model_config, random_tokens
+from tests.plain_arch import make_arch
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -134,7 +135,9 @@ class _Files:
         elif load_format == "safetensors":
             save_file(tensors, self.path)
         names = ("tiny",)
-        config = ModelConfig(str(self.path.parent), names, "", "Model", {}, {}, dtype="float32", max_model_len=1)
+        config = ModelConfig(
+            str(self.path.parent), names, "", "Model", make_arch(), {}, dtype="float32", max_model_len=1
+        )
         context = BuildContext(torch.float32, torch.device("cpu"))
         load_model(config, LoadConfig(load_format=load_format, use_tqdm=False), context)
         return holders

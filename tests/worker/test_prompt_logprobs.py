@@ -37,13 +37,23 @@ def make_request(name: str, prompt: list[int], num_logprobs: int | None, **sampl
     return EngineCoreRequest(name, prompt, params, None, 0.0)
 
 
+def step(core: EngineCore, found: dict[str, list[EngineCoreOutput]]) -> None:
+    """Adds a step's outputs; the parts of a prompt's log-probabilities are joined in its first token's output."""
+    for output in core.step().outputs:
+        outputs = found.setdefault(output.request_id, [])
+        if outputs and not outputs[-1].new_token_ids:
+            parts = outputs.pop().prompt_logprobs
+            assert parts and output.prompt_logprobs, "parts come one behind the other"
+            output.prompt_logprobs = parts + output.prompt_logprobs
+        outputs.append(output)
+
+
 def run(core: EngineCore, requests: Sequence[EngineCoreRequest] = ()) -> dict[str, list[EngineCoreOutput]]:
     for request in requests:
         core.add_request(request)
     found: dict[str, list[EngineCoreOutput]] = {}
     while core.has_unfinished():
-        for output in core.step().outputs:
-            found.setdefault(output.request_id, []).append(output)
+        step(core, found)
     return found
 
 
@@ -137,8 +147,7 @@ def test_a_prompt_that_is_interrupted_tells_each_token_once(preemption_mode: str
         second = core._scheduler.requests["b"]
         found: dict[str, list[EngineCoreOutput]] = {}
         while core.has_unfinished():
-            for output in core.step().outputs:
-                found.setdefault(output.request_id, []).append(output)
+            step(core, found)
             statuses.append((second.status, second.num_output_tokens))
         assert core.audit()["violations"] == []
     finally:
