@@ -17,6 +17,7 @@ import json
 import logging.config
 import pathlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
@@ -41,6 +42,11 @@ logger = init_logger(__name__)
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+
+
+# How long a thread that works on a long text or answer may keep the event loop and the output thread from the
+# interpreter, each time that they want it: with Python's 5 ms a token of somebody else's waits for tens of them.
+_SWITCH_INTERVAL_S = 0.001
 
 
 def bind(host: str | None, port: int) -> socket.socket:
@@ -285,6 +291,7 @@ class _Opening:
                 # what is alive now stays alive: the collector need not look at it again and again
                 gc.collect()
                 gc.freeze()
+                sys.setswitchinterval(_SWITCH_INTERVAL_S)
                 logger.info("server launch time cost: %.2f s", time.monotonic() - self.start)
                 return EXIT_OK if await server.serve_engine(engine) else EXIT_FAILURE
         except OSError as error:
