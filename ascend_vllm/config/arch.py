@@ -406,13 +406,9 @@ READERS: dict[str, ArchReader] = {
     "Qwen2ForCausalLM": _read_qwen2,
     "Qwen3ForCausalLM": _read_qwen3,
 }
-# of architectures of other packages that spell config.json as one of these families does
+# model type → the same, for architectures of other packages that spell config.json as one of these families does
 _MODEL_TYPE_READERS: Mapping[str, ArchReader] = {
-    "llama": _read_llama,
-    "mistral": _read_mistral,
-    "opt": _read_opt,
-    "qwen2": _read_qwen2,
-    "qwen3": _read_qwen3,
+    architecture.removesuffix("ForCausalLM").lower(): reader for architecture, reader in READERS.items()
 }
 
 

@@ -331,9 +331,8 @@ class Scheduler:
             may_run_ahead = request.may_run_ahead
             if not may_run_ahead:
                 lookahead = self._single_step()
-            if (pending and (waits or not may_run_ahead or end >= request.max_num_tokens)) or len(
-                rows
-            ) == max_decoding:
+            is_blocked = pending and (waits or not may_run_ahead or end >= request.max_num_tokens)
+            if is_blocked or len(rows) == max_decoding:
                 # its next token is not known before its outputs are here, or there is none; or others have a turn
                 index += 1
                 continue
