@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 import httpx
 import psutil
@@ -150,13 +151,16 @@ class Server:
         return [child for child in self._family.values() if is_alive(child)]
 
     def find(self, program: str) -> list[psutil.Process]:
-        """The children whose command line names a program, in the order of their start."""
-        found = []
+        """The children whose command line names a program, in the order of their start.
+
+        A process that has just forked has its parent's command line until it calls exec: it is not counted.
+        """
+        found: dict[int, tuple[float, int, psutil.Process]] = {}
         for child in self.children():
             with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
                 if program in " ".join(command_of(child)):
-                    found.append((child.create_time(), child.pid, child))
-        return [child for _, _, child in sorted(found)]
+                    found[child.pid] = (child.create_time(), child.ppid(), child)
+        return [child for _, parent, child in sorted(found.values(), key=itemgetter(0)) if parent not in found]
 
     def engine_core(self) -> psutil.Process:
         """The engine core's process."""
