@@ -1,4 +1,4 @@
-"""What workers that share a model do together. Letters: n ranks, S rows, W columns of a rank, V columns in all."""
+"""Collectives of tensor parallelism. Letters: n ranks, S rows, W columns per rank, V columns in all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class Collectives(abc.ABC):
     """Sums and gathers over the ranks of a group. Every rank makes the same calls in the same order.
 
-    Results are the same on all ranks, bit for bit: whoever computes on with them comes to the same tokens.
+    Results are bitwise identical on all ranks, so that all of them sample the same tokens.
     """
 
     @abc.abstractmethod
@@ -19,7 +19,7 @@ class Collectives(abc.ABC):
         """The sum of all ranks' tensors.
 
         Args:
-            x: of one dimension or more, contiguous, of the same shape and dtype everywhere; may be overwritten.
+            x: at least one dimension, contiguous, same shape and dtype on all ranks; may be overwritten.
 
         Returns:
             Shape and dtype of x.
@@ -27,10 +27,10 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """All ranks' columns side by side, the last ones cut off.
+        """Concatenates all ranks' columns in rank order and drops those behind the first V, which are padding.
 
         Args:
-            x: [S, W], contiguous, of the same shape and dtype everywhere.
+            x: [S, W], contiguous, same shape and dtype on all ranks.
             num_columns: V, at most n·W.
 
         Returns:
@@ -46,15 +46,15 @@ class SingleRank(Collectives):
         return x
 
     def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """x, without what is behind the last column."""
+        """The first V columns of x."""
         return x if x.shape[1] == num_columns else x[:, :num_columns].contiguous()
 
 
 class GroupCollectives(Collectives):
-    """Collectives of a process group of torch, on a device whose library adds up by itself.
+    """Collectives of a torch process group, in the summation order of the device's library.
 
     Args:
-        group: of torch.distributed, or one of its backends.
+        group: a process group of torch.distributed, or one of its backends.
         size: n.
     """
 
@@ -69,10 +69,10 @@ class GroupCollectives(Collectives):
 
     def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
         """See `Collectives.gather_columns`."""
-        return side_by_side(self._gather(x), num_columns)
+        return concat_columns(self._gather(x), num_columns)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, *shape of x]: every rank's."""
+        """[n, *x.shape]: x of every rank."""
         rows, *rest = x.shape
         parts = torch.empty((self._size * rows, *rest), dtype=x.dtype, device=x.device)
         self._group._allgather_base(parts, x).wait()
@@ -80,10 +80,10 @@ class GroupCollectives(Collectives):
 
 
 class OrderedCollectives(GroupCollectives):
-    """Collectives that add up in the order of the ranks, in float32 or wider.
+    """Collectives that sum in rank order, in float32 or wider.
 
-    A library adds in an order that depends on where in the tensor a number lies. Here a row's sum does not depend
-    on the rows beside it, as is true of all kernels on CPU.
+    Libraries sum in an order that depends on an element's offset in the tensor. Here a row's sum does not depend on
+    the other rows of the batch, as in all CPU kernels.
     """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,15 +94,15 @@ class OrderedCollectives(GroupCollectives):
 
 
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """[n, …] → […]: the sum over ranks, the first one first."""
+    """[n, …] → […]: the sum over ranks, added from rank 0 upwards."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
     return total.to(parts.dtype)
 
 
-def side_by_side(parts: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """[n, S, W] → [S, num_columns], contiguous: the ranks' columns one after another, the last ones cut off."""
+def concat_columns(parts: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """[n, S, W] → [S, num_columns], contiguous: the ranks' columns in rank order, without padding at the end."""
     size, num_rows, width = parts.shape
     whole = torch.empty((num_rows, num_columns), dtype=parts.dtype, device=parts.device)
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""How the workers of a group find each other."""
+"""Creates the process groups of a worker: tensor parallelism and pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.platforms.interface import Platform
 from ascend_vllm.platforms.listeners import deafen
 
-# for all workers to have come; whoever started them notices sooner if one of them died
-_MEETING_TIMEOUT = datetime.timedelta(minutes=10)
-# of one collective, when a worker that lives does not take part
-_TIMEOUT = datetime.timedelta(minutes=30)
+# until all workers have connected; the executor notices sooner if one of them died
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
+# of one collective, if a worker is alive but does not take part
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """How a worker reaches the others.
+    """A worker's groups.
 
     Attributes:
-        collectives: of those that share its layers.
-        stages: of those that hold the same part of the other stages, in their order; None: there is one stage.
+        collectives: of its tensor-parallel group.
+        stages: process group of the workers with the same tensor-parallel rank, one per stage in stage order; None
+            with one stage.
     """
 
     collectives: Collectives
@@ -34,46 +35,46 @@ class Groups:
 
 
 def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rendezvous | None) -> Groups:
-    """Connects this worker with the others; returns when all are there.
+    """Connects this worker with the others; returns when all are connected.
 
     Args:
         platform: initialised.
-        parallel: this worker's place.
-        rendezvous: where to meet; None for a worker alone.
+        parallel: this worker's ranks.
+        rendezvous: address of the store; None for a single worker.
 
     Raises:
-        ValueError: there are others, and no place to meet.
-        RuntimeError: they do not come.
+        ValueError: there are several workers and no rendezvous.
+        RuntimeError: the other workers did not connect in time.
     """
     if parallel.world_size == 1:
         return Groups(SingleRank())
     if rendezvous is None:
-        raise ValueError("workers that share a model need a place to meet")
+        raise ValueError("several workers need a rendezvous")
     store = TCPStore(
         rendezvous.host,
         rendezvous.port,
         parallel.world_size,
         is_master=rendezvous.listening_socket is not None,
-        timeout=_MEETING_TIMEOUT,
+        timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
         master_listen_fd=rendezvous.listening_socket,
     )
     tp_size, world_size = parallel.tp_size, parallel.world_size
-    sharing = [range(first, first + tp_size) for first in range(0, world_size, tp_size)]
-    stages = [range(first, world_size, tp_size) for first in range(tp_size)]
-    partitions = [partition for partition in (sharing, stages) if len(partition[0]) > 1]
-    groups = iter(platform.process_groups(store, parallel.rank, partitions, _TIMEOUT))
+    tensor_parallel = [range(first, first + tp_size) for first in range(0, world_size, tp_size)]
+    pipelines = [range(first, world_size, tp_size) for first in range(tp_size)]
+    partitions = [partition for partition in (tensor_parallel, pipelines) if len(partition[0]) > 1]
+    groups = iter(platform.process_groups(store, parallel.rank, partitions, _COLLECTIVE_TIMEOUT))
     if not platform.needs_store_later:
-        _close_to_others(store, parallel, rendezvous)
+        _stop_listening(store, parallel, rendezvous)
     kind = OrderedCollectives if platform.device_type == "cpu" else GroupCollectives
     return Groups(
         kind(next(groups), tp_size) if tp_size > 1 else SingleRank(), next(groups) if parallel.pp_size > 1 else None
     )
 
 
-def _close_to_others(store: TCPStore, parallel: ParallelContext, rendezvous: Rendezvous) -> None:
-    """Nobody connects with the store any more, which asks nobody who he is; returns when all workers have met."""
-    store.set(f"has met/{parallel.rank}", "")
+def _stop_listening(store: TCPStore, parallel: ParallelContext, rendezvous: Rendezvous) -> None:
+    """Waits on rank 0 until all workers are connected, then closes the store's port, which has no authentication."""
+    store.set(f"connected/{parallel.rank}", "")
     if rendezvous.listening_socket is not None:
-        store.wait([f"has met/{rank}" for rank in range(parallel.world_size)])
+        store.wait([f"connected/{rank}" for rank in range(parallel.world_size)])
         deafen(rendezvous.listening_socket)

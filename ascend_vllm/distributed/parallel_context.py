@@ -1,4 +1,4 @@
-"""Which part of a model a worker holds: the one place of shard arithmetic."""
+"""Which part of a model a worker holds: all shard arithmetic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from ascend_vllm.errors import ConfigError
 
-# rows of a rank's part of a vocabulary come in multiples of this, which matrix units like
+# a rank's shard of a vocabulary is padded to a multiple of this, for matrix units
 _VOCABULARY_MULTIPLE = 16
 
 
@@ -24,10 +24,10 @@ class Shard:
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """How many layers each pipeline stage holds: vLLM's numbers.
+    """Number of layers of each pipeline stage, as vLLM chooses it.
 
-    What does not divide evenly goes to the stages before the last one, from behind: the last has the LM head to
-    compute, the first the embedding to hold.
+    Remaining layers go to the stages before the last one, from the end: the last also computes the LM head, the first
+    holds the embedding.
 
     Example:
         >>> layers_of_stages(7, 4)
@@ -41,14 +41,14 @@ def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelContext:
-    """Place of a worker in its tensor-parallel group and its pipeline.
+    """Ranks of a worker in its tensor-parallel group and its pipeline.
 
     Attributes:
         tp_rank: 0 … tp_size-1.
         tp_size: workers that share each layer.
         pp_rank: its stage, 0 … pp_size-1.
-        pp_size: stages, one after another, that the layers are cut into.
-        stage_layers: [pp_size] layers of each stage; empty: `layers_of_stages` says.
+        pp_size: number of pipeline stages.
+        stage_layers: [pp_size] layers of each stage; empty: those of `layers_of_stages`.
     """
 
     tp_rank: int = 0
@@ -59,7 +59,7 @@ class ParallelContext:
 
     @property
     def rank(self) -> int:
-        """Number of the worker among all: those of a stage are neighbours."""
+        """Global rank; ranks of a stage are consecutive."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -69,16 +69,16 @@ class ParallelContext:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether tokens come in here."""
+        """Whether this stage embeds the tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether logits come out here."""
+        """Whether this stage computes the logits."""
         return self.pp_rank == self.pp_size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Which of the model's layers this stage holds.
+        """Indices of this stage's layers.
 
         Example:
             >>> ParallelContext(pp_rank=1, pp_size=2).layers(5)
@@ -89,10 +89,10 @@ class ParallelContext:
         return range(start, start + counts[self.pp_rank])
 
     def shard(self, total: int, what: str) -> Shard:
-        """The part of a dimension this rank holds when every rank holds an equal part.
+        """This rank's part of a dimension that is split evenly.
 
         Args:
-            total: the whole dimension.
+            total: size of the dimension.
             what: its name, for the error.
 
         Raises:
@@ -108,9 +108,9 @@ class ParallelContext:
         return Shard(self.tp_rank * size, size)
 
     def shard_or_replicate(self, total: int, what: str) -> Shard:
-        """As `shard`, but where there are fewer units than ranks, neighbouring ranks hold the same unit.
+        """As `shard`, but with fewer units than ranks consecutive ranks hold the same unit.
 
-        KV heads are shared this way: 2 heads on 4 ranks lie as 0, 0, 1, 1.
+        For KV heads: 2 heads on 4 ranks are held as 0, 0, 1, 1.
 
         Raises:
             ConfigError: neither number divides the other.
@@ -122,7 +122,7 @@ class ParallelContext:
         return Shard(self.tp_rank * total // self.tp_size, 1)
 
     def padded_part(self, total: int) -> int:
-        """Entries of every rank's part of a vocabulary, those included that only the last ranks lack.
+        """Size of every rank's shard of a vocabulary, with the padding of the last rank.
 
         Example:
             >>> ParallelContext(tp_rank=1, tp_size=2).padded_part(50257)
@@ -130,11 +130,11 @@ class ParallelContext:
         """
         part = -(-total // self.tp_size)
         rounded = -(-part // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-        # a tiny vocabulary must not leave the last rank with nothing
+        # rounding up must not leave the last rank empty
         return rounded if self.tp_size > 1 and rounded * (self.tp_size - 1) < total else part
 
     def shard_vocabulary(self, total: int) -> Shard:
-        """The entries of a vocabulary that this rank holds: `padded_part` of them, the last rank what is left.
+        """This rank's shard of a vocabulary: `padded_part` entries, on the last rank those that are left.
 
         Example:
             >>> ParallelContext(tp_rank=1, tp_size=2).shard_vocabulary(50257)

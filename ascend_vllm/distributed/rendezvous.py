@@ -1,4 +1,4 @@
-"""Where the workers of a group meet. No torch here: whoever starts workers need not load it."""
+"""Address of the store through which workers connect. Imports no torch, since executors need not load it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ascend_vllm.platforms.host import LOOPBACK
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """A worker's place on its machine.
+    """A worker's rank on its machine.
 
     Attributes:
-        local_rank: number of the worker among those of the engine there.
-        num_workers: how many those are.
+        local_rank: rank among the engine's workers on this machine.
+        num_workers: number of the engine's workers on this machine.
     """
 
     local_rank: int
@@ -22,14 +22,14 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """A store, which the first worker keeps.
+    """The store, which rank 0 serves, as one worker connects to it.
 
     Attributes:
         port: of the store.
-        listening_socket: descriptor of a socket that listens there, for the first worker; None for the others.
+        listening_socket: descriptor of the store's listening socket for rank 0; None for the others.
         host: address of the store's machine.
         address: of this worker's machine, at which the others reach it.
-        machine: this worker's place on it; None: all workers are on one machine.
+        machine: this worker's rank on its machine; None: all workers are on one machine.
     """
 
     port: int
@@ -39,11 +39,11 @@ class Rendezvous(msgspec.Struct, frozen=True):
     machine: Machine | None = None
 
     def place(self, rank: int, world_size: int) -> Machine:
-        """Where a worker is on its machine."""
+        """The local rank of the worker with this global rank."""
         return self.machine or Machine(rank, world_size)
 
 
 def listen(host: str = LOOPBACK) -> socket.socket:
-    """A socket on a free port of an interface, by its address, for the first worker to take over."""
+    """A listening socket on a free port of the interface with this address; rank 0 takes it over."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family)

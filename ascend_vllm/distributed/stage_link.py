@@ -1,4 +1,4 @@
-"""How hidden states go from one pipeline stage to the next. Letters: T tokens of a step, H hidden."""
+"""Sends hidden states from one pipeline stage to the next. Letters: T tokens of a step, H hidden size."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 
 class StageLink(abc.ABC):
-    """The way to the stages beside this worker's own. Every stage takes the same steps in the same order."""
+    """Connection to the previous and the next stage. All stages run the same steps in the same order."""
 
     @abc.abstractmethod
     def receive(self, num_tokens: int) -> torch.Tensor | None:
-        """[T, H] of a step that the stage before has computed, the receiver's to change; None in the first stage."""
+        """[T, H] from the previous stage, which the caller may overwrite; None in the first stage."""
 
     @abc.abstractmethod
     def send(self, hidden: torch.Tensor) -> None:
-        """Gives the next stage a step's states; returns before they have arrived.
+        """Sends a step's hidden states to the next stage; returns before they have arrived.
 
         Args:
-            hidden: [T, H], contiguous; nobody may write to it any more.
+            hidden: [T, H], contiguous; must not be written to afterwards.
         """
 
 
 class NoOtherStages(StageLink):
-    """The link of a worker that holds all layers."""
+    """For a worker that holds all layers."""
 
     def receive(self, num_tokens: int) -> None:
-        """Nothing: tokens begin here."""
+        """Returns None: this is the first stage."""
         del num_tokens
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Never called: logits end here.
+        """Never called: this is the last stage.
 
         Raises:
             RuntimeError: always.
@@ -42,16 +42,16 @@ class NoOtherStages(StageLink):
 
 
 class GroupStageLink(StageLink):
-    """Messages of a process group of torch, whose ranks are the stages.
+    """Point-to-point messages of a torch process group whose ranks are the stages.
 
-    A message is on its way while this stage computes its next step: what has been sent is kept until then.
+    Sending overlaps with this stage's next step: a sent tensor is kept alive until the next `send`.
 
     Args:
-        group: of torch.distributed, or one of its backends.
-        stage: of this worker, 0 … one less than there are.
+        group: a process group of torch.distributed, or one of its backends.
+        stage: of this worker, from 0.
         width: H.
         dtype: of the hidden states.
-        device: where they are.
+        device: of the hidden states.
     """
 
     def __init__(self, group: Any, stage: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class GroupStageLink(StageLink):
         self._width = width
         self._dtype = dtype
         self._device = device
-        # the last message and its contents
+        # the last message and its tensor
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def receive(self, num_tokens: int) -> torch.Tensor | None:
@@ -72,7 +72,7 @@ class GroupStageLink(StageLink):
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
-        """See `StageLink.send`; waits until the message before has gone."""
+        """See `StageLink.send`; waits until the previous message has been sent."""
         if self._sending is not None:
             work, _ = self._sending
             work.wait()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ascend_vllm.distributed.collectives import Collectives, side_by_side, sum_in_order
+from ascend_vllm.distributed.collectives import Collectives, concat_columns, sum_in_order
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.layers.context import BuildContext
 
@@ -34,7 +34,7 @@ class _ThreadCollectives(Collectives):
         return sum_in_order(self._gather(x))
 
     def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
-        return side_by_side(self._gather(x), num_columns)
+        return concat_columns(self._gather(x), num_columns)
 
 
 def on_ranks(size: int, function: Callable[[BuildContext], T], dtype: torch.dtype = torch.float32) -> list[T]:
