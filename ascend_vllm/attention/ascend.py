@@ -71,7 +71,7 @@ class AscendAttention(AttentionBackend):
         )
         self._family = envs.ascend_attention_ops()
         self._ops: AttentionOps = _FAMILIES[self._family](block_size)
-        self._custom = ascend_custom.taken()
+        self._custom = ascend_custom.enabled()
         self._store_kv = store_kv_custom if "store_kv" in self._custom else store_kv
         if self._custom:
             self._ops = CustomAttention(self._ops, self._custom, self.precision)

@@ -1,6 +1,6 @@
-"""Ascend NPUs' part in the ops: fused operators of torch_npu under the names of `registry.OPS`.
+"""Implements the ops of `registry.OPS` with torch_npu's fused operators.
 
-Importing this module registers them; the platform names it among what its workers import.
+Importing this module registers them; the NPU platform lists it among the modules that its workers import.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from ascend_vllm import envs
 from ascend_vllm.ops import ascend_elementwise, ascend_sampling
-from ascend_vllm.ops.gemm import set_weight_form
+from ascend_vllm.ops.gemm import set_weight_format
 from ascend_vllm.ops.native import import_op_modules
 from ascend_vllm.ops.registry import NAMESPACE
 
@@ -26,7 +26,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def wants_fractal(dtype: torch.dtype, enable_nz: int, *, quantized: bool) -> bool:
-    """Whether a weight is kept in the format FRACTAL_NZ, 16x16 tiles that the matrix units read as they are.
+    """Whether a weight is stored in the format FRACTAL_NZ, the 16x16 tiles that the matrix units read.
 
     Args:
         dtype: of the weight.
@@ -38,24 +38,24 @@ def wants_fractal(dtype: torch.dtype, enable_nz: int, *, quantized: bool) -> boo
     return enable_nz == 2 or (enable_nz == 1 and quantized)
 
 
-def arranged_weight(weight: torch.Tensor, *, quantized: bool = False) -> torch.Tensor:
-    """A weight [N, K] in the format that its products are to read it in; itself if that is the plain one."""
+def format_weight(weight: torch.Tensor, *, quantized: bool = False) -> torch.Tensor:
+    """A weight [N, K] in the format that matrix products read; the same tensor if that is the plain format."""
     if not wants_fractal(weight.dtype, envs.ascend_enable_nz(), quantized=quantized):
         return weight
-    npu: Any = torch.npu  # type: ignore[attr-defined]  # there once torch_npu is
-    # without this, torch_npu takes the request for a format and does not follow it
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # defined by torch_npu
+    # otherwise torch_npu silently ignores the requested format
     npu.config.allow_internal_format = True
     result: torch.Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), _FRACTAL_NZ)
     return result
 
 
 def _register() -> Any:
-    """Makes the ops compute with torch_npu's operators on NPUs; returns what keeps the registration alive."""
+    """Registers `IMPLEMENTATIONS` for NPUs; the returned library must be kept alive."""
     # Any: torch leaves this class without annotations
     library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
     for name, implementation in IMPLEMENTATIONS.items():
         library.impl(name, implementation, "PrivateUse1")
-    set_weight_form("npu", arranged_weight)
+    set_weight_format("npu", format_weight)
     return library
 
 

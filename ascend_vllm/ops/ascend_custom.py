@@ -1,8 +1,7 @@
-"""The custom operators for Ascend chips: which there are, which are asked for, and the library that has them.
+"""Custom operators for Ascend chips, enabled by ASCEND_VLLM_CUSTOM_OPS, and the library that has them.
 
-csrc_ascend/npu has their sources; CMake builds them with CANN. They work behind ASCEND_VLLM_CUSTOM_OPS only: where
-it is unset, or names none of them, torch_npu's operators compute everything. Importing this module makes the ops of
-`registry.OPS` use those that are asked for.
+Their sources are in csrc_ascend/npu; CMake builds them with CANN. Otherwise torch_npu's operators are used.
+Importing this module registers the enabled ones for the ops of `registry.OPS`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ LIBRARY = "libascend_vllm_npu.so"
 # where `cmake --install` puts it
 DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "_npu"
 
-# those that something here calls; the condition under which it does
+# operators that this package calls, and under which environment variable
 CONDITIONS: dict[str, str] = {
     "apply_penalties": "",
     "store_kv": "",
     "prefix_attention": "USE_PREFIX_HIGH_PRECISION_MODE=1",
     "decode_attention": "USE_IFA_HIGH_PRECISION_MODE=1",
 }
-# built and tested, and nothing here calls them
+# built and tested, but not called by this package
 WITHOUT_CALLER = ("advance_step", "lora_expand", "lora_shrink")
 
 _BUILD = (
@@ -47,7 +46,7 @@ def requested() -> frozenset[str]:
     """The operators that ASCEND_VLLM_CUSTOM_OPS names.
 
     Raises:
-        ConfigError: it names one that there is not, or that nothing calls.
+        ConfigError: it names an unknown operator, or one that nothing calls.
     """
     names = envs.ascend_custom_ops()
     if names == ("all",):
@@ -62,11 +61,11 @@ def requested() -> frozenset[str]:
 
 
 @functools.cache
-def taken() -> frozenset[str]:
-    """The operators that this process uses; the library is loaded if there are any. torch_npu is imported already.
+def enabled() -> frozenset[str]:
+    """The operators that this process uses; loads the library if there are any. torch_npu must be imported.
 
     Raises:
-        ConfigError: see `requested`; or the library is not there, or does not load.
+        ConfigError: see `requested` and `load_library`.
     """
     names = requested()
     if names:
@@ -76,20 +75,20 @@ def taken() -> frozenset[str]:
 
 @functools.cache
 def load_library() -> str:
-    """Loads the library, once: the loader's search path comes first, then the package's own directory.
+    """Loads the library once, from the loader's search path or else the package's own directory.
 
     Returns:
-        What was loaded.
+        Its path, or its name if it was on the search path.
 
     Raises:
-        ConfigError: it is not there, or does not load.
+        ConfigError: it does not exist, or does not load.
     """
     own = DIRECTORY / LIBRARY
     for path in (LIBRARY, str(own)):
         try:
             ctypes.CDLL(path)
         except OSError as error:
-            # of the library itself, and not of one that it needs
+            # the library itself is missing, not one of its dependencies
             is_missing = str(error).startswith(f"{path}: cannot open shared object file")
             if not is_missing:
                 raise ConfigError(
@@ -105,7 +104,7 @@ def load_library() -> str:
 
 def apply_penalties(logits: torch.Tensor, *others: torch.Tensor) -> None:
     """See `sampling.apply_penalties`."""
-    # the operator reads strided logits, and nothing else that is strided
+    # of all arguments only the logits may be strided
     torch.ops.ascend_vllm_npu.apply_penalties(logits, *(tensor.contiguous() for tensor in others))
 
 
@@ -113,10 +112,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"apply_penalties": apply_penal
 
 
 def register(names: Collection[str]) -> Any:
-    """Makes ops compute with custom operators on NPUs; returns what keeps the registration alive.
+    """Registers custom operators for NPUs; the returned library must be kept alive.
 
     Args:
-        names: of the operators that are used.
+        names: of the operators to register.
     """
     # Any: torch leaves this class without annotations
     library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
@@ -128,12 +127,12 @@ def register(names: Collection[str]) -> Any:
 
 def _report(names: Collection[str]) -> None:
     if names:
-        told = [f"{name} (with {CONDITIONS[name]})" if CONDITIONS[name] else name for name in sorted(names)]
-        logger.info("Custom operators of %s: %s", load_library(), ", ".join(told))
+        described = [f"{name} (with {CONDITIONS[name]})" if CONDITIONS[name] else name for name in sorted(names)]
+        logger.info("Custom operators of %s: %s", load_library(), ", ".join(described))
     elif (DIRECTORY / LIBRARY).exists():
-        logger.info("Custom operators are built but not used; ASCEND_VLLM_CUSTOM_OPS=all takes them")
+        logger.info("Custom operators are built but not used; ASCEND_VLLM_CUSTOM_OPS=all enables them")
 
 
 import_op_modules()
-_library = register(taken())
-_report(taken())
+_library = register(enabled())
+_report(enabled())

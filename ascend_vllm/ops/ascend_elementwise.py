@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gated activations on Ascend NPUs. Their meaning is that of `ops.elementwise`.
+"""`ops.elementwise` on Ascend NPUs: norms, rotary embedding and gated activations.
 
 Letters: T tokens, H hidden size, N heads, K key-value heads, D head size, F rotated part of it.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# what npu_apply_rotary_pos_emb takes, and the memory of a core that it works in
+# head sizes that npu_apply_rotary_pos_emb supports, and the on-chip memory of a core, which its inputs must fit in
 _FUSED_ROTARY_SIZES = (64, 128)
 _CORE_BYTES = 192 << 10
 
@@ -46,20 +46,20 @@ def layer_norm(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Angles:
-    """Cosines and sines of a step's tokens, and what they were made of."""
+    """Cosines and sines of a step's tokens, and the arguments that they were gathered for."""
 
     positions: torch.Tensor
     cos_sin_cache: torch.Tensor
     dtype: torch.dtype
     is_neox: bool
-    # [T, 1, F] each: every angle for both elements of its pair
+    # [T, 1, F] each: every value twice, once per element of its pair
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def made_of(
+    def matches(
         self, positions: torch.Tensor, cos_sin_cache: torch.Tensor, dtype: torch.dtype, is_neox: bool
     ) -> bool:
-        """Whether the angles of these are what is here; tensors are compared as objects, not by what they hold."""
+        """Whether they are the angles for these arguments; tensors are compared by identity, not by contents."""
         return (
             positions is self.positions
             and cos_sin_cache is self.cos_sin_cache
@@ -69,9 +69,10 @@ class _Angles:
 
 
 class _StepAngles:
-    """The newest angles: all layers of a step ask for the same, so that they are gathered once.
+    """Caches the latest angles, so that the layers of a step gather them once.
 
-    `layers.rotary` hands out a new tensor of positions in every step; holding on to it keeps it from being mistaken.
+    `layers.rotary` makes a new positions tensor in every step. The cache holds a reference to it, so that no later
+    tensor can have the same identity.
     """
 
     def __init__(self) -> None:
@@ -80,18 +81,18 @@ class _StepAngles:
     def get(self, positions: torch.Tensor, cos_sin_cache: torch.Tensor, dtype: torch.dtype, is_neox: bool) -> _Angles:
         """The angles of [T] positions, from a table [P, F]."""
         newest = self._newest
-        if newest is None or not newest.made_of(positions, cos_sin_cache, dtype, is_neox):
+        if newest is None or not newest.matches(positions, cos_sin_cache, dtype, is_neox):
             cos, sin = cos_sin_cache.index_select(0, positions).to(dtype)[:, None].chunk(2, dim=-1)
-            twice = _halves if is_neox else _neighbours
-            newest = self._newest = _Angles(positions, cos_sin_cache, dtype, is_neox, twice(cos), twice(sin))
+            duplicate = _repeat_halves if is_neox else _repeat_interleaved
+            newest = self._newest = _Angles(positions, cos_sin_cache, dtype, is_neox, duplicate(cos), duplicate(sin))
         return newest
 
 
-def _halves(angles: torch.Tensor) -> torch.Tensor:
+def _repeat_halves(angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((angles, angles), dim=-1)
 
 
-def _neighbours(angles: torch.Tensor) -> torch.Tensor:
+def _repeat_interleaved(angles: torch.Tensor) -> torch.Tensor:
     return torch.stack((angles, angles), dim=-1).flatten(-2)
 
 
@@ -112,7 +113,7 @@ def rotary_embedding(
         return
     rot_dim = cos_sin_cache.shape[-1]
     angles = _step_angles.get(positions, cos_sin_cache, query.dtype, is_neox)
-    # torch_npu's _npu_rotary_embedding would be one call for all of this, but it keeps the first table it ever saw
+    # torch_npu's _npu_rotary_embedding would do all of this in one call, but it caches the first table it is given
     query, key = query.view(num_tokens, -1, head_size), key.view(num_tokens, -1, head_size)
     if is_neox and rot_dim == head_size and _fits_fused_rotary(query, key):
         torch.ops.npu.npu_apply_rotary_pos_emb(query, key, angles.cos, angles.sin, "TND")
@@ -124,7 +125,7 @@ def rotary_embedding(
 
 
 def _fits_fused_rotary(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the operator that rotates both at once takes them; its documentation has the formula."""
+    """Whether npu_apply_rotary_pos_emb supports these; the formula is in its documentation."""
     size = query.shape[2]
     if size not in _FUSED_ROTARY_SIZES:
         return False
@@ -141,8 +142,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """See `elementwise.gelu_and_mul`; npu_gelu_mul is for rows of up to 1024 elements, which no MLP has."""
-    # wide, as the definition is; and not torch's gelu, which is the same for both approximations here
+    """See `elementwise.gelu_and_mul`; npu_gelu_mul takes rows of up to 1024 elements only, too few for an MLP."""
+    # float32 as in the reference; torch's gelu ignores `approximate` on NPUs
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.ops.npu.npu_gelu(gate.contiguous(), approximate=approximate) * up).to(x.dtype)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Drawing tokens on Ascend NPUs. The meaning is that of `ops.sampling`; everything is computed in float32.
+"""`ops.sampling` on Ascend NPUs, computed in float32.
 
 Letters: S sampling rows, V vocabulary, G masks.
 """
@@ -16,15 +16,15 @@ _MAX_TOP_K = 1024
 
 
 @functools.cache
-def _bits_of_a_word(device: torch.device) -> torch.Tensor:
-    """[32] int32: each has one bit, the last one that of the sign."""
+def _word_bits(device: torch.device) -> torch.Tensor:
+    """[32] int32: 1 << 0 … 1 << 31."""
     return torch.tensor([1 << place for place in range(31)] + [-(1 << 31)], dtype=torch.int32).to(device)
 
 
 def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     """See `sampling.apply_token_bitmask`."""
-    # and, not shifts: there is no operator of the current family for those
-    forbidden = (bitmask[:, :, None] & _bits_of_a_word(logits.device)).eq(0).flatten(1)[:, : logits.shape[1]]
+    # bitwise and, since CANN's current operators have no shifts
+    forbidden = (bitmask[:, :, None] & _word_bits(logits.device)).eq(0).flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
 
 
@@ -51,7 +51,7 @@ def draw_tokens(
     z = _filter(z, top_k, top_p, largest_top_k, has_top_p)
     weights = z.exp()
     cumulative = weights.cumsum(-1)
-    # the first token in whose part the number lies; one without a part never is, whatever the sums are rounded to
+    # the first token whose cumulative sum exceeds the target; weights of 0 are excluded whatever the rounding
     inside = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
     return torch.where(random, inside.float().argmax(-1), greedy)
 
@@ -59,7 +59,7 @@ def draw_tokens(
 def _filter(
     z: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, largest_top_k: int, has_top_p: bool
 ) -> torch.Tensor:
-    """[S, V] float32 with -inf in the place of what top-k and top-p leave out."""
+    """[S, V] float32 with -inf for the tokens that top-k and top-p drop."""
     vocab_size = z.shape[1]
     k = None
     if largest_top_k > 0:
@@ -70,7 +70,7 @@ def _filter(
     if k is None and not has_top_p:
         return z
     kept = torch.ops.npu.npu_top_k_top_p(z, top_p if has_top_p else None, k)
-    # the operator cuts through tokens that are equally likely; here all that equal the last one kept stay
+    # the operator may drop some of several equal logits; here all ties with the last one kept stay
     last = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
     return z.masked_fill(z < last, -torch.inf)
 
@@ -82,7 +82,7 @@ def token_logprobs(
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     ids = token_ids[:, None]
     own = logprobs.gather(-1, ids)
-    # not a sort, which is stable but orders the whole vocabulary
+    # a stable sort would sort the whole vocabulary
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
     return torch.cat((ids, top.indices), -1), torch.cat((own, top.values), -1), (logprobs > own).sum(-1) + 1
 

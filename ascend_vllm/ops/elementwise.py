@@ -19,7 +19,7 @@ _ROW_SHAPES = ((0, 8), (1, 1), (3, 7), (2, 16), (5, 33), (4, 61), (1, 896), (67,
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The dtype that results are accumulated in: float32, or float64 for float64."""
+    """x in the dtype that results are accumulated in: float32, or float64 for float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -132,7 +132,7 @@ def layer_norm(
 
 
 def make_cos_sin_cache(max_position: int, rot_dim: int) -> torch.Tensor:
-    """A table for tests and benchmarks: [max_position, rot_dim] float32, with a base of 10,000."""
+    """A rotary table for tests and benchmarks: [max_position, rot_dim] float32, with a base of 10,000."""
     inverse_frequency = 10000.0 ** (-torch.arange(0, rot_dim, 2, dtype=torch.float32) / rot_dim)
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inverse_frequency)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -181,8 +181,8 @@ def rotary_embedding(
             first, second = values.chunk(2, dim=-1)
         else:
             first, second = values[..., 0::2], values[..., 1::2]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        rotated.copy_(torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2))
+        pairs = (first * cos - second * sin, second * cos + first * sin)
+        rotated.copy_(torch.cat(pairs, dim=-1) if is_neox else torch.stack(pairs, dim=-1).flatten(-2))
 
 
 def _gate_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

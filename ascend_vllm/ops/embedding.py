@@ -1,4 +1,4 @@
-"""Vectors of tokens."""
+"""Embedding lookup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ascend_vllm.ops.registry import define_op
 
 
 def _gather_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    # rows of the table, width, indices: nothing; one; more than a thread's share
+    # rows of the table, width, number of indices: none; one row; several threads
     for seed, (rows, width, count) in enumerate([(3, 8, 0), (1, 1, 2), (17, 33, 40), (500, 256, 1000)]):
         generator = torch.Generator().manual_seed(seed)
         table = torch.randn(rows, width, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""Matrix products with weights that stay the same.
+"""Matrix products with weights that are packed once.
 
 Letters: T tokens, K inputs, N outputs, P panels of 16 outputs.
 """
@@ -42,7 +42,7 @@ from ascend_vllm.platforms.host_memory import weight_memory
 #  896x151936   8        12    16      24      30          7      38       13      63
 #  896x151936  32        26    32      40      50         10      79       12      85
 #
-# The same for bfloat16 in tiles, one thread of an Intel Xeon (Sapphire Rapids, with busy neighbours):
+# The same for bfloat16 with AMX tiles, one thread of an Intel Xeon (Sapphire Rapids, with busy neighbours):
 #
 #     shape  rows         1         16         64        256       1024
 #              onednn kernel  onednn kernel  ...
@@ -50,29 +50,29 @@ from ascend_vllm.platforms.host_memory import weight_memory
 #  4864x896          5   11   154  216   454  510   710  594   842  696
 #  896x151936        9   14   136  203   493  413   565  453   401  446
 #
-# So there oneDNN was ahead by up to a quarter from 64 rows on; since then products of more than 16 rows fetch their
-# inputs ahead, which makes them 1.07 to 1.16 times as fast. It has no gated product, which gives back as much for the
-# largest weight (_MOST_GATED_ROWS), and wants a copy of every weight of its own.
+# There oneDNN was ahead by up to a quarter from 64 rows on; since then products of more than 16 rows prefetch their
+# inputs, which makes them 1.07 to 1.16 times as fast. oneDNN has no gated product, which gains as much for the
+# largest weight (_MAX_GATED_ROWS), and needs its own copy of every weight.
 #
 # The kernel keeps a single copy of the weight, and a row's result does not depend on the rows beside it.
 PANEL = 16
 
 
 def _packed_zeros(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a weight [N, K] in panels, zero where nothing is written."""
+    """Memory for a weight [N, K] in panels, zeroed."""
     panels = -(-outputs // PANEL)
     is_paired = dtype == torch.bfloat16
     return weight_memory((panels, -(-inputs // 2), PANEL, 2) if is_paired else (panels, inputs, PANEL), dtype)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Arranges a weight for `packed_linear`: panels of 16 outputs, and bfloat16 inputs in pairs.
+    """Packs a weight for `packed_linear`: panels of 16 outputs, and bfloat16 inputs in pairs.
 
     Args:
         weight: [N, K] float; rows may be strided.
 
     Returns:
-        [P, K, 16], or for bfloat16 [P, ceil(K / 2), 16, 2]; what has no counterpart in the weight is zero.
+        [P, K, 16], or for bfloat16 [P, ceil(K / 2), 16, 2]; padding is zero.
     """
     outputs, inputs = weight.shape
     packed = _packed_zeros(outputs, inputs, weight.dtype)
@@ -81,7 +81,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    # outputs, inputs: nothing; panels cut short; odd inputs; more than a tile; strided rows; into the middle
+    # outputs, inputs: none; partial panels; odd inputs; more than a tile; strided rows; first rows within a panel
     for seed, (outputs, inputs) in enumerate([(0, 8), (1, 1), (16, 8), (17, 7), (33, 65), (40, 130), (700, 129)]):
         weight = torch.randn(outputs, 2 * inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
         weight = weight[:, :inputs] if seed % 2 else weight[:, inputs:].contiguous()
@@ -95,9 +95,9 @@ def pack_panels(weight: torch.Tensor, packed: torch.Tensor, first_row: int) -> N
 
     Args:
         weight: [M, K] float; rows may be strided.
-        packed: the weight [N, K] as `pack_weight` arranges it; its other rows stay as they are. Where inputs are in
-            pairs and K is odd, what would be the input behind the last is zero.
-        first_row: the row of it that row 0 goes to.
+        packed: a weight [N, K] as `pack_weight` returns it; its other rows are unchanged. Where inputs are in pairs
+            and K is odd, the last input's partner is set to zero.
+        first_row: index in it of the first row.
     """
     steps = packed.shape[1]
     pairs = packed if packed.dim() == 4 else packed.unsqueeze(-1)
@@ -115,7 +115,7 @@ def _unpack_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 @define_op(inputs=_unpack_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
 def unpack_rows(packed: torch.Tensor, indices: torch.Tensor, in_features: int) -> torch.Tensor:
-    """Rows of a weight that `pack_weight` arranged, as `torch.embedding` takes them from the weight itself.
+    """Rows of a weight that `pack_weight` packed, as `torch.embedding` returns them for the weight itself.
 
     Args:
         packed: the weight [N, K].
@@ -131,13 +131,13 @@ def unpack_rows(packed: torch.Tensor, indices: torch.Tensor, in_features: int) -
 
 
 def unpack_weight(packed: torch.Tensor, in_features: int, out_features: int) -> torch.Tensor:
-    """The weight [N, K] that `pack_weight` arranged."""
+    """The weight [N, K] that `pack_weight` packed."""
     pairs = packed if packed.dim() == 4 else packed.unsqueeze(-1)
     return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:out_features, :in_features]
 
 
 def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    # rows, inputs, outputs: nothing; odd inputs; panels cut short; every tile height; slices; many rows; wide
+    # rows, inputs, outputs: none; odd inputs; partial panels; every tile height; slices; many rows; wide
     shapes = [(0, 8, 8), (1, 1, 1), (1, 7, 33), (2, 64, 16), (3, 65, 100), (4, 10, 40), (5, 33, 17), (6, 128, 96)]
     shapes += [(7, 1100, 50), (13, 96, 65), (100, 513, 80), (193, 40, 130), (1, 896, 2000), (9, 512, 1001)]
     for seed, (rows, inputs, outputs) in enumerate(shapes):
@@ -150,7 +150,7 @@ def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
-    """What the products below mean."""
+    """Reference of the products below."""
     weight = unpack_weight(packed, x.shape[1], out_features)
     wide = torch.promote_types(x.dtype, torch.float32)
     result = x.to(wide) @ weight.to(wide).T
@@ -165,11 +165,11 @@ def packed_linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, accumulated in float32.
 
-    The kernel adds up every output in one fixed order, so a row's result does not depend on the other rows.
+    The kernel sums every output in one fixed order, so a row's result does not depend on the other rows.
 
     Args:
         x: [T, K] float; rows may be strided.
-        packed: the weight [N, K] as `pack_weight` arranges it, dtype of x.
+        packed: the weight [N, K] as `pack_weight` returns it, dtype of x.
         bias: [N], dtype of x, or None.
         out_features: N.
 
@@ -179,12 +179,12 @@ def packed_linear(
     return _linear(x, packed, bias, out_features)
 
 
-# Time of the gated product over that of the two ops, 896x9728 in bfloat16, in turns on two cores of an AMD EPYC
+# Time of the gated product relative to the two ops, 896x9728 in bfloat16, interleaved on two cores of an AMD EPYC
 # (Zen 3): 1 row 0.99, 8 rows 0.99, 32 rows 1.01, 128 rows 1.02, 1024 rows 1.03: its tasks have half the rows, and
-# each reads its panels from memory. In tiles, where products cost far less than what they write, on two cores of an
-# Intel Xeon (Sapphire Rapids): 1 row 0.99, 8 rows 0.98, 32 rows 0.92, 128 rows 0.88, 1024 rows 0.83.
-_MOST_GATED_ROWS = 8
-# names of gated activations → act(x[:, :I]) * x[:, I:]
+# each reads its panels from memory. With AMX tiles, where writing the result costs far more than the product, on two
+# cores of an Intel Xeon (Sapphire Rapids): 1 row 0.99, 8 rows 0.98, 32 rows 0.92, 128 rows 0.88, 1024 rows 0.83.
+_MAX_GATED_ROWS = 8
+# name of a gated activation → act(x[:, :I]) * x[:, I:]
 GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: silu_and_mul(x),
     "gelu": lambda x: gelu_and_mul(x, "none"),
@@ -193,7 +193,7 @@ GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    # rows, inputs, half of the outputs: nothing; odd inputs; every tile height; slices; several tasks; wide
+    # rows, inputs, half of the outputs: none; odd inputs; every tile height; slices; several tasks; wide
     shapes = [(0, 8, 16), (1, 7, 16), (2, 64, 32), (3, 65, 48), (4, 10, 64), (5, 33, 80), (6, 128, 96), (7, 1100, 48)]
     shapes += [(13, 96, 64), (49, 513, 80), (193, 40, 128), (1, 896, 2000)]
     for seed, (rows, inputs, width) in enumerate(shapes):
@@ -208,13 +208,13 @@ def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 def packed_gated_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int, activation: str
 ) -> torch.Tensor:
-    """`y = x @ weight.T + bias`, and of that `act(y[:, :I]) * y[:, I:]`: what never is in memory need not be read.
+    """`act(y[:, :I]) * y[:, I:]` of `y = x @ weight.T + bias`; the kernel never writes y to memory.
 
-    y is rounded to the dtype of x in between, so that the result is that of the two ops after each other.
+    y is rounded to the dtype of x in between, so that the result equals that of the two separate ops.
 
     Args:
         x: [T, K] float; rows may be strided.
-        packed: the weight [2*I, K] as `pack_weight` arranges it, dtype of x.
+        packed: the weight [2*I, K] as `pack_weight` returns it, dtype of x.
         bias: [2*I], dtype of x, or None.
         out_features: 2*I, a multiple of 32.
         activation: one of GATED_ACTIVATIONS.
@@ -230,27 +230,27 @@ def packed_gated_linear(
     return (gate * up).to(x.dtype)
 
 
-# device type → what arranges a weight [N, K] for the products of that device, which read it as [N, K] all the same
-_weight_forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+# device type → converts a weight [N, K] to the memory format of that device's products; its shape stays [N, K]
+_weight_formats: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
 
-def set_weight_form(device_type: str, arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Tells how `PackedLinear` keeps weights on a kind of device."""
-    _weight_forms[device_type] = arrange
+def set_weight_format(device_type: str, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Sets the function by which `PackedLinear` converts weights on a type of device."""
+    _weight_formats[device_type] = convert
 
 
 def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of such a kind lie in panels."""
+    """Whether weights of this dtype and device are packed in panels."""
     return device.type == "cpu" and dtype in FLOAT_DTYPES and load_native_library()
 
 
 class PackedRows:
-    """Rows of a weight that lies in panels; who fills them sees a tensor that can be written to.
+    """Rows of a packed weight, written like a tensor by `copy_`.
 
     Args:
-        packed: the weight [N, K] as `pack_weight` arranges it.
-        first_row: the first of them.
-        shape: how many, and K.
+        packed: the weight [N, K] as `pack_weight` returns it.
+        first_row: index of the first row.
+        shape: number of rows, and K.
     """
 
     def __init__(self, packed: torch.Tensor, first_row: int, shape: tuple[int, int]) -> None:
@@ -266,10 +266,9 @@ class PackedRows:
 
 
 class PackedLinear:
-    """A linear layer whose weight is arranged once for the device's GEMM.
+    """A linear layer whose weight is packed once for the device's GEMM.
 
-    Where a kernel reads panels they are filled from the checkpoint's tensors, with no copy between: every page of
-    memory is touched once.
+    On CPU the checkpoint's tensors are written straight into the panels, without an intermediate copy.
 
     Args:
         out_features: N.
@@ -290,7 +289,7 @@ class PackedLinear:
         self.in_features = in_features
         self._has_kernel = has_kernel(dtype, device)
         has_tiles = self._has_kernel and dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
-        self._most_gated_rows = sys.maxsize if has_tiles else _MOST_GATED_ROWS
+        self._max_gated_rows = sys.maxsize if has_tiles else _MAX_GATED_ROWS
         if self._has_kernel:
             self._weight = _packed_zeros(out_features, in_features, dtype)
         else:
@@ -298,7 +297,7 @@ class PackedLinear:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> PackedLinear:
-        """A layer with a weight [N, K] that is there already; it is not kept where it is arranged anew."""
+        """A layer with an existing weight [N, K]; where weights are packed, the layer keeps only the packed copy."""
         out_features, in_features = weight.shape
         layer = cls(out_features, in_features, weight.dtype, weight.device)
         if layer._has_kernel:
@@ -309,19 +308,19 @@ class PackedLinear:
         return layer
 
     def target(self, first_row: int, num_rows: int) -> torch.Tensor | PackedRows:
-        """What takes [num_rows, K] of the weight, from a row on. All rows must have come before `finish`."""
+        """Destination of rows [num_rows, K] of the weight. All rows must be written before `finish`."""
         if self._has_kernel:
             return PackedRows(self._weight, first_row, (num_rows, self.in_features))
         return self._weight[first_row : first_row + num_rows]
 
     def finish(self) -> None:
-        """Arranges the weight where the device wants to have it whole for that."""
-        arrange = None if self._has_kernel else _weight_forms.get(self._weight.device.type)
-        if arrange is not None:
-            self._weight = arrange(self._weight)
+        """Converts the complete weight to the device's memory format, if it has one."""
+        convert = None if self._has_kernel else _weight_formats.get(self._weight.device.type)
+        if convert is not None:
+            self._weight = convert(self._weight)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """indices: [T] int64, below N. Returns those rows of the weight, [T, K]. Of weights in panels only."""
+        """indices: [T] int64, below N. Returns those rows of the weight, [T, K]. For packed weights only."""
         result: torch.Tensor = unpack_rows(self._weight, indices, self.in_features)
         return result
 
@@ -334,7 +333,7 @@ class PackedLinear:
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
         """x: [T, K]; bias: [N] or None; activation: one of GATED_ACTIVATIONS. Returns [T, N/2]."""
-        if self._has_kernel and self.out_features % (2 * PANEL) == 0 and len(x) <= self._most_gated_rows:
+        if self._has_kernel and self.out_features % (2 * PANEL) == 0 and len(x) <= self._max_gated_rows:
             result: torch.Tensor = packed_gated_linear(x, self._weight, bias, self.out_features, activation)
             return result
         return GATED_ACTIVATIONS[activation](self(x, bias))

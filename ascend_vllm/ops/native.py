@@ -1,7 +1,7 @@
-"""Loads the compiled kernels, once, when the first module of ops needs them.
+"""Loads the compiled kernels when the first module of ops is imported.
 
 The library registers its kernels with torch's dispatcher under ``torch.ops.ascend_vllm``. Without it (no compiler
-was found at install) every op computes on its reference: right, and many times slower.
+was found at install) every op runs on its reference: correct, and many times slower.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = init_logger(__name__)
 
 LIBRARY_PATH = pathlib.Path(__file__).resolve().parent.parent / "_C.so"
 
-# beginnings of the names of modules that hold kernels for one kind of device
+# prefixes of modules with kernels for one kind of device
 _DEVICE_PREFIXES = ("ascend",)
 
 
 @functools.cache
 def load_native_library() -> bool:
-    """Loads the library if it is there; later calls cost nothing.
+    """Loads the library if it exists; cached.
 
     Returns:
         Whether compiled kernels are available.
@@ -54,8 +54,8 @@ def load_native_library() -> bool:
 
 @functools.cache
 def native_library() -> ctypes.CDLL:
-    """The library for what is no op of torch's; it must be there, see `load_native_library`."""
-    library = ctypes.CDLL(str(LIBRARY_PATH))  # the library that is loaded already, not a second copy
+    """The library, for calls that are not torch ops; it must exist, see `load_native_library`."""
+    library = ctypes.CDLL(str(LIBRARY_PATH))  # the same handle that torch loaded
     library.ascend_vllm_cpu_isas.restype = ctypes.c_char_p
     library.ascend_vllm_cpu_isa.restype = ctypes.c_char_p
     library.ascend_vllm_set_cpu_isa.argtypes = [ctypes.c_char_p]
@@ -63,7 +63,7 @@ def native_library() -> ctypes.CDLL:
 
 
 def release_memory() -> None:
-    """Gives the system back the memory that kernels keep, and what malloc keeps of tensors that are no longer."""
+    """Returns the kernels' scratch memory and malloc's free memory to the system."""
     if load_native_library():
         native_library().ascend_vllm_release_memory()
 
@@ -77,10 +77,7 @@ def available_cpu_isas() -> list[str]:
 
 
 def cpu_isa() -> str | None:
-    """The instruction set in use, None without kernels.
-
-    ``amx_bf16``, ``avx512_bf16``, ``avx512``, ``avx2`` or ``scalar``.
-    """
+    """``amx_bf16``, ``avx512_bf16``, ``avx512``, ``avx2`` or ``scalar``, as used now; None without kernels."""
     if not load_native_library():
         return None
     name: bytes = native_library().ascend_vllm_cpu_isa()
@@ -88,7 +85,7 @@ def cpu_isa() -> str | None:
 
 
 def set_cpu_isa(name: str) -> None:
-    """Makes every kernel use an instruction set from the next call on, in all threads.
+    """Selects the instruction set of all kernels, in all threads.
 
     Raises:
         ConfigError: the name is unknown or this machine lacks the set.
@@ -99,11 +96,11 @@ def set_cpu_isa(name: str) -> None:
 
 
 def import_op_modules(device_prefix: str | None = None) -> None:
-    """Imports every module of ops that runs on any machine, so that `registry.OPS` holds all their ops.
+    """Imports the modules of ops that run on any machine, so that `registry.OPS` holds all their ops.
 
     Args:
-        device_prefix: imports the modules whose names begin so in their place: they hold kernels for one kind of
-            device, and need its software. Those of ``ascend*`` need torch_npu.
+        device_prefix: import the modules with this prefix instead, which hold kernels for one kind of device and need
+            its software (``ascend``: torch_npu).
     """
     package = importlib.import_module("ascend_vllm.ops")
     for module in pkgutil.iter_modules(package.__path__):

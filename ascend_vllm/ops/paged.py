@@ -4,8 +4,8 @@ Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a ro
 D head size, P blocks of the cache, S tokens of a block. A layer's cache is [2, P, K, S, D]; its two halves are
 the key cache and the value cache below.
 
-Only what lies in a row's blocks at positions the row has reached is ever read: whatever else the cache
-holds, NaN included, cannot reach a result.
+Only the positions of a row's sequence are read from its blocks: other contents of the cache, NaN included, never
+affect a result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _store_kv_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     ]
     for tokens, kv_heads, head_size, block_size, blocks, skipped, fused in cases:
         if fused:
-            # query of kv_heads heads, key, value side by side, as a fused projection leaves them
+            # views of a fused projection: a query of kv_heads heads, key, value
             qkv = torch.randn(tokens, 3 * kv_heads * head_size, generator=generator, dtype=torch.float32).to(dtype)
             _, key, value = (part.view(tokens, kv_heads, head_size) for part in qkv.chunk(3, dim=-1))
         else:
@@ -59,15 +59,15 @@ def store_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Writes the keys and values of a step into their slots.
+    """Writes the keys and values of a step into their KV slots.
 
     Args:
         key: [T, K, D]; tokens and heads may be strided, as views of a fused projection are.
         value: [T, K, D], likewise.
         key_cache: [P, K, S, D], contiguous, key's dtype; written.
         value_cache: [P, K, S, D], likewise.
-        slot_mapping: [T] int64, block * S + offset of each token; a negative slot skips its token. No slot may
-            occur twice.
+        slot_mapping: [T] int64, KV slot (block * S + offset) of each token, no slot twice; tokens with a negative
+            slot are skipped.
 
     Example:
         >>> cache = torch.zeros(2, 4, 1, 16, 16)
@@ -98,7 +98,7 @@ def _rotary_store_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         generator = torch.Generator().manual_seed(seed)
         widths = [group * kv_heads * size, kv_heads * size, kv_heads * size]
         for is_neox in (True, False):
-            # query, key and value side by side, as a fused projection leaves them
+            # views of a fused projection
             qkv = torch.randn(tokens, sum(widths), generator=generator).to(dtype)
             query, key, value = qkv.tensor_split((widths[0], widths[0] + widths[1]), dim=-1)
             blocks = tokens // block_size + 2
@@ -123,12 +123,12 @@ def rotary_store_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`rotary_embedding` and `store_kv` at once: rotated keys go into the cache and nowhere else.
+    """`rotary_embedding` and `store_kv` in one pass; rotated keys are written to the cache only.
 
     Args:
         positions: [T] int64, each in [0, rows of the table).
         query: [T, N*D]; rows may be strided; rotated in place.
-        key: [T, K*D], likewise, but left as it is.
+        key: [T, K*D]; rows may be strided; not changed.
         value: [T, K*D], likewise.
         cos_sin_cache: [.., rot_dim] float32, as `rotary_embedding`'s.
         is_neox: as `rotary_embedding`'s.
@@ -137,10 +137,10 @@ def rotary_store_kv(
         slot_mapping: [T] int64, as `store_kv`'s.
     """
     kv_heads, head_size = key_cache.shape[1], key_cache.shape[3]
-    turned = key.clone()
-    OPS["rotary_embedding"].reference(positions, query, turned, head_size, cos_sin_cache, is_neox)
+    rotated = key.clone()
+    OPS["rotary_embedding"].reference(positions, query, rotated, head_size, cos_sin_cache, is_neox)
     shape = (key.shape[0], kv_heads, head_size)
-    OPS["store_kv"].reference(turned.view(shape), value.view(shape), key_cache, value_cache, slot_mapping)
+    OPS["store_kv"].reference(rotated.view(shape), value.view(shape), key_cache, value_cache, slot_mapping)
 
 
 def make_paged_problem(
@@ -157,8 +157,8 @@ def make_paged_problem(
 ) -> tuple[Any, ...]:
     """Random arguments of `paged_attention`.
 
-    Blocks are handed out in random order, every cache entry that no row may read is NaN, and table entries
-    that no row may follow point to a block of NaN.
+    Blocks are assigned in random order; cache entries that no row may read are NaN, and unused entries of the block
+    table point to a block of NaN.
 
     Args:
         dtype: of the query and the cache.
@@ -178,7 +178,7 @@ def make_paged_problem(
     query_start[1:] = query_lens.cumsum(0)
     num_tokens = sum(query_len for query_len, _ in rows) + padding
     blocks_of_row = [-(-seq_len // block_size) for _, seq_len in rows]
-    # the last block belongs to nobody
+    # the last block belongs to no row
     num_blocks = sum(blocks_of_row) + 1
     cache = torch.randn(2, num_blocks, num_kv_heads, block_size, head_size, generator=generator)
     readable = torch.zeros(num_blocks, block_size, dtype=torch.bool)
@@ -209,7 +209,7 @@ def make_paged_problem(
 def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # rows as (query tokens, tokens in the cache), N, K, D, S, window, padding
     cases: list[tuple[list[tuple[int, int]], int, int, int, int, int, int]] = [
-        # nothing to do, in the ways there are
+        # no rows; rows without tokens
         ([], 2, 1, 16, 16, 0, 0),
         ([(0, 0)], 2, 1, 16, 16, 0, 0),
         ([(0, 5), (0, 17)], 2, 1, 16, 16, 0, 3),
@@ -267,18 +267,17 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of each row's tokens to the row's blocks; decoding rows and prompt chunks in one call.
 
-    Row r owns tokens query_start[r] … query_start[r+1]-1, and the last of them is at position seq_lens[r]-1.
+    Row r has tokens query_start[r] … query_start[r+1]-1, and the last of them is at position seq_lens[r]-1.
     A token at position p attends to positions 0 … p, or with a sliding window to the last sliding_window of
-    those. A row's result depends on nothing but the row: not on the other rows, the order of its blocks in
-    the cache or the number of threads.
+    those. A row's result does not depend on the other rows, the order of its blocks in the cache or the number of
+    threads.
 
     Args:
         query: [T, N, D]; tokens and heads may be strided.
         key_cache: [P, K, S, D], contiguous, query's dtype; N is a multiple of K, and query heads
             k*N/K … (k+1)*N/K-1 share KV head k.
         value_cache: [P, K, S, D], likewise.
-        block_table: [R, B] int32, block of each run of S positions; entries outside what a row attends to are
-            not followed.
+        block_table: [R, B] int32, block of each S positions; entries that a row does not attend to are not read.
         query_start: [R+1] int32, ascending.
         seq_lens: [R] int32.
         scale: factor on query·key.
@@ -291,7 +290,7 @@ def paged_attention(
     block_size = key_cache.shape[2]
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     softmax_dtype = torch.promote_types(query.dtype, torch.float32)
-    # the definition is written for reading, one row at a time, and may wait for the device
+    # written for readability: one row at a time, with a device synchronisation
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for row, seq_len in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
@@ -300,19 +299,19 @@ def paged_attention(
         oldest = max(0, seq_len - (end - start) - sliding_window + 1) if sliding_window else 0
         first_block = oldest // block_size
         blocks = block_table[row, first_block : -(-seq_len // block_size)].long()
-        shown = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
+        visible = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
         keys, values = (
             # [K, keys, D] -> [N, keys, D]
-            cache[blocks].transpose(0, 1).flatten(1, 2)[:, shown].repeat_interleave(num_heads // num_kv_heads, 0)
+            cache[blocks].transpose(0, 1).flatten(1, 2)[:, visible].repeat_interleave(num_heads // num_kv_heads, 0)
             for cache in (key_cache, value_cache)
         )
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
         key_positions = torch.arange(oldest, seq_len, device=query.device)[None, :]
-        hidden = key_positions > query_positions
+        masked = key_positions > query_positions
         if sliding_window:
-            hidden |= key_positions <= query_positions - sliding_window
+            masked |= key_positions <= query_positions - sliding_window
         scores = query[start:end].transpose(0, 1) @ keys.transpose(1, 2) * scale
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=softmax_dtype)
+        weights = scores.masked_fill(masked, float("-inf")).softmax(-1, dtype=softmax_dtype)
         output[start:end] = (weights.to(values.dtype) @ values).transpose(0, 1)
     return output
 

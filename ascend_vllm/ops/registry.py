@@ -1,8 +1,8 @@
-"""One op has one meaning.
+"""Defines ops by their references.
 
-`define_op` takes a plain Python function on tensors and makes it the torch schema, the definition and the
-fallback of ``torch.ops.ascend_vllm.<name>`` at once. Compiled kernels in ``csrc_ascend`` register themselves
-for their device under the same name, and torch's dispatcher chooses; no caller asks which device it is on.
+`define_op` makes a plain Python function on tensors the torch schema, the definition and the fallback of
+``torch.ops.ascend_vllm.<name>``. Compiled kernels in ``csrc_ascend`` register themselves for their device under the
+same name, and torch's dispatcher chooses; callers do not ask which device they are on.
 
 Example::
 
@@ -29,18 +29,18 @@ InputGenerator = Callable[[torch.dtype], Iterator[tuple[Any, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class OpSpec:
-    """What is known of an op.
+    """An op's definition and how it is tested.
 
     Attributes:
         name: name under ``torch.ops.ascend_vllm``.
         reference: the definition.
-        inputs: yields argument tuples for a dtype; covers the edges (empty, tails, every mode).
+        inputs: yields argument tuples for a dtype; covers edge cases (empty, tails, every mode).
         mutates: names of the arguments written in place.
         dtypes: dtypes the op is defined for.
-        tolerance: absolute error allowed in float32 against float64; other dtypes are held to twice the
-            reference's own error.
-        devices: types of devices on which it is used at all.
-        recordable: whether its binding on CPU puts what it does on a tape (`ops/tape.py`).
+        tolerance: absolute error allowed in float32 against float64; other dtypes are allowed twice the reference's
+            own error.
+        devices: device types whose code calls it.
+        recordable: whether its CPU binding can be recorded on a tape (`ops/tape.py`).
     """
 
     name: str
@@ -89,7 +89,7 @@ def define_op(
 
 
 def ops_on_reference(device_type: str) -> list[str]:
-    """Names of the ops that a device uses and has no kernel for, sorted."""
+    """Names of the ops that a device uses without a kernel of its own, sorted."""
     return sorted(
         name for name, spec in OPS.items() if device_type in spec.devices and not spec.has_kernel(device_type)
     )

@@ -1,8 +1,8 @@
-"""From logits to tokens: penalties, filters, and a draw that depends on nothing but its own row.
+"""From logits to tokens: penalties, masks, filters, sampling and log-probabilities.
 
-Randomness is counter-based: the number a row draws is a function of its seed and its position alone (Philox4x32-10,
-Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), so a request's tokens repeat whatever else is
-in the batch. Letters: S sampling rows, V vocabulary, L longest sequence.
+Randomness is counter-based: the number a row draws is a function of its seed and position only (Philox4x32-10,
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), so a request's tokens do not depend on the rest
+of the batch. Letters: S sampling rows, V vocabulary, L longest sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def philox4x32(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list[tor
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # the products wrap around as int64, the mask takes the sign off their high words
+        # the products wrap around as int64; the mask removes the sign extension of their high words
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         high0, high1 = (product0 >> 32) & _MASK32, (product1 >> 32) & _MASK32
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _MASK32, high0 ^ c3 ^ k1, product0 & _MASK32
@@ -51,7 +51,7 @@ def _uniform_inputs(_dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield extremes, extremes.flip(0)
 
 
-# other devices are handed the numbers: they depend on nothing that these compute
+# other devices get the numbers from the CPU, since they depend on nothing that the device computes
 @define_op(inputs=_uniform_inputs, dtypes=(torch.float64,), tolerance=0.0, devices=("cpu",))
 def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The number in [0, 1) that a row draws: 53 bits of Philox4x32-10 keyed by the seed, at counter `position`.
@@ -97,15 +97,15 @@ def apply_penalties(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> None:
-    """Lowers (or raises) the logits of tokens that a sequence has, in place.
+    """Applies repetition, frequency and presence penalties to logits, in place.
 
-    For a token of the prompt or the output: `logit / repetition` if it is positive, else `logit * repetition`; then
-    `- frequency * count` and `- presence` if it occurs in the output, count times.
+    For a token of the prompt or the output: `logit / repetition` if the logit is positive, else `logit * repetition`;
+    then `- frequency * count - presence` if it occurs `count > 0` times in the output.
 
     Args:
         logits: [S, V] float32; rows may be strided.
-        token_ids: [slots, L] int32, the tokens of each slot: prompt, then output. Ids outside [0, V) are ignored.
-        slots: [S] int64, the slot of each row.
+        token_ids: [batch slots, L] int32, prompt and output tokens of each slot. Ids outside [0, V) are ignored.
+        slots: [S] int64, the batch slot of each row.
         prompt_lens: [S] int32, number of prompt tokens.
         seq_lens: [S] int32, number of prompt and output tokens.
         repetition: [S] float32; 1 is off.
@@ -163,8 +163,8 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch
         >>> logits
         tensor([[0., -inf, 0., -inf]])
     """
-    places = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((bitmask[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((bitmask[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
     logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
 
@@ -179,7 +179,7 @@ def _sample_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         (2, 70001, 1.0),
     ):
         logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
-        # every filter off or on, in all combinations as the rows go
+        # rows cycle through all combinations of filters
         row = torch.arange(rows)
         temperature = torch.tensor([1.0, 0.0, 0.7, 1.5])[row % 4]
         top_k = torch.tensor([0, -1, 1, 3, 50, vocab, 5000])[row // 2 % 7].to(torch.int32)
@@ -209,18 +209,18 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draws a token per row.
+    """Samples a token per row.
 
-    The filters act in this order, each on what the one before it left:
+    The filters are applied in this order, each to the tokens that the one before it kept:
 
     1. temperature: probabilities are softmax(logits / temperature). 0 means the arg max, lowest index on ties.
     2. min_p: keep p >= min_p * max p.
-    3. top_k: keep logits not below the k-th largest (all that equal it stay).
-    4. top_p: keep a token if the tokens above it hold less than top_p of what is left (all that equal the last
-       one kept stay, and the largest always does).
+    3. top_k: keep logits not below the k-th largest (ties stay).
+    4. top_p: keep a token if the tokens above it hold less than top_p of the remaining probability (ties with the
+       last one kept stay, and the largest always does).
 
-    Then the kept tokens, in the order of their indices, divide [0, 1) in proportion to their probabilities, and
-    the token is the one in whose part `philox_uniform(seed, position)` lies.
+    Then the inverse of the cumulative distribution over the kept tokens, in index order, is taken at
+    `philox_uniform(seed, position)`.
 
     Args:
         logits: [S, V] float; rows may be strided. A row whose largest logit is not finite yields its arg max.
@@ -251,7 +251,7 @@ def _draw(
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """What `sample_tokens` says, with numbers, [S], drawn before."""
+    """`sample_tokens` with given uniforms, [S]."""
     rows, vocab = logits.shape
     greedy = logits.argmax(-1) if rows else torch.zeros(0, dtype=torch.int64)
     x = logits.to(torch.float64)
@@ -291,10 +291,10 @@ def _logprob_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         token_ids = torch.randint(0, vocab, (rows,), generator=generator)
         for num_top in (0, 1, 5, 20):
             yield logits, token_ids, num_top
-        # blocks by the hundred, and more than there are
+        # hundreds of blocks of the kernel, and num_top above V
         yield logits[:2, :9000], token_ids[:2] % min(vocab, 9000), 1000
         if rows > 3:
-            # all but a few tokens masked, rows that are no distribution, and the token's own logit -inf
+            # most tokens masked, non-finite rows, and the token's own logit -inf
             masked = logits.clone()
             masked[:, 3:-2] = -torch.inf
             masked[0] = -torch.inf
@@ -314,22 +314,21 @@ def _logprob_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of one token and of the most likely ones of each row, and the one token's rank.
+    """Log-probabilities of one given token and of the most likely ones of each row, and the given token's rank.
 
-    Tokens are compared by their logits, and of equal ones the lower id comes first (NPUs: any). The log-probabilities
-    of a row that is no distribution (a logit is NaN, or the largest is not finite) are all NaN: its tokens are equal,
-    each of rank 1.
+    Tokens are ordered by logit, ties by lower id first (NPUs: any order). If a logit of a row is NaN or its largest
+    is not finite, all its log-probabilities are NaN and its tokens are equal, each of rank 1.
 
     Letters: A rows; K most likely tokens, the lesser of `num_top` and V.
 
     Args:
         logits: [A, V] float with V > 0; rows may be strided.
         token_ids: [A] int64, below V.
-        num_top: most likely tokens to tell of, 0 or more.
+        num_top: number of most likely tokens, 0 or more.
 
     Returns:
-        [A, 1+K] int64: the token, then the most likely ones, the best first; [A, 1+K] float32: their
-        log-probabilities; [A] int64: 1 and the number of logits above the token's own.
+        [A, 1+K] int64: the token, then the most likely ones in descending order; [A, 1+K] float32: their
+        log-probabilities; [A] int64: the token's rank, 1 plus the number of larger logits.
 
     Example:
         >>> token_logprobs(torch.tensor([[0.0, -torch.inf, 0.0]]), torch.tensor([1]), 2)
@@ -345,10 +344,10 @@ def token_logprobs(
 
 
 def largest_top_k(top_k: npt.NDArray[np.int32], vocab_size: int) -> int:
-    """The argument of that name of `draw_tokens`.
+    """The `largest_top_k` argument of `draw_tokens`.
 
     Args:
-        top_k: [S], as the sampling parameters have it.
+        top_k: [S], of the sampling parameters.
         vocab_size: V.
     """
     if (top_k <= 0).all():
@@ -358,7 +357,7 @@ def largest_top_k(top_k: npt.NDArray[np.int32], vocab_size: int) -> int:
 
 def _draw_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for logits, temperature, top_k, top_p, min_p, seeds, positions in _sample_inputs(dtype):
-        # 24 bits, as many as float32 has
+        # rounded down to the 24 bits that float32 has
         uniforms = (philox_uniform(seeds, positions) * 2**24).floor() * 2.0**-24
         filters = [(top_k, top_p), (torch.zeros_like(top_k), top_p), (top_k.clamp(1, 40), torch.ones_like(top_p))]
         for some_k, some_p in filters:
@@ -375,10 +374,10 @@ def draw_tokens(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
-    largest_top_k: int,  # noqa: ARG001 - the definition looks at top_k and top_p themselves
+    largest_top_k: int,  # noqa: ARG001 - the reference reads top_k and top_p themselves
     has_top_p: bool,  # noqa: ARG001
 ) -> torch.Tensor:
-    """`sample_tokens` with the numbers that decide, and what the host knows of the filters.
+    """`sample_tokens` with given uniforms and a summary of the filters, known on the host.
 
     Args:
         logits: see `sample_tokens`; this and the next four.
@@ -387,7 +386,7 @@ def draw_tokens(
         top_p: see there.
         min_p: see there.
         uniforms: [S] float32 in [0, 1).
-        largest_top_k: of the rows; 0 if it is off in all, and a row counts as V if it is off in some.
+        largest_top_k: largest k of the rows, V for rows without top_k; 0 if no row has one.
         has_top_p: whether top_p is below 1 in some row.
 
     Returns:
@@ -407,14 +406,14 @@ def arg_max(logits: torch.Tensor) -> torch.Tensor:
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # the kernel, not torch's: it is ten times as fast
+    # our kernel is ten times as fast as torch's
     ids: torch.Tensor = sample_tokens(logits, *_greedy_arguments(len(logits)))
     return ids
 
 
 @functools.cache
 def _greedy_arguments(num_rows: int) -> tuple[torch.Tensor, ...]:
-    """What makes `sample_tokens` take the arg max of every row."""
+    """Arguments of `sample_tokens` for greedy sampling."""
     zeros = torch.zeros(num_rows)
     none = zeros.long()
     return zeros, zeros.int(), zeros + 1, zeros, none, none

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ascend_vllm.ops import elementwise, registry
-from ascend_vllm.ops.ascend import IMPLEMENTATIONS, arranged_weight, wants_fractal
+from ascend_vllm.ops.ascend import IMPLEMENTATIONS, format_weight, wants_fractal
 from ascend_vllm.ops.gemm import PackedLinear
 from ascend_vllm.ops.sampling import largest_top_k
 from tests.npu.recorder import Recorder
@@ -269,7 +269,7 @@ def test_linear_layers(
     weight = (torch.randn(70, 50, generator=generator) / 7).to(dtype)
     x = torch.randn(9, 150, generator=generator).to(dtype)[:, 50:100]
     bias = torch.randn(70, generator=generator).to(dtype) if with_bias else None
-    arranged = arranged_weight(weight.to(NPU))
+    arranged = format_weight(weight.to(NPU))
     assert torch.ops.npu.get_npu_format(arranged) == weight_format
     result = PackedLinear.of(weight.to(NPU))(x.to(NPU), None if bias is None else bias.to(NPU))
     truth = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())

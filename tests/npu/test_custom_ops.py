@@ -46,12 +46,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
         for name, value in {"ASCEND_VLLM_CUSTOM_OPS": names, **variables}.items():
             monkeypatch.setenv(name, value)
         stop()
-        registered.append(ascend_custom.register(ascend_custom.taken()))
+        registered.append(ascend_custom.register(ascend_custom.enabled()))
 
     def stop() -> None:
         while registered:
             registered.pop()._destroy()
-        ascend_custom.taken.cache_clear()
+        ascend_custom.enabled.cache_clear()
 
     yield start
     stop()
@@ -248,7 +248,7 @@ def test_graphs_decode_with_them(use: Use) -> None:
 def test_what_is_asked_for_is_in_the_log(use: Use, caplog: pytest.LogCaptureFixture) -> None:
     use("decode_attention,store_kv")
     with caplog.at_level(logging.INFO, "ascend_vllm"):
-        ascend_custom._report(ascend_custom.taken())
+        ascend_custom._report(ascend_custom.enabled())
     assert caplog.messages == [
         "Custom operators of libascend_vllm_npu.so: decode_attention (with USE_IFA_HIGH_PRECISION_MODE=1), store_kv"
     ]

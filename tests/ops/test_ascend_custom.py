@@ -15,9 +15,9 @@ from ascend_vllm.ops import ascend_custom
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
     """A package without the library, and nothing remembered."""
     monkeypatch.setattr(ascend_custom, "DIRECTORY", tmp_path)
-    ascend_custom.taken.cache_clear()
+    ascend_custom.enabled.cache_clear()
     yield
-    ascend_custom.taken.cache_clear()
+    ascend_custom.enabled.cache_clear()
 
 
 @pytest.mark.parametrize("value", [None, "", " , "])
@@ -26,7 +26,7 @@ def test_nobody_asks(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv("ASCEND_VLLM_CUSTOM_OPS", raising=False)
     else:
         monkeypatch.setenv("ASCEND_VLLM_CUSTOM_OPS", value)
-    assert ascend_custom.taken() == frozenset()
+    assert ascend_custom.enabled() == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_nobody_asks(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_refused(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_VLLM_CUSTOM_OPS", value)
     with pytest.raises(ConfigError, match=message):
-        ascend_custom.taken()
+        ascend_custom.enabled()
 
 
 def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / ascend_custom.LIBRARY).write_bytes(b"no library")
     monkeypatch.setenv("ASCEND_VLLM_CUSTOM_OPS", "all")
     with pytest.raises(ConfigError, match=r"libascend_vllm_npu.so does not load: .*Source CANN's set_env.sh"):
-        ascend_custom.taken()
+        ascend_custom.enabled()
 
 
 def test_every_operator_has_a_caller_or_is_said_to_have_none() -> None:
