@@ -41,9 +41,9 @@ def _cell(text: str) -> str:
 
 def _values(item: Flag) -> str:
     spec = item.spec
-    if spec.kind == "flag":
+    if item.kind == "flag":
         return "switch"
-    if spec.kind == "bool":
+    if item.kind == "bool":
         return "switch, or `true` `false`"
     if spec.choices is not None:
         return " ".join(f"`{choice}`" for choice in spec.choices)
@@ -58,11 +58,11 @@ def _values(item: Flag) -> str:
         "kvs": "name=count,…",
         "lora_module": "name=path",
     }
-    return names[spec.kind] + (", one or more" if spec.many else ", repeatable" if spec.repeat else "")
+    return names[item.kind] + (", one or more" if spec.many else ", repeatable" if spec.repeat else "")
 
 
 def _default(item: Flag) -> str:
-    if item.spec.kind in ("flag", "bool") and item.default is not None:
+    if item.kind in ("flag", "bool") and item.default is not None:
         return "on" if item.default else "off"
     return "" if item.default in (None, [], "") else f"`{item.default}`"
 

@@ -45,7 +45,7 @@ _CHOICE_MESSAGES = {
 def _check_value(item: Flag, value: Any) -> None:
     if value is None or value == item.default:
         return
-    types = _TYPES.get(item.spec.kind)
+    types = _TYPES.get(item.kind)
     is_stray_bool = isinstance(value, bool) and types is not None and bool not in types
     if types is not None and (is_stray_bool or not isinstance(value, types)):
         raise ConfigError(f"{item.name} ({item.field}) cannot be {value!r} of type {type(value).__name__}.")

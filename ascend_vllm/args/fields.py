@@ -1,6 +1,6 @@
 """What a command-line flag is: the metadata of a dataclass field.
 
-A flag is declared once, as a field of one of the dataclasses in `args_*.py`. The parser, the refusals, the
+A flag is declared once, as a field of one of the dataclasses in `args/tables`. The parser, the refusals, the
 documentation and the demo model's knowledge are all made from that one declaration.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ascend_vllm.errors import UnsupportedFlagError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.refusals import Refusal, first_refused
 
 logger = init_logger(__name__)
 
@@ -35,6 +36,19 @@ Kind = Literal[
     "kvs",
     "lora_module",
 ]
+# of fields that state none, by their annotation
+_USUAL_KINDS: Mapping[str, Kind] = {
+    "bool": "flag",
+    "bool | None": "bool",
+    "int": "int",
+    "int | None": "int",
+    "float": "float",
+    "float | None": "float",
+    "str": "str",
+    "str | None": "nullable_str",
+    "dict[str, Any] | None": "json_object",
+    "dict[str, object] | None": "json_object",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +57,21 @@ class FlagSpec:
 
     Attributes:
         help: one or two sentences for users.
-        kind: how its value is written.
+        kind: how its value is written; None: as the field's annotation says.
         choices: the values that parse; None: any.
         short: other spellings, for example "-tp".
         many: one occurrence takes one or more values; the field holds a list.
         repeat: may be given several times, with one value each unless `many`; the field holds a list.
         example: a part of a command line that shows it in use.
-        unsupported: why a value other than the default is refused; None: every value is honoured.
+        unsupported: why a value other than the default is refused; None: every value is honoured, unless the class
+            that declares the flag has an `UNSUPPORTED` for all of its flags.
         allowed: values besides the default that are honoured although `unsupported` is set.
         no_effect: why it is accepted and yet changes nothing; None: it has an effect.
         opposite: the field of a switch that always says the contrary; of the two the one given last wins.
     """
 
     help: str
-    kind: Kind
+    kind: Kind | None = None
     choices: tuple[str, ...] | None = None
     short: tuple[str, ...] = ()
     many: bool = False
@@ -76,12 +91,14 @@ class Flag:
         field: the name of the dataclass field, for example "block_size".
         default: the value without the flag.
         section: the heading it stands under in the documentation.
+        kind: how its value is written.
         spec: everything else.
     """
 
     field: str
     default: Any
     section: str
+    kind: Kind
     spec: FlagSpec
 
     @property
@@ -108,16 +125,19 @@ class Flag:
             return "supported"
         return "partly supported" if self.spec.allowed else "not yet"
 
-    def refuses(self, value: Any) -> bool:
-        """Whether this value asks for a feature that does not exist."""
-        return self.spec.unsupported is not None and value != self.default and value not in self.spec.allowed
+    @property
+    def refusal(self) -> Refusal | None:
+        """Which values are refused; None: every value is honoured."""
+        if self.spec.unsupported is None:
+            return None
+        return Refusal(self.spec.unsupported, (self.default, *self.spec.allowed))
 
 
 def flag(
     default: Any,
     help: str,
     *,
-    kind: Kind,
+    kind: Kind | None = None,
     choices: Sequence[str] | None = None,
     short: Sequence[str] = (),
     many: bool = False,
@@ -132,7 +152,7 @@ def flag(
 
     Example::
 
-        seed: int = flag(0, "Seed of random draws that no request seeds.", kind="int", example="--seed 7")
+        seed: int = flag(0, "Seed of random draws that no request seeds.", example="--seed 7")
     """
     spec = FlagSpec(
         help=help,
@@ -152,24 +172,26 @@ def flag(
     return dataclasses.field(default=default, metadata={"flag": spec})
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
 def flags_of(owner: type) -> tuple[Flag, ...]:
     """The flags a dataclass declares, base classes first, in the order of declaration.
 
-    The section of a flag is the `SECTION` of the class that declares it.
+    The section of a flag is the `SECTION` of the class that declares it, and if that has an `UNSUPPORTED`, it is why
+    flags without a reason of their own are refused.
     """
-    sections: dict[str, str] = {}
-    for base in reversed(owner.__mro__):
-        names = vars(base).get("__annotations__", {})
-        sections |= {name: getattr(base, "SECTION", base.__name__) for name in names}
+    bases = {name: base for base in reversed(owner.__mro__) for name in vars(base).get("__annotations__", {})}
     return tuple(
-        Flag(field.name, _default_of(field), sections[field.name], field.metadata["flag"])
-        for field in dataclasses.fields(owner)
-        if "flag" in field.metadata
+        _flag_of(field, bases[field.name]) for field in dataclasses.fields(owner) if "flag" in field.metadata
     )
+
+
+def _flag_of(field: dataclasses.Field[Any], base: type) -> Flag:
+    spec: FlagSpec = field.metadata["flag"]
+    if spec.unsupported is None:
+        spec = dataclasses.replace(spec, unsupported=vars(base).get("UNSUPPORTED"))
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    # annotations are texts in the modules of `args/tables`
+    kind = spec.kind or _USUAL_KINDS[str(field.type)]
+    return Flag(field.name, default, getattr(base, "SECTION", base.__name__), kind, spec)
 
 
 def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
@@ -182,10 +204,12 @@ def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedFlagError: names the flag, and says what is missing.
     """
-    for item in flags_of(owner):
-        value = values[item.field]
-        if item.refuses(value):
-            typed = item.name if isinstance(value, bool | dict | list) else f"{item.name} {value}"
-            raise UnsupportedFlagError(typed, item.spec.unsupported or "")
-        if item.spec.no_effect is not None and value != item.default:
+    flags = {item.field: item for item in flags_of(owner)}
+    for item in flags.values():
+        if item.spec.no_effect is not None and values[item.field] != item.default:
             logger.warning("%s has no effect: %s", item.name, item.spec.no_effect)
+    refusals = {field: refusal for field, item in flags.items() if (refusal := item.refusal) is not None}
+    if (found := first_refused(refusals, values)) is not None:
+        name = flags[found.name].name
+        typed = name if isinstance(found.value, bool | dict | list) else f"{name} {found.value}"
+        raise UnsupportedFlagError(typed, found.reason)

@@ -226,20 +226,20 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         groups[item.section] = group
         spec = item.spec
         keywords: dict[str, Any] = {"dest": item.field, "default": item.default, "help": _help_text(item)}
-        if spec.kind in ("flag", "bool"):
+        if item.kind in ("flag", "bool"):
             negative = "--no-" + item.name.removeprefix("--")
-            keywords |= {"nargs": 0 if spec.kind == "flag" else "?", "opposite": spec.opposite}
+            keywords |= {"nargs": 0 if item.kind == "flag" else "?", "opposite": spec.opposite}
             group.add_argument(item.name, negative, *spec.short, action=_SwitchAction, **keywords)
             continue
         if spec.choices is not None:
-            none_possible = spec.kind == "nullable_str"
+            none_possible = item.kind == "nullable_str"
             keywords["choices"] = [None if none_possible and c == "None" else c for c in spec.choices]
             keywords["metavar"] = "{" + ",".join(spec.choices) + "}"
         if spec.many:
             keywords["nargs"] = "+"
         if spec.repeat:
             keywords["action"] = _AppendAction
-        group.add_argument(item.name, *spec.short, type=_PARSERS[spec.kind], **keywords)
+        group.add_argument(item.name, *spec.short, type=_PARSERS[item.kind], **keywords)
 
 
 class _AppendAction(argparse.Action):
@@ -268,7 +268,7 @@ def _flag_words(item: Flag, value: Any) -> list[str]:
         return []
     if isinstance(value, bool):
         return [item.name if value else "--no-" + item.name.removeprefix("--")]
-    if isinstance(value, dict) or item.spec.kind in ("json_object", "json_list"):
+    if isinstance(value, dict) or item.kind in ("json_object", "json_list"):
         return [f"{item.name}={value if isinstance(value, str) else json.dumps(value)}"]
     if not isinstance(value, list):
         return [f"{item.name}={value}"]

@@ -62,7 +62,7 @@ def test_golden_table_is_whole() -> None:
 def test_flag_of_0_6_3(name: str) -> None:
     golden, item = GOLDEN[name], FLAGS[name]
     assert item.default == DEFAULTS_THAT_DIFFER.get(name, golden["default"])
-    assert item.spec.kind in KINDS[golden["kind"]]
+    assert item.kind in KINDS[golden["kind"]]
     assert set(golden.get("short", ())) <= set(item.spec.short)
     # 0.6.3 takes one key; several are today's
     assert item.spec.many == golden.get("many", name == "--api-key")
@@ -113,12 +113,12 @@ def refused_words() -> list[tuple[type, str, list[str]]]:
 
 
 def _refused_by(item: Flag) -> list[list[str]]:
-    if item.spec.kind == "flag":
+    if item.kind == "flag":
         return [["--no-" + item.name[2:]] if item.default else [item.name]]
     if item.spec.choices is not None:
         kept = {str(item.default), *map(str, item.spec.allowed), "None"}
         return [[item.name, choice] for choice in item.spec.choices if choice not in kept]
-    return [[item.name, sample] for sample in SAMPLES[item.spec.kind] if sample not in item.spec.allowed]
+    return [[item.name, sample] for sample in SAMPLES[item.kind] if sample not in item.spec.allowed]
 
 
 @pytest.mark.parametrize(("owner", "name", "words"), refused_words())

@@ -10,7 +10,7 @@ import pytest
 from ascend_vllm.entrypoints.http.errors import BodyError, decode_json, to_http_error
 from ascend_vllm.entrypoints.openai import protocol_common
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
-from ascend_vllm.entrypoints.openai.protocol_common import UNSUPPORTED_FIELDS, parse_logit_bias
+from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, parse_logit_bias
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.errors import (
     EngineBusyError,
@@ -65,7 +65,7 @@ def test_prompt_logprobs_of_completions(fields: dict[str, Any], expected: int | 
     assert completion(**fields).sampling_params({}, 1, False).prompt_logprobs == expected
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
+@pytest.mark.parametrize("name", sorted(GenerationRequest.REFUSALS))
 def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {
         "logprob_token_ids": [1],
@@ -84,7 +84,7 @@ def test_a_field_without_a_feature_is_refused_by_name(name: str) -> None:
         with pytest.raises(RequestError, match=rf"^`?{name}`? is not (currently )?supported") as caught:
             make(**{name: values.get(name, "xyz")}).check_supported()
         assert caught.value.param == name
-        for neutral in UNSUPPORTED_FIELDS[name]:
+        for neutral in GenerationRequest.REFUSALS[name].neutral:
             make(**{name: neutral}).check_supported()
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from ascend_vllm.args.tables.features import AdapterArgs, InputOutputArgs, SpeculativeArgs
+from ascend_vllm.args.tables.features import (
+    AdapterArgs,
+    InputOutputArgs,
+    MultimodalArgs,
+    PromptAdapterArgs,
+    SpeculativeArgs,
+)
 from ascend_vllm.args.tables.model import LoadArgs, ModelArgs
 from ascend_vllm.args.tables.runtime import CacheArgs, ObservabilityArgs, ParallelArgs, SchedulerArgs
 
@@ -13,7 +19,9 @@ from ascend_vllm.args.tables.runtime import CacheArgs, ObservabilityArgs, Parall
 @dataclasses.dataclass
 class EngineFlags(
     InputOutputArgs,
+    MultimodalArgs,
     SpeculativeArgs,
+    PromptAdapterArgs,
     AdapterArgs,
     ObservabilityArgs,
     ParallelArgs,

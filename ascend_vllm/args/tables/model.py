@@ -46,7 +46,6 @@ class ModelArgs:
         "facebook/opt-125m",
         "The model to serve: a directory in Hugging Face layout, the name of a model on the Hugging Face hub, "
         "or the word demo for the small chat model that this server trains itself.",
-        kind="str",
         example="--model /models/Qwen2.5-0.5B-Instruct",
     )
     served_model_name: str | list[str] | None = flag(
@@ -60,52 +59,41 @@ class ModelArgs:
     tokenizer: str | None = flag(
         None,
         "The directory or hub name of the tokenizer, if it is not the one that comes with the model.",
-        kind="nullable_str",
         example="--tokenizer /models/my-tokenizer",
     )
     tokenizer_mode: str = flag(
         "auto",
         "Which kind of tokenizer is used: auto takes the fast one when the model has it, slow takes the one "
         "written in Python.",
-        kind="str",
         choices=("auto", "slow", "mistral"),
         unsupported="the mistral tokenizer format is not available; use auto with the model's tokenizer.json",
         allowed=("slow",),
         example="--tokenizer-mode slow",
     )
     skip_tokenizer_init: bool = flag(
-        False,
-        "Starts without a tokenizer. Requests must then bring token ids, and the answers are token ids too.",
-        kind="flag",
+        False, "Starts without a tokenizer. Requests must then bring token ids, and the answers are token ids too."
     )
     revision: str | None = flag(
         None,
         "Which version of a model on the Hugging Face hub to use: a branch, a tag or a commit. "
         "It cannot be combined with a local directory.",
-        kind="nullable_str",
         example="--revision main",
     )
     code_revision: str | None = flag(
         None,
         "Which version of a hub model's own Python code to use.",
-        kind="nullable_str",
         unsupported="a model's code is taken from the same revision as its weights; use --revision for both",
     )
     tokenizer_revision: str | None = flag(
-        None,
-        "Which version of a tokenizer on the Hugging Face hub to use: a branch, a tag or a commit.",
-        kind="nullable_str",
+        None, "Which version of a tokenizer on the Hugging Face hub to use: a branch, a tag or a commit."
     )
     trust_remote_code: bool = flag(
-        False,
-        "Lets Python code that comes with the model run on this machine. Use it only for models you trust.",
-        kind="flag",
+        False, "Lets Python code that comes with the model run on this machine. Use it only for models you trust."
     )
     dtype: str = flag(
         "auto",
         "The number format of weights and activations. With auto the checkpoint's own format is kept, except that a "
         "float32 checkpoint is run in bfloat16; give float32 to keep full precision.",
-        kind="str",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         example="--dtype bfloat16",
     )
@@ -118,59 +106,49 @@ class ModelArgs:
         example="--max-model-len 4096",
     )
     disable_sliding_window: bool = flag(
-        False,
-        "Turns the sliding attention window of the model off and limits sequences to the size of that window.",
-        kind="flag",
+        False, "Turns the sliding attention window of the model off and limits sequences to the size of that window."
     )
     rope_scaling: dict[str, Any] | None = flag(
         None,
         "Changes how the model stretches its rotary positions, as a JSON object; it replaces what config.json says.",
-        kind="json_object",
         example='--rope-scaling \'{"rope_type":"dynamic","factor":2.0}\'',
     )
     rope_theta: float | None = flag(
         None,
         "Changes the base of the model's rotary positions; it is mostly used together with --rope-scaling.",
-        kind="float",
         example="--rope-theta 1000000",
     )
     hf_overrides: dict[str, Any] | None = flag(
         None,
         "Replaces values of the model's config.json, as a JSON object, without editing the file.",
-        kind="json_object",
         example="--hf-overrides '{\"max_position_embeddings\": 8192}'",
     )
     generation_config: str = flag(
         "auto",
         "Where sampling defaults come from: auto reads the model's generation_config.json, vllm uses the server's "
         "own defaults, and a directory names another place to read that file from.",
-        kind="str",
         example="--generation-config vllm",
     )
     override_generation_config: dict[str, Any] | None = flag(
         None,
         "Sets sampling defaults as a JSON object; they win over generation_config.json, and requests win over them.",
-        kind="json_object",
         example="--override-generation-config '{\"temperature\": 0.2}'",
     )
     seed: int = flag(
         0,
         "The seed of random draws for requests that bring no seed of their own. "
         "The same seed gives the same answers when the server is started again.",
-        kind="int",
         example="--seed 42",
     )
     max_logprobs: int = flag(
         20,
         "The largest number of log-probabilities per token that a request may ask for.",
-        kind="int",
         example="--max-logprobs 50",
     )
     logprobs_mode: str = flag(
         "raw_logprobs",
         "Whether log-probabilities are taken before penalties and temperature (raw_logprobs) or after them "
         "(processed_logprobs); raw_logits and processed_logits give the logits in their place.",
-        kind="str",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
         example="--logprobs-mode processed_logprobs",
     )
@@ -178,13 +156,11 @@ class ModelArgs:
         False,
         "Computes every decoding step operator by operator. Otherwise NPUs replay captured graphs, and CPUs replay "
         "what they have recorded.",
-        kind="flag",
     )
     runner: str = flag(
         "auto",
         "What the model is used for: generate means writing text, pooling means embeddings, classes and scores. With "
         "auto the model's own kind decides.",
-        kind="str",
         choices=("auto", "generate", "pooling", "draft"),
         unsupported="speculative decoding is not available in this version",
         allowed=("generate", "pooling"),
@@ -194,7 +170,6 @@ class ModelArgs:
         "auto",
         "Turns a model into one for embeddings (embed) or, if it has a classification head, for classes and scores "
         "(classify).",
-        kind="str",
         choices=("auto", "none", "embed", "classify", "reward"),
         unsupported="reward models are not available in this version",
         allowed=("none", "embed", "classify"),
@@ -203,7 +178,6 @@ class ModelArgs:
     task: str = flag(
         "auto",
         "The older way to say what the model is used for: generate, embed, classify or score.",
-        kind="str",
         choices=("auto", "generate", "embedding", "embed", "classify", "score", "reward", "transcription"),
         unsupported="reward and speech models are not available in this version",
         allowed=("generate", "embedding", "embed", "classify", "score"),
@@ -214,18 +188,12 @@ class ModelArgs:
         "How a pooling model makes one vector of a text, as a JSON object: task, pooling_type (LAST, MEAN, CLS or "
         "ALL), use_activation and dimensions. Without it the model's own files decide, and failing that the last "
         "token's vector is taken and normalised.",
-        kind="json_object",
         example='--pooler-config \'{"pooling_type": "MEAN"}\'',
     )
-    override_pooler_config: dict[str, Any] | None = flag(
-        None,
-        "The older name of --pooler-config.",
-        kind="json_object",
-    )
+    override_pooler_config: dict[str, Any] | None = flag(None, "The older name of --pooler-config.")
     model_impl: str = flag(
         "auto",
         "Which implementation of the model runs: the server's own one (auto or vllm) or the one in transformers.",
-        kind="str",
         choices=("auto", "vllm", "transformers", "terratorch"),
         unsupported="models always run on this project's own implementation",
         allowed=("vllm",),
@@ -233,14 +201,12 @@ class ModelArgs:
     enable_prompt_embeds: bool = flag(
         False,
         "Accepts prompts given as embedding vectors instead of text.",
-        kind="flag",
         unsupported="prompts are text or token ids in this version",
     )
     tokenizer_extension_path: str | None = flag(
         None,
         "A Python file vllm_extension.py, or its directory, with a class VllmExtension that supplies a tokenizer of "
         "your own by its methods get_tokenizer(tokenizer_path) and text_to_tokens(tokenizer, text).",
-        kind="nullable_str",
         example="--tokenizer-extension-path ./vllm_extension.py",
     )
 
@@ -255,7 +221,6 @@ class LoadArgs:
         "auto",
         "The form of the weight files: auto prefers safetensors and falls back to PyTorch .bin files (pt); npcache "
         "keeps those as arrays that load faster; dummy makes random weights from the seed and needs no files.",
-        kind="str",
         choices=(
             "auto",
             "pt",
@@ -275,7 +240,6 @@ class LoadArgs:
     config_format: str = flag(
         "auto",
         "The form of the model's configuration: auto and hf read config.json.",
-        kind="str",
         choices=("auto", "hf", "mistral"),
         unsupported="mistral's own params.json is not read; convert the model to Hugging Face layout",
         allowed=("hf",),
@@ -283,7 +247,6 @@ class LoadArgs:
     download_dir: str | None = flag(
         None,
         "Where models from the Hugging Face hub are kept on disk; without it the hub's usual cache is used.",
-        kind="nullable_str",
         example="--download-dir /data/models",
     )
     ignore_patterns: str | list[str] = flag(
@@ -297,19 +260,16 @@ class LoadArgs:
     model_loader_extra_config: str | None = flag(
         None,
         "More options for the chosen --load-format, as JSON.",
-        kind="nullable_str",
         unsupported="none of the available load formats has further options",
     )
     use_tqdm_on_load: bool = flag(
         True,
         "Shows a progress bar while the weights are loaded.",
-        kind="flag",
         example="--no-use-tqdm-on-load",
     )
     quantization: str | None = flag(
         None,
         "How the weights are quantised, for example awq or smoothquant. Without it config.json decides.",
-        kind="nullable_str",
         choices=QUANTIZATIONS,
         short=("-q",),
         unsupported=_NO_QUANTIZATION,
@@ -317,7 +277,6 @@ class LoadArgs:
     quantization_param_path: str | None = flag(
         None,
         "A JSON file with the scales of an 8-bit KV cache.",
-        kind="nullable_str",
         unsupported="the KV cache is kept in the model's own number format",
     )
     qlora_adapter_name_or_path: str | None = flag(

@@ -22,14 +22,12 @@ class CacheArgs:
         None,
         "The number of tokens that one block of the KV cache holds. Without it the fastest size of the device is "
         "taken; the CPU allows 16, 32, 64 and 128, an NPU allows 64 and 128.",
-        kind="int",
         example="--block-size 32",
     )
     gpu_memory_utilization: float = flag(
         0.9,
         "The share of an NPU's memory, between 0 and 1, that weights, activations and KV cache may fill together. "
         "On CPU use --kv-cache-memory-bytes instead.",
-        kind="float",
         example="--gpu-memory-utilization 0.8",
     )
     kv_cache_memory_bytes: int | None = flag(
@@ -42,26 +40,22 @@ class CacheArgs:
     num_gpu_blocks_override: int | None = flag(
         None,
         "The exact number of blocks in the KV cache, whatever the memory says. It is meant for tests of preemption.",
-        kind="int",
         example="--num-gpu-blocks-override 100",
     )
     swap_space: float = flag(
         4,
         "The CPU memory in GiB, per device, to which the KV cache of preempted requests may be swapped; 0 turns "
         "swapping off.",
-        kind="float",
         example="--swap-space 8",
     )
     cpu_offload_gb: float = flag(
         0,
         "The part of the weights, in GiB, that is kept in CPU memory to make room on the device.",
-        kind="float",
         unsupported="weights stay on the device in this version",
     )
     kv_cache_dtype: str = flag(
         "auto",
         "The number format of the KV cache; auto is the format of the model.",
-        kind="str",
         choices=("auto", "fp8", "fp8_e5m2", "fp8_e4m3"),
         unsupported="the KV cache is kept in the model's own number format",
     )
@@ -69,19 +63,16 @@ class CacheArgs:
         False,
         "Keeps the KV cache of earlier requests and reuses it for requests that begin with the same text. Answers "
         "stay the same and begin sooner.",
-        kind="flag",
         example="--enable-prefix-caching",
     )
     use_v2_block_manager: bool = flag(
         True,
         "Chooses the newer of two block managers. There is only one here, so the flag changes nothing.",
-        kind="flag",
         no_effect="there is only one block manager",
     )
     enable_sleep_mode: bool = flag(
         False,
         "Lets the server give its memory back while it is not needed.",
-        kind="flag",
         example="--enable-sleep-mode",
     )
 
@@ -95,7 +86,6 @@ class SchedulerArgs:
     max_num_seqs: int = flag(
         256,
         "The largest number of sequences that are worked on at the same time. Further requests wait in a queue.",
-        kind="int",
         example="--max-num-seqs 64",
     )
     max_num_batched_tokens: int | None = flag(
@@ -109,7 +99,6 @@ class SchedulerArgs:
         None,
         "Cuts long prompts into pieces, so that running answers keep flowing while a prompt is read. It is off "
         "unless you ask for it or --max-model-len is above 32768.",
-        kind="bool",
         example="--enable-chunked-prefill --max-num-batched-tokens 512",
     )
     max_decode_pause_ms: float | None = flag(
@@ -117,33 +106,28 @@ class SchedulerArgs:
         "How long in milliseconds running answers may pause under chunked prefill while a piece of a prompt is read: "
         "pieces are as small as that needs. With 0 they are as large as --max-num-batched-tokens allows, as they are "
         "if you give that flag without this one; otherwise the pause is 250.",
-        kind="float",
         example="--enable-chunked-prefill --max-decode-pause-ms 100",
     )
     max_num_partial_prefills: int = flag(
         1,
         "The largest number of prompts that may be partly read at the same time under chunked prefill.",
-        kind="int",
         example="--enable-chunked-prefill --max-num-partial-prefills 4",
     )
     max_long_partial_prefills: int = flag(
         1,
         "How many of the prompts that are partly read at the same time may be long ones.",
-        kind="int",
         example="--enable-chunked-prefill --max-num-partial-prefills 4 --max-long-partial-prefills 2",
     )
     long_prefill_token_threshold: int = flag(
         0,
         "The number of tokens above which a prompt counts as long; one step reads at most so many tokens of it. With "
         "0 no prompt is long, unless --max-num-partial-prefills is above 1: then 4 percent of --max-model-len count.",
-        kind="int",
         example="--enable-chunked-prefill --long-prefill-token-threshold 1024",
     )
     max_num_queued_reqs: int | None = flag(
         None,
         "The largest number of requests that may wait. Beyond it new requests are refused with HTTP status 503; "
         "without it the queue has no limit.",
-        kind="int",
         example="--max-num-queued-reqs 100",
     )
     max_num_queued_tokens: int | None = flag(
@@ -157,14 +141,12 @@ class SchedulerArgs:
         None,
         "The longest time in seconds that a request may wait for its first step. Requests that wait longer are "
         "answered with HTTP status 503; without it they wait as long as it takes.",
-        kind="float",
         example="--queue-timeout-s 30",
     )
     scheduling_policy: str = flag(
         "fcfs",
         "The order in which waiting requests are served: fcfs is first come, first served; priority takes the "
         "request with the lowest priority number first.",
-        kind="str",
         choices=("fcfs", "priority"),
         example="--scheduling-policy priority",
     )
@@ -180,14 +162,12 @@ class SchedulerArgs:
     scheduler_delay_factor: float = flag(
         0.0,
         "Holds new prompts back for this many times the duration of the last prompt step, to collect larger batches.",
-        kind="float",
         example="--scheduler-delay-factor 0.5",
     )
     num_scheduler_steps: int = flag(
         1,
         "The number of tokens that are computed for each request before the scheduler runs again. A larger number "
         "makes tokens cheaper, and new requests wait a little longer.",
-        kind="int",
         example="--num-scheduler-steps 8",
     )
     multi_step_stream_outputs: bool = flag(
@@ -200,13 +180,11 @@ class SchedulerArgs:
     num_lookahead_slots: int = flag(
         0,
         "KV cache slots that are reserved ahead for tokens that are not yet certain.",
-        kind="int",
         unsupported="it belongs to speculative decoding, which is not available in this version",
     )
     disable_async_output_proc: bool = flag(
         False,
         "Makes the engine finish all work on one step before it starts the next one.",
-        kind="flag",
         opposite="async_scheduling",
         example="--disable-async-output-proc",
     )
@@ -214,7 +192,6 @@ class SchedulerArgs:
         True,
         "Plans the next step of the engine while the current one is still running. This is on unless "
         "--disable-async-output-proc is given.",
-        kind="flag",
         opposite="disable_async_output_proc",
         example="--no-async-scheduling",
     )
@@ -222,7 +199,6 @@ class SchedulerArgs:
         1,
         "The number of tokens that are gathered before a streaming answer is sent on. The first token never waits; "
         "a larger number costs less work per token.",
-        kind="int",
         example="--stream-interval 8",
     )
 
@@ -237,7 +213,6 @@ class ParallelArgs:
         "auto",
         "The kind of device the model runs on: cpu, or npu for Huawei Ascend. With auto an NPU is used if there is "
         "one, else the CPU.",
-        kind="str",
         choices=("auto", "cpu", "npu", "cuda", "neuron", "openvino", "tpu", "xpu"),
         unsupported="this server runs on cpu and npu",
         allowed=("cpu", "npu"),
@@ -246,7 +221,6 @@ class ParallelArgs:
     tensor_parallel_size: int = flag(
         1,
         "The number of devices that share every layer of the model.",
-        kind="int",
         short=("-tp",),
         example="--tensor-parallel-size 2",
     )
@@ -254,7 +228,6 @@ class ParallelArgs:
         1,
         "The number of stages, one after another, into which the layers of the model are cut, with as many devices "
         "each as --tensor-parallel-size says.",
-        kind="int",
         short=("-pp",),
         example="--pipeline-parallel-size 2",
     )
@@ -262,20 +235,17 @@ class ParallelArgs:
         1,
         "The number of engines, each with the whole model on devices of its own, that share the requests of one "
         "server.",
-        kind="int",
         short=("-dp",),
         example="--data-parallel-size 2",
     )
     data_parallel_size_local: int | None = flag(
         None,
         "The number of engines that run on this machine; all of --data-parallel-size do.",
-        kind="int",
         short=("-dpl",),
     )
     data_parallel_backend: str = flag(
         "mp",
         "How the engines of --data-parallel-size are started: mp, a process for each.",
-        kind="str",
         choices=("mp", "ray"),
         short=("-dpb",),
         unsupported=_ONE_MACHINE,
@@ -283,14 +253,12 @@ class ParallelArgs:
     data_parallel_rank: int | None = flag(
         None,
         "The number of this engine among those of several servers.",
-        kind="int",
         short=("-dpn",),
         unsupported=_OTHER_BALANCER,
     )
     data_parallel_start_rank: int | None = flag(
         None,
         "The number of the first engine of this machine among those of several machines.",
-        kind="int",
         short=("-dpr",),
         unsupported=_ONE_MACHINE,
     )
@@ -304,62 +272,53 @@ class ParallelArgs:
     data_parallel_rpc_port: int | None = flag(
         None,
         "The port of the machine with the API server, for engines on other machines.",
-        kind="int",
         short=("-dpp",),
         unsupported=_ONE_MACHINE,
     )
     data_parallel_hybrid_lb: bool = flag(
         False,
         "Shares requests out among the engines of each machine, and leaves machines to another load balancer.",
-        kind="flag",
         short=("-dph",),
         unsupported=_OTHER_BALANCER,
     )
     data_parallel_external_lb: bool = flag(
         False,
         "Leaves sharing requests out among the engines to another load balancer.",
-        kind="flag",
         short=("-dpe",),
         unsupported=_OTHER_BALANCER,
     )
     data_parallel_multi_port_external_lb: bool = flag(
         False,
         "Starts an API server with a port of its own for each engine.",
-        kind="flag",
         short=("-dpm",),
         unsupported=_OTHER_BALANCER,
     )
     enable_expert_parallel: bool = flag(
         False,
         "Spreads the experts of a mixture-of-experts model over the devices.",
-        kind="flag",
         unsupported=_ONE_DEVICE,
     )
     nnodes: int = flag(
         1,
         "The number of machines, called nodes, that share the workers evenly. Run the same command on each, with its "
         "own --node-rank.",
-        kind="int",
         short=("-n",),
         example="--tensor-parallel-size 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
     )
     node_rank: int = flag(
         0,
         "The number of this machine among those of --nnodes. Number 0 has the API server, the others run workers.",
-        kind="int",
         short=("-r",),
         example="--tensor-parallel-size 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
     )
     master_addr: str = flag(
         "127.0.0.1",
         "The address of the machine with --node-rank 0, at which the other machines reach it.",
-        kind="str",
         example="--master-addr 10.0.0.1",
     )
     master_port: int = flag(
         29501,
         "The port on which the machine with --node-rank 0 listens to the other machines of --nnodes.",
-        kind="int",
         example="--master-port 29600",
     )
     node_secret_file: str | None = flag(
@@ -379,49 +338,35 @@ class ParallelArgs:
         choices=("ray", "mp", "uni"),
         example="--distributed-executor-backend mp",
     )
-    worker_use_ray: bool = flag(
-        False,
-        "The older spelling of --distributed-executor-backend ray.",
-        kind="flag",
-    )
+    worker_use_ray: bool = flag(False, "The older spelling of --distributed-executor-backend ray.")
     engine_use_ray: bool = flag(
         False,
         "Runs the engine itself inside Ray.",
-        kind="flag",
         unsupported="the engine always runs in a process of its own on this machine",
     )
     ray_workers_use_nsight: bool = flag(
         False,
         "Profiles workers under Ray with Nsight.",
-        kind="flag",
         unsupported="Nsight profiles NVIDIA's devices; VLLM_TORCH_PROFILER_DIR has workers trace their steps",
     )
     max_parallel_loading_workers: int | None = flag(
         None,
         "Loads the weights of several workers in groups, to use less memory at start.",
-        kind="int",
         no_effect="each worker reads its own part of the weights alone, so that all together need no more",
     )
     disable_custom_all_reduce: bool = flag(
         False,
         "Uses the standard way to add results of several devices instead of a special one.",
-        kind="flag",
         no_effect="results are always added in the standard way",
     )
-    max_context_len_to_capture: int | None = flag(
-        None,
-        "The older name of --max-seq-len-to-capture.",
-        kind="int",
-    )
+    max_context_len_to_capture: int | None = flag(None, "The older name of --max-seq-len-to-capture.")
     max_seq_len_to_capture: int = flag(
         8192,
         "The longest sequence that is decoded in captured graphs, on NPUs; longer ones run operator by operator.",
-        kind="int",
     )
     compilation_config: str | None = flag(
         None,
         "Settings of graph compilation, as a level or as JSON.",
-        kind="nullable_str",
         short=("-O",),
         unsupported="models are not compiled in this version; leave it out",
         allowed=("0",),
@@ -429,13 +374,11 @@ class ParallelArgs:
     additional_config: dict[str, Any] | None = flag(
         None,
         "Further settings of the device, as a JSON object.",
-        kind="json_object",
         unsupported="no device has further settings in this version",
     )
     override_neuron_config: dict[str, Any] | None = flag(
         None,
         "Settings for AWS Neuron devices, as a JSON object.",
-        kind="json_object",
         unsupported="this server runs on cpu and npu",
     )
 
@@ -450,18 +393,15 @@ class ObservabilityArgs:
         False,
         "Turns off the metrics of the engine at /metrics and the line about throughput that is logged every few "
         "seconds.",
-        kind="flag",
     )
     disable_log_requests: bool = flag(
         False,
         "Stops the server from writing a line for every request to its log.",
-        kind="flag",
         opposite="enable_log_requests",
     )
     enable_log_requests: bool = flag(
         True,
         "Writes a line for every request to the log. This is on unless --disable-log-requests is given.",
-        kind="flag",
         opposite="disable_log_requests",
         example="--no-enable-log-requests",
     )

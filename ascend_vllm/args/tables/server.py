@@ -27,69 +27,58 @@ class HttpArgs:
         None,
         "The network address the server listens on. Without it the server listens on all addresses of the machine; "
         "127.0.0.1 admits only programs on the same machine.",
-        kind="nullable_str",
         example="--host 127.0.0.1",
     )
-    port: int = flag(8000, "The network port the server listens on.", kind="int", example="--port 8080")
+    port: int = flag(8000, "The network port the server listens on.", example="--port 8080")
     ssl_keyfile: str | None = flag(
         None,
         "The file with the server's private key. Together with --ssl-certfile it turns HTTPS on.",
-        kind="nullable_str",
         example="--ssl-keyfile key.pem --ssl-certfile cert.pem",
     )
     ssl_certfile: str | None = flag(
         None,
         "The file with the server's certificate. Together with --ssl-keyfile it turns HTTPS on.",
-        kind="nullable_str",
         example="--ssl-keyfile key.pem --ssl-certfile cert.pem",
     )
     ssl_ca_certs: str | None = flag(
         None,
         "The file with the certificates of those who may vouch for clients.",
-        kind="nullable_str",
         example="--ssl-ca-certs ca.pem --ssl-cert-reqs 2",
     )
     ssl_cert_reqs: int = flag(
         0,
         "Whether clients must show a certificate: 0 means no, 1 means they may, 2 means they must.",
-        kind="int",
         example="--ssl-ca-certs ca.pem --ssl-cert-reqs 2",
     )
     ssl_ciphers: str | None = flag(
         None,
         "The encryption methods that HTTPS may use in TLS 1.2, in OpenSSL's notation. Without it those with ECDHE "
         "and AES-GCM or ChaCha20. Older versions than TLS 1.2 are refused in any case.",
-        kind="nullable_str",
         example="--ssl-ciphers ECDHE-RSA-AES256-GCM-SHA384",
     )
     enable_ssl_refresh: bool = flag(
         False,
         "Reads the certificates again when their files change; connections that are open keep theirs.",
-        kind="flag",
         example="--ssl-keyfile key.pem --ssl-certfile cert.pem --enable-ssl-refresh",
     )
     uds: str | None = flag(
         None,
         "The path of a Unix domain socket to listen on instead of a network port. It makes --host and --port void.",
-        kind="nullable_str",
         example="--uds /run/ascend-vllm.sock",
     )
     log_config_file: str | None = flag(
         None,
         "A JSON file that configures the log, in the form of Python's logging.config.dictConfig.",
-        kind="nullable_str",
         example="--log-config-file logging.json",
     )
     disable_access_log_for_endpoints: str | None = flag(
         None,
         "The paths, separated by commas, for which no line is logged per HTTP request.",
-        kind="nullable_str",
         example="--disable-access-log-for-endpoints /health,/metrics",
     )
     root_path: str | None = flag(
         None,
         "The path under which a proxy in front of the server publishes it.",
-        kind="nullable_str",
         example="--root-path /llm",
     )
     h11_max_incomplete_event_size: int | None = flag(
@@ -102,7 +91,6 @@ class HttpArgs:
     h11_max_header_count: int | None = flag(
         None,
         "The largest number of headers of an HTTP request. Without it 256 are allowed.",
-        kind="int",
         example="--h11-max-header-count 100",
     )
     max_body_bytes: int = flag(
@@ -116,14 +104,12 @@ class HttpArgs:
         None,
         "The largest number of sequences that one request may ask for: its prompts, texts or conversations times n "
         "or best_of. Without it the environment variable VLLM_MAX_N_SEQUENCES says it, else it is 1024.",
-        kind="int",
         example="--max-sequences-per-request 64",
     )
     client_timeout_s: float = flag(
         60.0,
         "The seconds a client may take to send a request, with a second more for every 1000 bytes of it, and the "
         "seconds it may go without reading an answer that waits for it. After that the connection is closed.",
-        kind="float",
         example="--client-timeout-s 20",
     )
 
@@ -132,14 +118,12 @@ class HttpArgs:
         "The largest number of requests of one client that are answered at the same time; others are refused with "
         "status 429. A client is who shows one of the keys, or who has one address where there are no keys. 0 means "
         "any number.",
-        kind="int",
         example="--max-concurrent-requests-per-key 32",
     )
     shutdown_timeout: float = flag(
         20.0,
         "The seconds that open requests get to end when the server is told to stop. After that streams end with an "
         "error, and whole answers are refused with status 503.",
-        kind="float",
         example="--shutdown-timeout 60",
     )
 
@@ -193,7 +177,6 @@ class GenerateServerArgs(HttpArgs):
     log_level: str = flag(
         "debug",
         "How much the HTTP part of the /generate server writes to its log.",
-        kind="str",
         choices=_LOG_LEVELS,
         example="--log-level info",
     )
@@ -201,7 +184,6 @@ class GenerateServerArgs(HttpArgs):
         "vllm",
         "The form of requests and answers at /generate: vllm streams the prompt with all the text so far, mindie "
         "only the new text, with MindIE's ranges and errors.",
-        kind="str",
         choices=("vllm", "mindie"),
         example="--generate-format mindie",
     )
@@ -216,12 +198,11 @@ class FrontendArgs(HttpArgs):
     uvicorn_log_level: str = flag(
         "info",
         "How much the HTTP part of the server writes to its log.",
-        kind="str",
         choices=_LOG_LEVELS,
         example="--uvicorn-log-level warning",
     )
     allow_credentials: bool = flag(
-        False, "Lets web pages from other sites send cookies and passwords with their requests.", kind="flag"
+        False, "Lets web pages from other sites send cookies and passwords with their requests."
     )
     allowed_origins: list[str] = flag(
         ["*"],
@@ -254,7 +235,6 @@ class FrontendArgs(HttpArgs):
         "all",
         "What needs the key when there is one: all means everything but /health, /ping, /version and /metrics; "
         "inference means only the routes under /v1, /v2, /inference and /invocations, as in vLLM.",
-        kind="str",
         choices=("all", "inference"),
         example="--api-key my-secret --api-key-scope inference",
     )
@@ -276,14 +256,12 @@ class FrontendArgs(HttpArgs):
         None,
         "The Jinja template that turns chat messages into a prompt, as a file or as the template itself. Without "
         "it the template of the tokenizer is used.",
-        kind="nullable_str",
         example="--chat-template ./template.jinja",
     )
     chat_template_content_format: str = flag(
         "auto",
         "Whether the chat template gets the content of a message as plain text (string) or as a list of parts "
         "(openai); auto finds out what the template expects.",
-        kind="str",
         choices=("auto", "string", "openai"),
     )
     trust_request_chat_template: bool = flag(
@@ -291,7 +269,6 @@ class FrontendArgs(HttpArgs):
         "Lets requests bring a chat template of their own. It runs in a sandbox, in a process beside the server that "
         "is ended after 3 seconds, or when it needs too much memory or writes too long a text; two of them run at a "
         "time, and others wait.",
-        kind="flag",
     )
     response_role: str = flag(
         "assistant",
@@ -311,19 +288,16 @@ class FrontendArgs(HttpArgs):
         False,
         "Writes tokens in log-probabilities as token_id:N instead of as text, so that tokens that are not whole "
         "characters can be told apart.",
-        kind="flag",
     )
     disable_frontend_multiprocessing: bool = flag(
         False,
         "Asks for the server and the engine in one process.",
-        kind="flag",
         no_effect="the engine always runs in a process of its own, answers are the same",
     )
     enable_auto_tool_choice: bool = flag(
         False,
         "Lets the model decide on its own to call one of the tools that a chat request brings. It needs "
         "--tool-call-parser.",
-        kind="flag",
         example="--enable-auto-tool-choice --tool-call-parser hermes",
     )
     tool_call_parser: str | None = flag(
@@ -337,89 +311,64 @@ class FrontendArgs(HttpArgs):
         "",
         "A Python file with a parser of your own for tool calls. The name it registers can be given to "
         "--tool-call-parser.",
-        kind="str",
         example="--tool-parser-plugin my_parser.py --tool-call-parser my_format",
     )
     exclude_tools_when_tool_choice_none: bool = flag(
-        False,
-        "Leaves the tools out of the prompt when a request says that none may be called.",
-        kind="flag",
+        False, "Leaves the tools out of the prompt when a request says that none may be called."
     )
     tool_server: str | None = flag(
         None,
         "The address of a server that carries out tool calls.",
-        kind="nullable_str",
         unsupported="clients carry out the calls themselves",
     )
     max_log_len: int | None = flag(
         None,
         "The largest number of characters or token ids of a prompt that are written to the log. "
         "Without it as much is written as a line of 8192 characters holds.",
-        kind="int",
         example="--max-log-len 100",
     )
     disable_fastapi_docs: bool = flag(
-        False, "Turns off the pages at /docs, /redoc and /openapi.json that describe the HTTP interface.", kind="flag"
+        False, "Turns off the pages at /docs, /redoc and /openapi.json that describe the HTTP interface."
     )
     enable_prompt_tokens_details: bool = flag(
-        False, "Adds to the usage of an answer how many tokens of the prompt came from the cache.", kind="flag"
+        False, "Adds to the usage of an answer how many tokens of the prompt came from the cache."
     )
     enable_force_include_usage: bool = flag(
-        False,
-        "Sends the token counts at the end of every stream, even when the request does not ask for them.",
-        kind="flag",
+        False, "Sends the token counts at the end of every stream, even when the request does not ask for them."
     )
-    enable_cum_log_probs: bool = flag(
-        False,
-        "Adds the sum of log-probabilities to every choice of a completion.",
-        kind="flag",
-    )
+    enable_cum_log_probs: bool = flag(False, "Adds the sum of log-probabilities to every choice of a completion.")
     default_chat_template_kwargs: dict[str, object] | None = flag(
-        None,
-        "Values that every chat template is given, as a JSON object.",
-        kind="json_object",
+        None, "Values that every chat template is given, as a JSON object."
     )
-    enable_request_id_headers: bool = flag(
-        False,
-        "Adds the header X-Request-Id to every answer.",
-        kind="flag",
-    )
+    enable_request_id_headers: bool = flag(False, "Adds the header X-Request-Id to every answer.")
     enable_server_load_tracking: bool = flag(
-        False,
-        "Counts the requests in progress at /load; without it the count stays 0.",
-        kind="flag",
+        False, "Counts the requests in progress at /load; without it the count stays 0."
     )
     enable_tokenizer_info_endpoint: bool = flag(
-        False,
-        "Publishes the settings of the tokenizer, its chat template among them, at /tokenizer_info.",
-        kind="flag",
+        False, "Publishes the settings of the tokenizer, its chat template among them, at /tokenizer_info."
     )
     disable_uvicorn_access_log: bool = flag(
-        False, "Stops the line that is logged for every HTTP request with its path and status.", kind="flag"
+        False, "Stops the line that is logged for every HTTP request with its path and status."
     )
     enable_log_outputs: bool = flag(
         False,
         "Writes the text of every answer to the log when it is complete. It needs --enable-log-requests.",
-        kind="flag",
         example="--enable-log-outputs",
     )
     api_server_count: int = flag(
         1,
         "The number of processes that answer HTTP requests.",
-        kind="int",
         unsupported="one process answers HTTP requests",
     )
     headless: bool = flag(
         False,
         "Starts no API server. It may be given where --node-rank is above 0, and changes nothing there.",
-        kind="flag",
         example="--headless",
     )
     sse_keep_alive_interval: float = flag(
         0.0,
         "The seconds after which a stream that has nothing to send yet sends a comment, so that a proxy does not "
         "close it. 0 means never.",
-        kind="float",
         example="--sse-keep-alive-interval 15",
     )
 

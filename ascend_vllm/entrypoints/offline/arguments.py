@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascend_vllm.errors import RequestError, UnsupportedFlagError
+from ascend_vllm.refusals import Refusal, first_refused
 
 # what is missing or to be done instead → keyword of the constructor → its default
 REFUSED: Mapping[str, Mapping[str, Any]] = {
@@ -47,8 +48,9 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
         "expert_placement_strategy": "linear",
     },
     "which tokens sampling has left is not reported in this version": {"return_sampling_mask": False},
+    # True is the stored token, which the hub's client uses without being told
     "the client of the hub reads the environment variable HF_TOKEN, or what `hf auth login` has stored": {
-        "hf_token": None
+        "hf_token": True
     },
     "the environment variable VLLM_TORCH_PROFILER_DIR asks for traces": {
         "profiler_config": None,
@@ -222,9 +224,11 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-_REASONS = {name: (reason, default) for reason, names in REFUSED.items() for name, default in names.items()}
 # what asks for nothing whatever the default is; numbers and False may ask for something
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, (), set())
+_REFUSALS = {
+    name: Refusal(reason, (*_EMPTY, default)) for reason, names in REFUSED.items() for name, default in names.items()
+}
 
 _NO_TRANSFER = "weights are read from the model's files, and not sent to a running engine"
 # methods of 0.32 whose features do not exist → why
@@ -247,24 +251,10 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedFlagError: one asks for a feature that does not exist; the text names it.
     """
-    left = {}
-    for name, value in arguments.items():
-        if name not in _REASONS:
-            left[name] = value
-            continue
-        reason, default = _REASONS[name]
-        if not asks(value, default) or (name == "hf_token" and value is True):
-            # True is the stored token, which the hub's client uses without being told
-            continue
-        raise UnsupportedFlagError(name, reason)
-    return left
-
-
-def asks(value: Any, default: Any = None) -> bool:
-    """Whether a value asks for something: it is neither the default nor empty."""
-    return not any(
-        value == empty and isinstance(value, bool) is isinstance(empty, bool) for empty in (*_EMPTY, default)
-    )
+    refusals = {name: _REFUSALS[name] for name in arguments if name in _REFUSALS}
+    if (found := first_refused(refusals, arguments)) is not None:
+        raise UnsupportedFlagError(found.name, found.reason)
+    return {name: value for name, value in arguments.items() if name not in refusals}
 
 
 def refuse(**arguments: Any) -> None:
@@ -273,9 +263,9 @@ def refuse(**arguments: Any) -> None:
     Raises:
         RequestError: one of them asks for something.
     """
-    for name, value in arguments.items():
-        if asks(value, False):
-            raise RequestError(f"{name} is not supported in this version.", name)
+    refusals = {name: Refusal(f"{name} is not supported in this version.", (*_EMPTY, False)) for name in arguments}
+    if (found := first_refused(refusals, arguments)) is not None:
+        raise RequestError(found.reason, found.name)
 
 
 def refuse_lora(lora_request: Any, num_prompts: int) -> None:

@@ -4,7 +4,7 @@ Requests are pydantic models: unknown fields are kept apart (`model_extra`) and 
 records, which encode an order of magnitude faster.
 
 A field whose feature this version does not have is part of the models all the same, so that it is refused by
-name instead of being ignored: see `UNSUPPORTED_FIELDS`.
+name instead of being ignored: see `ApiRequest.REFUSALS`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,6 +31,7 @@ from ascend_vllm.entrypoints.openai.structured_fields import (
 )
 from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.refusals import Refusal, first_refused
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 
@@ -38,21 +39,14 @@ logger = init_logger(__name__)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
-# field → the values that ask for nothing; any other value is refused
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "kv_transfer_params": (None,),
-    "logprob_token_ids": (None, []),
-    "mm_processor_kwargs": (None, {}),
-    "prompt_embeds": (None,),
-    "repetition_detection": (None,),
-    "structural_tag": (None,),
-    "suffix": (None, ""),
-    "thinking_token_budget": (None,),
-}
 
-_UNSUPPORTED = "`{}` is not supported by this version of the server."
-# those that vLLM refuses too have its texts
-UNSUPPORTED_TEXTS = {"suffix": "suffix is not currently supported"}
+def unsupported_fields(**neutral: tuple[Any, ...]) -> dict[str, Refusal]:
+    """Refusals of fields in this server's usual words, each with the values that ask for nothing."""
+    return {
+        name: Refusal(f"`{name}` is not supported by this version of the server.", values)
+        for name, values in neutral.items()
+    }
+
 
 # sampling fields and what holds when neither the request nor the server's defaults say anything
 _SAMPLING: dict[str, Any] = {
@@ -98,15 +92,29 @@ def unix_time() -> int:
 
 
 class ApiRequest(BaseModel):
-    """Root of all request bodies: unknown fields are accepted and logged once each."""
+    """Root of all request bodies: unknown fields are accepted and logged once each.
+
+    Attributes:
+        REFUSALS: the fields whose features do not exist.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    REFUSALS: ClassVar[Mapping[str, Refusal]] = {}
 
     @model_validator(mode="after")
     def _log_unknown_fields(self) -> ApiRequest:
         if self.model_extra:
             log_unknown_fields(self.model_extra)
         return self
+
+    def check_supported(self) -> None:
+        """Refuse fields whose feature is not available.
+
+        Raises:
+            RequestError: names the field.
+        """
+        if (found := first_refused(self.REFUSALS, vars(self))) is not None:
+            raise RequestError(found.reason, found.name)
 
 
 class StreamOptions(BaseModel):
@@ -127,6 +135,16 @@ class GenerationRequest(ApiRequest):
     A sampling field that is null or absent takes the server's default (generation_config.json), then the
     usual one.
     """
+
+    REFUSALS = unsupported_fields(
+        kv_transfer_params=(None,),
+        logprob_token_ids=(None, []),
+        mm_processor_kwargs=(None, {}),
+        prompt_embeds=(None,),
+        repetition_detection=(None,),
+        structural_tag=(None,),
+        thinking_token_budget=(None,),
+    ) | {"suffix": Refusal("suffix is not currently supported", (None, ""))}  # vLLM's words: it has none either
 
     model: str | None = None
     frequency_penalty: float | None = None
@@ -224,16 +242,6 @@ class GenerationRequest(ApiRequest):
     def requested_prompt_logprobs(self) -> int | None:
         """The same for the prompt's positions."""
         return self.prompt_logprobs
-
-    def check_supported(self) -> None:
-        """Refuse fields whose feature is not available.
-
-        Raises:
-            RequestError: names the field.
-        """
-        for name in self.model_fields_set & UNSUPPORTED_FIELDS.keys() & type(self).model_fields.keys():
-            if getattr(self, name) not in UNSUPPORTED_FIELDS[name]:
-                raise RequestError(UNSUPPORTED_TEXTS.get(name, _UNSUPPORTED).format(name), param=name)
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
         """What the output must look like, in whichever of its spellings the request says it; None: nothing.

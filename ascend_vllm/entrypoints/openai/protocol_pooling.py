@@ -10,18 +10,10 @@ from pydantic import Field, model_validator
 from ascend_vllm.entrypoints.http.errors import BodyError
 from ascend_vllm.entrypoints.http.request_ids import ChosenId
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatMessage
-from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, Usage
-from ascend_vllm.errors import RequestError
+from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, Usage, unsupported_fields
 from ascend_vllm.pooling_params import PoolingParams, PoolingTask
 
 Texts = str | list[str]
-
-# field → the values that ask for nothing; any other value is refused
-_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "instruction": (None, ""),
-    "mm_processor_kwargs": (None, {}),
-    "padding": (None, False),
-}
 
 
 class PoolingApiRequest(ApiRequest):
@@ -29,6 +21,8 @@ class PoolingApiRequest(ApiRequest):
 
     `normalize`, `softmax` and `activation` are older names of `use_activation`.
     """
+
+    REFUSALS = unsupported_fields(instruction=(None, ""), mm_processor_kwargs=(None, {}), padding=(None, False))
 
     model: str | None = None
     user: str | None = None
@@ -50,16 +44,6 @@ class PoolingApiRequest(ApiRequest):
             if self.use_activation is None:
                 self.use_activation = getattr(self, name)
         return self
-
-    def check_supported(self) -> None:
-        """Refuse fields whose feature is not available.
-
-        Raises:
-            RequestError: names the field.
-        """
-        for name in self.model_fields_set & _UNSUPPORTED_FIELDS.keys():
-            if getattr(self, name) not in _UNSUPPORTED_FIELDS[name]:
-                raise RequestError(f"`{name}` is not supported by this version of the server.", param=name)
 
     def pooling_params(self) -> PoolingParams:
         """The engine's view of the request."""

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ascend_vllm.entrypoints.http.request_ids import ChosenId
 from ascend_vllm.entrypoints.http.validation import validated
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
-from ascend_vllm.entrypoints.openai.protocol_common import INT64_MAX, INT64_MIN, ApiRequest
+from ascend_vllm.entrypoints.openai.protocol_common import INT64_MAX, INT64_MIN, ApiRequest, unsupported_fields
 from ascend_vllm.errors import RequestError
+from ascend_vllm.refusals import Refusal
 from ascend_vllm.sampling_params import SamplingParams
 
 # what may be asked to be included; parts of tools that are not served here are never there
@@ -55,11 +56,6 @@ _SAME_IN_CHAT = (
     "mm_processor_kwargs",
     "parallel_tool_calls",
 )
-_UNSUPPORTED = {
-    "prompt": "prompt template is not supported",
-    "conversation": "`conversation` is not supported by this version of the server; use `previous_response_id`.",
-    "previous_input_messages": "`previous_input_messages` is not supported by this version of the server.",
-}
 
 
 class Reasoning(BaseModel):
@@ -114,6 +110,13 @@ class TextConfig(BaseModel):
 
 class ResponsesRequest(ApiRequest):
     """Body of POST /v1/responses."""
+
+    REFUSALS = unsupported_fields(previous_input_messages=(None,)) | {
+        "prompt": Refusal("prompt template is not supported"),
+        "conversation": Refusal(
+            "`conversation` is not supported by this version of the server; use `previous_response_id`."
+        ),
+    }
 
     input: str | list[Any]
     model: str | None = None
@@ -185,9 +188,7 @@ class ResponsesRequest(ApiRequest):
         Raises:
             RequestError: names the field.
         """
-        for name, text in _UNSUPPORTED.items():
-            if getattr(self, name) is not None:
-                raise RequestError(text, name)
+        super().check_supported()
         if self.background and not self.kept:
             raise RequestError("background can only be used when `store` is true", "background")
         if self.text is not None and self.text.format is not None and self.structured_outputs is not None:
