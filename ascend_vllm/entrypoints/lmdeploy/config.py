@@ -8,16 +8,49 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ascend_vllm.entrypoints.offline.arguments import refuse
 from ascend_vllm.errors import ConfigError, RequestError, UnsupportedFlagError
+from ascend_vllm.refusals import Refusal, first_refused
 
 # top_k of later versions, which sample only if do_sample says so
 _SAMPLING_TOP_K = 50
 
-_EVICTION_MODES = {"recompute": "recompute", "copy": "swap"}
-_DEVICES = {"ascend": "npu"}
+# what fields of the engines' configurations may be
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "model_format": (None, "hf", "llama", "awq", "gptq"),
+    "eviction_type": ("recompute", "copy"),
+    "quant_policy": (0, 4, 8),
+}
+_POSITIVE = ("tp", "session_len", "max_batch_size", "max_prefill_token_num")
+_NOT_NEGATIVE = ("rope_scaling_factor", "num_cpu_blocks", "num_gpu_blocks")
+# those whose features do not exist
+_REFUSALS: Mapping[str, Refusal] = {
+    "model_format": Refusal("checkpoints are read in Hugging Face layout, with unquantised weights", (None, "hf")),
+    "adapters": Refusal("LoRA is not available in this version", (None, {})),
+    "quant_policy": Refusal("the KV cache keeps the model's number format", (0,)),
+    "use_logn_attn": Refusal("there is no attention with logarithmic scaling", (False,)),
+}
+# field → the field of `EngineArgs` with the same meaning
+_ARGUMENTS: Mapping[str, str] = {
+    "session_len": "max_model_len",
+    "max_batch_size": "max_num_seqs",
+    "cache_block_seq_len": "block_size",
+    "block_size": "block_size",
+    "num_gpu_blocks": "num_gpu_blocks_override",
+    "eviction_type": "preemption_mode",
+    "eager_mode": "enforce_eager",
+    "device_type": "device",
+    **{name: name for name in ("dtype", "enable_prefix_caching", "download_dir", "revision")},
+}
+# values that are called otherwise there; None: the engine decides
+_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "num_gpu_blocks": {0: None},
+    "eviction_type": {"copy": "swap"},
+    "device_type": {"ascend": "npu"},
+}
 
 
 @dataclasses.dataclass
@@ -114,30 +147,51 @@ class GenerationConfig:
         """
         if self.n != 1:
             raise RequestError(f"n must be 1, a pipeline gives one answer per prompt, got {self.n}.", "n")
-        for name in ("output_logits", "output_last_hidden_state"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported in this version.", name)
+        refuse(output_logits=self.output_logits, output_last_hidden_state=self.output_last_hidden_state)
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineSettings:
-    """What a backend's configuration means to the engine.
+class _EngineConfig:
+    """What is done with the fields of either backend's configuration, by the tables above."""
 
-    Attributes:
-        args: fields of `EngineArgs`.
-        kv_cache_share: part of the free memory, 0 … 1, that the KV cache may take; None: the platform decides.
-        num_cpu_blocks: KV blocks in CPU memory for swapping; 0: the engine decides.
-        max_prefill_tokens: most prompt tokens of a step; longer prompts are cut. None: the engine decides.
-    """
+    def __post_init__(self) -> None:
+        values = vars(self)
+        for name in _POSITIVE:
+            if values[name] is not None and (type(values[name]) is not int or values[name] < 1):
+                raise ConfigError(f"{name} must be a positive integer, got {values[name]!r}.")
+        share = values["cache_max_entry_count"]
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"cache_max_entry_count must be between 0 and 1, got {share}.")
+        for name, choices in _CHOICES.items():
+            if name in values and values[name] not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {values[name]!r}.")
+        for name in _NOT_NEGATIVE:
+            if values.get(name, 0) < 0:
+                raise ConfigError(f"{name} must not be negative, got {values[name]}.")
 
-    args: dict[str, Any]
-    kv_cache_share: float | None = None
-    num_cpu_blocks: int = 0
-    max_prefill_tokens: int | None = None
+    def engine_args(self) -> dict[str, Any]:
+        """What it means as fields of `EngineArgs`, but for what depends on the sizes of the model.
+
+        Raises:
+            UnsupportedFlagError: a field asks for a feature that does not exist.
+        """
+        values = vars(self)
+        if (found := first_refused(_REFUSALS, values)) is not None:
+            shown = found.name if isinstance(found.value, bool | dict) else f"{found.name} {found.value!r}"
+            raise UnsupportedFlagError(shown, found.reason)
+        if values["tp"] > 1:
+            text = f"tp={values['tp']}: this version computes on one device; the results are the same."
+            warnings.warn(text, UserWarning, stacklevel=3)
+        given = {
+            name: _VALUES.get(name, {}).get(value, value) for name, value in values.items() if name in _ARGUMENTS
+        }
+        args = {_ARGUMENTS[name]: value for name, value in given.items() if value is not None}
+        if factor := values.get("rope_scaling_factor"):
+            args["rope_scaling"] = {"rope_type": "dynamic", "factor": float(factor)}
+        return args
 
 
 @dataclasses.dataclass
-class TurbomindEngineConfig:
+class TurbomindEngineConfig(_EngineConfig):
     """Configuration of an engine, with the fields of LMDeploy's turbomind backend.
 
     Args:
@@ -178,38 +232,9 @@ class TurbomindEngineConfig:
     download_dir: str | None = None
     revision: str | None = None
 
-    def __post_init__(self) -> None:
-        _check_common(self.tp, self.session_len, self.max_batch_size, self.max_prefill_token_num)
-        _check_share(self.cache_max_entry_count)
-        _check_choice("model_format", self.model_format, (None, "hf", "llama", "awq", "gptq"))
-        _check_choice("quant_policy", self.quant_policy, (0, 4, 8))
-        if self.rope_scaling_factor < 0:
-            raise ConfigError(f"rope_scaling_factor must not be negative, got {self.rope_scaling_factor}.")
-
-    def settings(self) -> EngineSettings:
-        """What it means to the engine.
-
-        Raises:
-            UnsupportedFlagError: a field asks for a feature that does not exist.
-        """
-        if self.model_format not in (None, "hf"):
-            reason = "checkpoints are read in Hugging Face layout, with unquantised weights"
-            raise UnsupportedFlagError(f"model_format {self.model_format!r}", reason)
-        _refuse_quant_policy(self.quant_policy)
-        if self.use_logn_attn:
-            raise UnsupportedFlagError("use_logn_attn", "there is no attention with logarithmic scaling")
-        args = _common_args(self)
-        if self.rope_scaling_factor:
-            args["rope_scaling"] = {"rope_type": "dynamic", "factor": float(self.rope_scaling_factor)}
-        if self.cache_block_seq_len is not None:
-            args["block_size"] = self.cache_block_seq_len
-        return EngineSettings(
-            args, kv_cache_share=self.cache_max_entry_count, max_prefill_tokens=self.max_prefill_token_num
-        )
-
 
 @dataclasses.dataclass
-class PytorchEngineConfig:
+class PytorchEngineConfig(_EngineConfig):
     """Configuration of an engine, with the fields of LMDeploy's pytorch backend.
 
     Args:
@@ -255,42 +280,6 @@ class PytorchEngineConfig:
     device_type: str | None = None
     eager_mode: bool = False
 
-    def __post_init__(self) -> None:
-        _check_common(self.tp, self.session_len, self.max_batch_size, self.max_prefill_token_num)
-        if self.cache_max_entry_count is not None:
-            _check_share(self.cache_max_entry_count)
-        _check_choice("eviction_type", self.eviction_type, tuple(_EVICTION_MODES))
-        _check_choice("quant_policy", self.quant_policy, (0, 4, 8))
-        for name in ("num_cpu_blocks", "num_gpu_blocks"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}.")
-
-    def settings(self) -> EngineSettings:
-        """What it means to the engine.
-
-        Raises:
-            UnsupportedFlagError: a field asks for a feature that does not exist.
-        """
-        if self.adapters:
-            raise UnsupportedFlagError("adapters", "LoRA is not available in this version")
-        _refuse_quant_policy(self.quant_policy)
-        args = _common_args(self)
-        args |= {
-            "preemption_mode": _EVICTION_MODES[self.eviction_type],
-            "block_size": self.block_size,
-            "enforce_eager": self.eager_mode,
-        }
-        if self.num_gpu_blocks:
-            args["num_gpu_blocks_override"] = self.num_gpu_blocks
-        if self.device_type is not None:
-            args["device"] = _DEVICES.get(self.device_type, self.device_type)
-        return EngineSettings(
-            args,
-            kv_cache_share=self.cache_max_entry_count,
-            num_cpu_blocks=self.num_cpu_blocks,
-            max_prefill_tokens=self.max_prefill_token_num,
-        )
-
 
 @dataclasses.dataclass
 class Response:
@@ -325,47 +314,3 @@ def _assert(condition: bool, text: str) -> None:
     # LMDeploy's callers catch AssertionError; an assert statement would be gone under -O
     if not condition:
         raise AssertionError(text)
-
-
-def _check_common(tp: int, session_len: int | None, max_batch_size: int, max_prefill: int | None) -> None:
-    for name, value in (
-        ("tp", tp),
-        ("session_len", session_len),
-        ("max_batch_size", max_batch_size),
-        ("max_prefill_token_num", max_prefill),
-    ):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} must be a positive integer, got {value!r}.")
-
-
-def _check_share(share: float) -> None:
-    if not 0 < share < 1:
-        raise ConfigError(f"cache_max_entry_count must be between 0 and 1, got {share}.")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _refuse_quant_policy(quant_policy: int) -> None:
-    if quant_policy:
-        raise UnsupportedFlagError(f"quant_policy {quant_policy}", "the KV cache keeps the model's number format")
-
-
-def _common_args(config: TurbomindEngineConfig | PytorchEngineConfig) -> dict[str, Any]:
-    """Fields of `EngineArgs` that both backends set."""
-    if config.tp > 1:
-        warnings.warn(
-            f"tp={config.tp}: this version computes on one device; the results are the same.",
-            UserWarning,
-            stacklevel=4,
-        )
-    return {
-        "max_model_len": config.session_len,
-        "max_num_seqs": config.max_batch_size,
-        "dtype": config.dtype,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "download_dir": config.download_dir,
-        "revision": config.revision,
-    }

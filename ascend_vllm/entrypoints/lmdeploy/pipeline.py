@@ -32,7 +32,6 @@ from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.entrypoints.lmdeploy.config import (
-    EngineSettings,
     GenerationConfig,
     PytorchEngineConfig,
     Response,
@@ -107,7 +106,7 @@ def pipeline(
         )
         backend = dataclasses.replace(backend, tp=kwargs.pop("tp"))
     directory = ensure_demo_model() if model_path == DEMO_MODEL_NAME else model_path
-    engine = LLMEngine(_make_engine_config(directory, backend.settings(), kwargs))
+    engine = LLMEngine(_make_engine_config(directory, backend, kwargs))
     try:
         if engine.tokenizer is None:
             raise ConfigError("skip_tokenizer_init cannot be used with a pipeline: it needs a tokenizer.")
@@ -487,20 +486,20 @@ class WordTokens:
         return list(dict.fromkeys([*(id_ for id_ in ids if id_ < self._vocab_size), *containing]))
 
 
-def _make_engine_config(model: str, settings: EngineSettings, overrides: Mapping[str, Any]) -> EngineConfig:
+def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration: what LMDeploy states in shares and blocks becomes sizes of this model."""
-    args = EngineArgs(**{"model": model, "disable_log_stats": True, **settings.args, **overrides})
+    args = EngineArgs(**{"model": model, "disable_log_stats": True, **backend.engine_args(), **overrides})
     config = args.create_engine_config()
     sizes: dict[str, Any] = {}
-    if settings.max_prefill_tokens is not None:
-        sizes["max_num_batched_tokens"] = max(settings.max_prefill_tokens, config.scheduler.max_num_seqs)
+    if backend.max_prefill_token_num is not None:
+        sizes["max_num_batched_tokens"] = max(backend.max_prefill_token_num, config.scheduler.max_num_seqs)
         if sizes["max_num_batched_tokens"] < config.scheduler.max_model_len:
             sizes["enable_chunked_prefill"] = True
     has_size = config.cache.num_gpu_blocks_override is not None or config.cache.kv_cache_memory_bytes is not None
-    if settings.kv_cache_share is not None and not has_size:
-        sizes["kv_cache_memory_bytes"] = _kv_cache_bytes(config, settings.kv_cache_share)
-    if settings.num_cpu_blocks:
-        sizes["swap_space"] = settings.num_cpu_blocks * _block_bytes(config) / _GIB
+    if backend.cache_max_entry_count is not None and not has_size:
+        sizes["kv_cache_memory_bytes"] = _kv_cache_bytes(config, backend.cache_max_entry_count)
+    if isinstance(backend, PytorchEngineConfig) and backend.num_cpu_blocks:
+        sizes["swap_space"] = backend.num_cpu_blocks * _block_bytes(config) / _GIB
     sizes = {name: value for name, value in sizes.items() if name not in overrides}
     return dataclasses.replace(args, **sizes).create_engine_config() if sizes else config
 

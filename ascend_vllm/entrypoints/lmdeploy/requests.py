@@ -1,4 +1,4 @@
-"""One synchronous engine for several callers: whoever waits turns the crank for all."""
+"""One synchronous engine for several callers: whoever waits for an output runs the steps for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ascend_vllm.sampling_params import SamplingParams
 
 
 class SharedRequests:
-    """Requests of several callers on one engine: whoever waits turns the crank for all.
+    """Requests of several callers on one engine.
 
     Args:
         engine: shared by the callers.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.templates.chat_template import parse_messages, render_chat
@@ -20,38 +21,6 @@ Messages = Sequence[Mapping[str, Any]]
 # what is written around the messages; without one of these a configuration says nothing about a template's form
 _FORM = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 _CAPABILITIES = (None, "chat", "completion")
-
-
-class PromptTemplate(Protocol):
-    """Makes prompts of messages.
-
-    Attributes:
-        stop_words: tokens that end an answer besides the model's own end of sequence.
-        is_completion: a plain string is the prompt as it is.
-        adds_special_tokens: the tokenizer adds what the model expects around a text; False: the prompt has it.
-    """
-
-    @property
-    def stop_words(self) -> tuple[str, ...]:
-        """Tokens that end an answer."""
-
-    @property
-    def is_completion(self) -> bool:
-        """Whether a plain string is the prompt as it is."""
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        """Whether the tokenizer adds special tokens to the prompt."""
-
-    def messages2prompt(self, messages: str | Messages) -> str:
-        """The prompt's text.
-
-        Args:
-            messages: of a conversation; a string is the first message of a user.
-
-        Raises:
-            RequestError: a message is wrong.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +55,18 @@ class ChatTemplate:
 
     @property
     def adds_special_tokens(self) -> bool:
-        """The form has no beginning-of-text token."""
+        """Whether the tokenizer adds what the model expects around a text: the template writes none of it."""
         return True
 
     def messages2prompt(self, messages: str | Messages) -> str:
-        """The prompt's text; see `PromptTemplate`."""
+        """The prompt's text.
+
+        Args:
+            messages: of a conversation; a string is the first message of a user.
+
+        Raises:
+            RequestError: a message is wrong.
+        """
         if isinstance(messages, str):
             if self.is_completion:
                 return messages
@@ -122,6 +98,7 @@ class OwnChatTemplate:
     """
 
     stop_words: tuple[str, ...] = ()
+    # the template writes them
     adds_special_tokens = False
 
     def __init__(
@@ -132,7 +109,7 @@ class OwnChatTemplate:
         self._meta_instruction = meta_instruction
 
     def messages2prompt(self, messages: str | Messages) -> str:
-        """The prompt's text; see `PromptTemplate`."""
+        """The prompt's text; see `ChatTemplate`."""
         if self.is_completion and isinstance(messages, str):
             return messages
         conversation: list[Any] = (
@@ -144,89 +121,21 @@ class OwnChatTemplate:
         return render_chat(self._tokenizer, conversation, model_name="this model")
 
 
-_CHATML = ChatTemplate(
-    system="<|im_start|>system\n",
-    meta_instruction=None,
-    eosys="<|im_end|>\n",
-    user="<|im_start|>user\n",
-    eoh="<|im_end|>\n",
-    assistant="<|im_start|>assistant\n",
-    eoa="<|im_end|>",
-    separator="\n",
-    stop_words=("<|im_end|>",),
-)
-_INTERNLM = ChatTemplate(
-    system="<|System|>:",
-    meta_instruction=None,
-    eosys="\n",
-    user="<|User|>:",
-    eoh="\n",
-    assistant="<|Bot|>:",
-    eoa="<eoa>",
-    separator="\n",
-    stop_words=("<eoa>",),
-)
-_INTERNLM2 = dataclasses.replace(_CHATML, stop_words=("<|im_end|>", "<|action_end|>"))
-_VICUNA = ChatTemplate(
-    meta_instruction=None,
-    user="USER: ",
-    eoh="\n",
-    assistant="ASSISTANT: ",
-    eoa="</s>",
-    separator="\n",
-    stop_words=("</s>",),
-)
-# the system message opens the first turn, so that it is written even if it is empty
-_LLAMA2 = ChatTemplate(
-    system="[INST] <<SYS>>\n",
-    eosys="\n<</SYS>>\n\n",
-    assistant=" [/INST] ",
-    eoa="</s>",
-    separator="<s>[INST] ",
-)
-_SOLAR = ChatTemplate(
-    system="### System:\n",
-    meta_instruction=None,
-    eosys="\n\n",
-    user="### User:\n",
-    eoh="\n\n",
-    assistant="### Assistant:\n",
-    eoa="\n\n",
-)
-_AS_IS = ChatTemplate(is_completion=True)
+PromptTemplate = ChatTemplate | OwnChatTemplate
 
-# LMDeploy's names. Where its template brings a system message of several sentences, there is none here until
-# meta_instruction gives one.
-BUILT_IN: Mapping[str, ChatTemplate] = {
-    "base": _AS_IS,
-    "llama": _AS_IS,
-    "internlm": _AS_IS,
-    **dict.fromkeys(("internlm-chat", "internlm-chat-7b", "internlm-chat-8k", "internlm-chat-20b"), _INTERNLM),
-    **dict.fromkeys(("internlm2-chat", "internlm2-chat-7b", "internlm2-chat-20b"), _INTERNLM2),
-    **dict.fromkeys(("vicuna", "wizardlm"), _VICUNA),
-    **dict.fromkeys(("llama2", "llama-2", "llama-2-chat"), _LLAMA2),
-    **dict.fromkeys(
-        ("qwen", "qwen-chat", "qwen-7b", "qwen-14b"),
-        dataclasses.replace(_CHATML, meta_instruction="You are a helpful assistant."),
-    ),
-    **dict.fromkeys(("yi", "yi-chat"), dataclasses.replace(_CHATML, stop_words=("<|im_end|>", "<|endoftext|>"))),
-    "chatml": _CHATML,
-    "baichuan2-chat": ChatTemplate(user="<reserved_106>", assistant="<reserved_107>"),
-    "solar": _SOLAR,
-}
 
-# words that a model's path must all hold → its template; the first that fits is taken
-_BY_PATH = (
-    (("internlm2", "chat"), "internlm2-chat"),
-    (("internlm", "chat"), "internlm-chat"),
-    (("vicuna",), "vicuna"),
-    (("wizardlm",), "wizardlm"),
-    (("baichuan2", "chat"), "baichuan2-chat"),
-    (("llama2", "chat"), "llama2"),
-    (("llama-2", "chat"), "llama2"),
-    (("qwen", "chat"), "qwen"),
-    (("solar",), "solar"),
-)
+def _read_built_in() -> tuple[dict[str, ChatTemplate], list[tuple[str, list[str]]]]:
+    """Templates by name; and names with the words that a model's path must all hold, of which the first fits."""
+    data = tomllib.loads(pathlib.Path(__file__).with_name("templates.toml").read_text(encoding="utf-8"))
+    templates: dict[str, ChatTemplate] = {}
+    for texts in data["templates"]:
+        names, stop_words = texts.pop("names"), tuple(texts.pop("stop_words", ()))
+        template = ChatTemplate(**{"meta_instruction": None, **texts}, stop_words=stop_words)
+        templates |= dict.fromkeys(names, template)
+    return templates, [(entry["name"], entry["words"]) for entry in data["by_path"]]
+
+
+BUILT_IN, _BY_PATH = _read_built_in()
 
 
 @dataclasses.dataclass
@@ -351,7 +260,7 @@ def choose_template(
 
 def _match(model_path: str) -> str | None:
     path = model_path.lower()
-    return next((name for words, name in _BY_PATH if all(word in path for word in words)), None)
+    return next((name for name, words in _BY_PATH if all(word in path for word in words)), None)
 
 
 def _role_of(message: Any) -> Any:
