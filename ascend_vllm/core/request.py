@@ -17,11 +17,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason, TokenLogprobs
-from ascend_vllm.types.step import NO_TOKEN, StepLogprobs
+from ascend_vllm.types.messages import (
+    BeamSequence,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    TokenLogprobs,
+)
+from ascend_vllm.types.step import NO_TOKEN, RowResult, StepLogprobs
 
 NO_SLOT = -1
 _NO_TOKEN_LEFT = (
@@ -360,8 +369,8 @@ class RowKind:
 
     Attributes:
         may_run_ahead: whether its next step may be made before the tokens of the last one are known.
-        is_masked: whether `core.structured` says which tokens it may sample.
-        shares_written_blocks: whether rows share blocks that they write, so that they must get copies before.
+        is_masked: whether `fill_bitmasks` says which tokens it may sample.
+        title: how a message for operators begins that tells of such a request.
         reads_prefix_cache: whether what is cached of its prompt need not be computed.
         prefers_swapping: whether its blocks go to CPU memory if it makes room, unless --preemption-mode says more.
         width: rows that it may come to have.
@@ -370,7 +379,7 @@ class RowKind:
 
     may_run_ahead = True
     is_masked = False
-    shares_written_blocks = False
+    title = "A request"
     reads_prefix_cache = True
     prefers_swapping = False
     width = 1
@@ -396,6 +405,40 @@ class RowKind:
         """A request's rows, which are given up."""
         return self.rows_of(request)
 
+    def tokens_wanted(self, row: Request, most: int) -> int:  # noqa: ARG002 - for kinds that want more
+        """Tokens that a row which misses one should compute next: that one, and drafts behind it.
+
+        Asked of rows only that may not run ahead; the others get one token.
+
+        Args:
+            row: about to decode.
+            most: tokens that the step and the sequence have room for, 1 or more.
+
+        Returns:
+            1 … most. The row gets fewer if blocks are short.
+        """
+        return 1
+
+    def drafts(self, row: Request, count: int) -> list[int]:
+        """The first so many drafts of a row that gets more than one token: ids of the vocabulary.
+
+        The row advances by what is sampled in their places, up to the first that differs; `take` gets that.
+        """
+        raise NotImplementedError(f"{type(self).__name__} wants {count} more tokens for {row} and has no drafts")
+
+    def blocks_to_write(self, row: Request, count: int, block_size: int) -> range:  # noqa: ARG002
+        """Blocks that a row writes in its next tokens and that others may hold, too, so that it must get copies.
+
+        Args:
+            row: about to compute.
+            count: its tokens.
+            block_size: tokens of a block.
+
+        Returns:
+            Their places in `Request.block_ids`; none where only full blocks are shared.
+        """
+        return range(0)
+
     def params_of(self, row: Request) -> SamplingParams:
         """What the workers are told of how a row samples."""
         return row.sampling_params
@@ -420,6 +463,23 @@ class RowKind:
             the request have sampled.
         """
         return row.append_output(token_ids)
+
+    def fill_bitmasks(self, rows: Sequence[Request]) -> npt.NDArray[np.int32]:
+        """Which tokens the masked rows of a step, [G], may get next: [G, ceil(V / 32)], as in `SchedulerOutput`.
+
+        Asked of the first row's kind.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no masks for {len(rows)} rows")
+
+    def output_of(self, row: Request, result: RowResult) -> EngineCoreOutput:  # noqa: ARG002 - for kinds that emit it
+        """The one output of a request that has ended with what a step made of it in place of tokens."""
+        return EngineCoreOutput(
+            row.request_id,
+            [],
+            finish_reason=row.finish_reason,
+            first_scheduled_time=row.first_scheduled_time,
+            num_cached_tokens=row.num_cached_tokens,
+        )
 
     def failure(self, token_ids: list[int]) -> str:  # noqa: ARG002 - for kinds that fail otherwise, too
         """What a client is told of a request that ended with an error when these tokens were sampled."""

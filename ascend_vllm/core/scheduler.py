@@ -33,15 +33,14 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.admission import Admission
 from ascend_vllm.core.connectors import Connectors
 from ascend_vllm.core.kv.manager import KVCacheManager, NoFreeBlocksError
-from ascend_vllm.core.pooled import pooled_output
 from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.prompt_chunks import ChunkSizeController
-from ascend_vllm.core.request import NO_SLOT, GroupStep, Request, RequestStatus
+from ascend_vllm.core.request import NO_SLOT, GroupStep, Request, RequestStatus, RowKind
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.row_kinds import row_kind_of
 from ascend_vllm.core.rows import Rows, rows_of
 from ascend_vllm.core.scheduler_audit import audit
-from ascend_vllm.core.step_builder import StepBuilder, StepInFlight, row_logprobs
+from ascend_vllm.core.step_builder import StepBuilder, StepInFlight, row_logprobs, take_back_rejected
 from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.messages import (
@@ -50,7 +49,7 @@ from ascend_vllm.types.messages import (
     EngineCoreRequest,
     SchedulerStats,
 )
-from ascend_vllm.types.step import PooledOutput, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import NO_TOKEN, RowResult, SchedulerOutput, StepOutput
 
 logger = init_logger(__name__)
 
@@ -328,25 +327,30 @@ class Scheduler:
                     prompts.append(request)
                 index += 1
                 continue
-            may_run_ahead = request.may_run_ahead
+            may_run_ahead, count = request.may_run_ahead, 1
             if not may_run_ahead:
-                lookahead = self._single_step()
+                lookahead = self._single_step(request.kind)
             is_blocked = pending and (waits or not may_run_ahead or end >= request.max_num_tokens)
             if is_blocked or len(rows) == max_decoding:
                 # its next token is not known before its outputs are here, or there is none; or others have a turn
                 index += 1
                 continue
-            shares = not may_run_ahead and request.kind.shares_written_blocks
-            if shares and not self._make_writable(step, request):
-                if not self._make_room(builder):
-                    return 0
-                continue
+            if not may_run_ahead:
+                count = request.kind.tokens_wanted(request, min(budget, request.max_num_tokens - end))
+                if not self._make_writable(step, request, count):
+                    if not self._make_room(builder):
+                        return 0
+                    continue
             if is_windowed:
                 kv_cache.free_out_of_window(request)
             wanted = end + lookahead
             if wanted >= request.max_num_tokens:
                 wanted = request.max_num_tokens - 1
-            block_ids = kv_cache.allocate_slots(request, wanted)
+            block_ids = kv_cache.allocate_slots(request, wanted if count == 1 else end + count - 1)
+            if block_ids is None and count > 1:
+                # drafts are not worth the place of another row
+                count = 1
+                block_ids = kv_cache.allocate_slots(request, end)
             if block_ids is None:
                 if lookahead:
                     lookahead = 0
@@ -362,7 +366,9 @@ class Scheduler:
             request.num_pending_tokens = pending + 1
             if not may_run_ahead and request.kind.is_masked:
                 builder.masked.append(request)
-            budget -= 1
+            if count > 1:
+                builder.add_drafts(request, request.kind.drafts(request, count - 1))
+            budget -= count
             index += 1
         if index > len(prompts):
             budget = self._chunk_size.most_tokens(budget)
@@ -383,25 +389,26 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _single_step(self) -> int:
+    def _single_step(self, kind: RowKind) -> int:
         """A row that may not run ahead needs the host after every step, and the others go single steps with it."""
         if self.config.num_scheduler_steps > 1 and not self._told_of_single_steps:
             self._told_of_single_steps = True
             logger.info(
-                "A beam search or a structured output runs: meanwhile steps are made one at a time, not %d "
-                "(--num-scheduler-steps).",
+                "%s runs: meanwhile steps are made one at a time, not %d (--num-scheduler-steps).",
+                kind.title,
                 self.config.num_scheduler_steps,
             )
         return 0
 
-    def _make_writable(self, step: SchedulerOutput, row: Request) -> bool:
-        """Gives a row its own copy of the block it is about to write; False: there is no free block."""
-        try:
-            replaced = self.kv_cache.make_writable(row, row.num_computed_tokens)
-        except NoFreeBlocksError:
-            return False
-        if replaced is not None:
-            step.replaced_blocks.append((row.slot, *replaced))
+    def _make_writable(self, step: SchedulerOutput, row: Request, count: int) -> bool:
+        """Gives a row its own copies of the blocks it is about to write; False: there is no free block."""
+        for index in row.kind.blocks_to_write(row, count, self.kv_cache.block_size):
+            try:
+                replaced = self.kv_cache.make_writable(row, index)
+            except NoFreeBlocksError:
+                return False
+            if replaced is not None:
+                step.replaced_blocks.append((row.slot, *replaced))
         return True
 
     def _make_room(self, builder: StepBuilder) -> bool:
@@ -442,9 +449,9 @@ class Scheduler:
         if output.prompt_logprobs:
             outputs += made.take_prompt_logprobs(output.prompt_logprobs)
         num_generated = 0
-        any_finished = bool(output.pooled)
-        if output.pooled:
-            self._end_pooled(made, output.pooled, outputs)
+        any_finished = bool(output.results)
+        if output.results:
+            self._end_with_results(made, output.results, outputs)
         logprobs = output.logprobs
         caches_prefixes, block_size = self.kv_cache.enable_prefix_caching, self.kv_cache.block_size
         # of requests of several rows, some of which have sampled
@@ -457,8 +464,11 @@ class Scheduler:
             if request.slot == NO_SLOT:
                 # aborted, or ended by the step before
                 continue
-            request.num_pending_tokens -= num_columns
             token_ids = sampled[index]
+            if num_columns > 1 and token_ids[-1] < NO_TOKEN:
+                token_ids = take_back_rejected(request, token_ids)
+            else:
+                request.num_pending_tokens -= num_columns
             is_first = request.num_tokens == request.num_prompt_tokens
             if request.may_run_ahead:
                 count = request.append_output(token_ids)
@@ -470,7 +480,7 @@ class Scheduler:
                     continue
                 count = taken
             num_generated += count
-            result = EngineCoreOutput(request.request_id, token_ids if count == num_columns else token_ids[:count])
+            result = EngineCoreOutput(request.request_id, token_ids if count == len(token_ids) else token_ids[:count])
             if is_first:
                 result.first_scheduled_time = request.first_scheduled_time
                 result.num_cached_tokens = request.num_cached_tokens
@@ -500,19 +510,19 @@ class Scheduler:
                 num_generated += self._advance(root, group_step, outputs)
         return num_generated
 
-    def _end_pooled(
-        self, made: StepInFlight, pooled: Sequence[PooledOutput], outputs: list[EngineCoreOutput]
+    def _end_with_results(
+        self, made: StepInFlight, results: Sequence[RowResult], outputs: list[EngineCoreOutput]
     ) -> None:
-        """Ends the requests whose prompts a step has pooled."""
+        """Ends the requests that a step has made something of in place of tokens."""
         by_slot = dict(zip(made.slots, made.rows, strict=True))
-        for one in pooled:
-            request = by_slot[one.slot]
+        for result in results:
+            request = by_slot[result.slot]
             if request.slot == NO_SLOT:
                 # aborted
                 continue
             request.transition(RequestStatus.FINISHED_STOPPED)
             self._forget(request)
-            outputs.append(pooled_output(request, one))
+            outputs.append(request.kind.output_of(request, result))
 
     def _advance(self, root: Request, group_step: GroupStep, outputs: list[EngineCoreOutput]) -> int:
         """Makes the step of a request all of whose rows have sampled; returns the tokens that they grew by."""

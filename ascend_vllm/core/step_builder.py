@@ -9,9 +9,15 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.prompt_chunks import PromptLimits
 from ascend_vllm.core.request import Request
-from ascend_vllm.core.structured.output_constraint import fill_bitmasks
 from ascend_vllm.types.messages import EngineCoreOutput, TokenLogprobs
-from ascend_vllm.types.step import NewRow, PromptLogprobs, SchedulerOutput, StepLogprobs
+from ascend_vllm.types.step import (
+    PADDING_TOKEN,
+    REJECTED_TOKEN,
+    NewRow,
+    PromptLogprobs,
+    SchedulerOutput,
+    StepLogprobs,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,6 +78,15 @@ def row_logprobs(logprobs: StepLogprobs, index: int, count: int, num_logprobs: i
     values = logprobs.logprobs[index, :count, :width].tolist()
     ranks = logprobs.ranks[index, :count].tolist()
     return [TokenLogprobs(*entry) for entry in zip(token_ids, values, ranks, strict=True)]
+
+
+def take_back_rejected(request: Request, token_ids: list[int]) -> list[int]:
+    """What a row advances by, of a line of `StepOutput.sampled_token_ids`; KV behind wrong drafts does not count."""
+    num_places = len(token_ids) - token_ids.count(PADDING_TOKEN)
+    num_rejected = token_ids.count(REJECTED_TOKEN)
+    request.num_pending_tokens -= num_places
+    request.num_computed_tokens -= num_rejected
+    return token_ids[: num_places - num_rejected]
 
 
 class StepBuilder:
@@ -139,6 +154,13 @@ class StepBuilder:
         if row.num_counted_prompt_tokens < row.num_prompt_tokens:
             self._count_prompt_tokens(row)
 
+    def add_drafts(self, row: Request, token_ids: list[int]) -> None:
+        """Has the row that was added last compute drafts, too."""
+        self.step.drafts.append((row.slot, token_ids))
+        self.step.num_scheduled_tokens[-1] += len(token_ids)
+        row.num_computed_tokens += len(token_ids)
+        row.num_pending_tokens += len(token_ids)
+
     def num_computed_before(self, row: Request) -> int:
         """Tokens of a running row that steps before this one compute."""
         step = self.step
@@ -160,7 +182,7 @@ class StepBuilder:
                 row.num_pending_tokens += further
         if self.masked:
             self.step.constrained_slots = [row.slot for row in self.masked]
-            self.step.bitmask = fill_bitmasks(self.masked)
+            self.step.bitmask = self.masked[0].kind.fill_bitmasks(self.masked)
         self.step.block_moves = self._kv_cache.take_moves()
         return self.step
 

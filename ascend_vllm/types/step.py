@@ -5,8 +5,12 @@ its end or preemption. The worker keeps everything about the row there (token id
 parameters, number of computed tokens) and appends the tokens it samples itself, so that a running row costs
 the core two integers a step. Workers of pipeline stages that do not sample are told of the tokens.
 
-Letters: R rows scheduled in a step, S rows that sample in a step, K number of log-probabilities, N steps,
-V vocabulary, G constrained rows.
+A row may compute tokens that are not known yet: drafts behind its last known one. It samples at the place of each,
+as if the drafts before had been sampled, and advances up to the first one that differs from what is sampled in its
+place. KV behind that is void, and written again.
+
+Letters: R rows scheduled in a step, S rows that sample in a step, K number of log-probabilities, N steps, or most
+places at which a row samples, V vocabulary, G constrained rows.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ from ascend_vllm.sampling_params import SamplingParams
 UNLIMITED = 1 << 31
 # "sampled" where all tokens are forbidden
 NO_TOKEN = -1
+# in the place of a sampled token that follows a wrong draft
+REJECTED_TOKEN = -2
+# fills the places up to N of a row that samples at fewer
+PADDING_TOKEN = -3
 
 
 class MoveKind(enum.IntEnum):
@@ -84,8 +92,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     new_rows: list[NewRow]
     # [R] slots that compute in this step
     slots: list[int]
-    # [R] tokens each of them computes, starting at its num_computed_tokens. The row samples if this
-    # reaches its last known token.
+    # [R] tokens each of them computes, starting at its num_computed_tokens; drafts among them. The row samples if
+    # this reaches its last known token.
     num_scheduled_tokens: list[int]
     # block ids appended to rows that were in their slot before: (slot, ids)
     new_blocks: list[tuple[int, list[int]]]
@@ -109,6 +117,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # (slot, token): what rows that live have sampled since the last step, for stages that do not sample; the last
     # stage knows. Rows of beam searches are not among them, forks say how they go on. Empty without stages.
     sampled: list[tuple[int, int]] = []
+    # (slot, tokens): drafts of rows that miss one token, all of which they compute in this step; there are none with
+    # num_steps above 1
+    drafts: list[tuple[int, list[int]]] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -141,11 +152,11 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
     ranks: np.ndarray
 
 
-class PooledOutput(msgspec.Struct, array_like=True, gc=False):
-    """What the pooler made of a row's prompt."""
+class RowResult(msgspec.Struct, array_like=True, gc=False):
+    """What a row comes to that samples nothing."""
 
     slot: int
-    # float32: [D] of the prompt, or [P, D] of each of its P tokens
+    # float32. Of a pooler [D] of the prompt, or [P, D] of each of its P tokens
     data: np.ndarray
 
 
@@ -156,11 +167,12 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     # [S] int32: the slots that sampled, in the order of SchedulerOutput.slots
     slots: np.ndarray
     # [S, N] int64: sampled ids; those after the one that ends a row are void. NO_TOKEN where nothing is left to
-    # sample, which ends the row.
+    # sample, which ends the row. Of a row with drafts REJECTED_TOKEN in the places behind a wrong one; at the end of
+    # rows that sample at fewer than N places PADDING_TOKEN.
     sampled_token_ids: np.ndarray
     # None when no sampling row asked for log-probabilities
     logprobs: StepLogprobs | None = None
     # of the rows that asked for them and computed a part of their prompt
     prompt_logprobs: list[PromptLogprobs] = []
-    # of the rows whose prompts were pooled to the end; they are not among `slots`
-    pooled: list[PooledOutput] = []
+    # of the rows that are done without sampling; they are not among `slots`
+    results: list[RowResult] = []

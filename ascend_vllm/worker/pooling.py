@@ -13,7 +13,7 @@ import torch
 
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.models.blocks import CausalLM
-from ascend_vllm.types.step import NewRow, PooledOutput, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import NewRow, RowResult, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, upload
 from ascend_vllm.worker.ragged import Int64Array
@@ -201,7 +201,7 @@ class PoolingRunner:
         self._batch.advance(slots, num_scheduled)
         states, counts = self._gatherer.gather(host_batch, slots, hidden)
         if len(counts):
-            output.pooled = self._pool(host_batch.sampling_slots, states, counts)
+            output.results = self._pool(host_batch.sampling_slots, states, counts)
         return output
 
     def compute_largest(self, step: SchedulerOutput) -> None:
@@ -218,7 +218,7 @@ class PoolingRunner:
             self._use_activation[row.slot] = bool(params.use_activation)
             self._dimensions[row.slot] = params.dimensions or 0
 
-    def _pool(self, slots: Int64Array, states: torch.Tensor, counts: Int64Array) -> list[PooledOutput]:
+    def _pool(self, slots: Int64Array, states: torch.Tensor, counts: Int64Array) -> list[RowResult]:
         """Results of the rows in some slots, [S], which have so many states, [S], each."""
         dimensions = self._dimensions[slots]
         use_activation = np.repeat(self._use_activation[slots], counts)
@@ -229,9 +229,9 @@ class PoolingRunner:
         results = pooled.cpu().numpy()
         if self._pooler.config.task.startswith("token_"):
             parts = np.split(results, np.cumsum(counts)[:-1])
-            return [PooledOutput(slot, part) for slot, part in zip(slots.tolist(), parts, strict=True)]
+            return [RowResult(slot, part) for slot, part in zip(slots.tolist(), parts, strict=True)]
         # a turn per request that ends: each result goes its own way
         return [
-            PooledOutput(slot, result[: size or None])
+            RowResult(slot, result[: size or None])
             for slot, result, size in zip(slots.tolist(), results, dimensions.tolist(), strict=True)
         ]

@@ -29,6 +29,9 @@ class FirstStage:
         assert step.num_steps == 1
         for slot, token_id in step.sampled:
             self._token_ids[slot].append(token_id)
+        for slot, _ in step.sampled:
+            # what was computed for wrong drafts is void
+            self._num_computed[slot] = min(self._num_computed[slot], len(self._token_ids[slot]) - 1)
         for slot in step.freed_slots:
             del self._token_ids[slot], self._num_computed[slot]
         for row in step.new_rows:
@@ -37,9 +40,9 @@ class FirstStage:
         for slot, source, token_id in step.forks:
             self._num_computed[slot] = self._num_computed[source]
             self._token_ids[slot] = [*known[source][: self._num_computed[source]], token_id]
-        inputs = {}
+        inputs, drafts = {}, dict(step.drafts)
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             self._num_computed[slot] += count
-            inputs[slot] = self._token_ids[slot][: self._num_computed[slot]]
+            inputs[slot] = [*self._token_ids[slot], *drafts.get(slot, [])][: self._num_computed[slot]]
             assert len(inputs[slot]) == self._num_computed[slot], "the first stage does not know the token"
         self.inputs.append(inputs)

@@ -32,6 +32,8 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
 from ascend_vllm.types.step import (
     NO_TOKEN,
+    PADDING_TOKEN,
+    REJECTED_TOKEN,
     KVCacheSize,
     MoveKind,
     NewRow,
@@ -221,6 +223,11 @@ class MemoryExecutor(Executor):
         self.wasted = {slot for slot in step.slots if self.slots[slot].is_wasted}
         sampled = []
         scored = []
+        drafts = dict(step.drafts)
+        for slot, token_ids in step.drafts:
+            row = self.slots[slot]
+            assert len(row.token_ids) == row.num_computed_tokens + 1, "a row with drafts misses one token"
+            row.token_ids += token_ids
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             first = self.slots[slot].num_computed_tokens + 1
             if self._compute(self.slots[slot], count):
@@ -233,6 +240,11 @@ class MemoryExecutor(Executor):
         constrained = {slot for slot in sampled if self.slots[slot].params.structured_outputs is not None}
         assert set(self.allowed) == constrained, "a constrained row samples without a mask, or the other way round"
         assert step.num_steps == 1 or not constrained
+        if drafts:
+            assert step.num_steps == 1
+            output = self._output_of_drafts(step.step_id, sampled, drafts)
+            output.prompt_logprobs = scored
+            return output
         columns = [self._sample(sampled, [True] * len(sampled))]
         for _ in range(step.num_steps - 1):
             assert sampled == step.slots
@@ -325,6 +337,27 @@ class MemoryExecutor(Executor):
         window = self.config.cache.sliding_window or count
         cached = self.cache[slot.block_ids].reshape(-1)[max(0, count - window) : count].tolist()
         assert cached == slot.token_ids[max(0, count - window) :], f"{slot.request_id}'s blocks hold other tokens"
+
+    def _output_of_drafts(self, step_id: int, slot_ids: list[int], drafts: dict[int, list[int]]) -> StepOutput:
+        """What rows sample, some of them at several places."""
+        num_columns = 1 + max(map(len, drafts.values()))
+        table = np.full((len(slot_ids), num_columns), PADDING_TOKEN, np.int64)
+        for line, slot_id in zip(table, slot_ids, strict=True):
+            row, guesses = self.slots[slot_id], drafts.get(slot_id, [])
+            self._check_cache(row)
+            assert 0 <= min(guesses, default=0) <= max(guesses, default=0) < VOCAB_SIZE
+            del row.token_ids[len(row.token_ids) - len(guesses) :]
+            line[: len(guesses) + 1] = REJECTED_TOKEN
+            for place in range(len(guesses) + 1):
+                line[place] = next_token(row.seed, row.token_ids)
+                row.token_ids.append(int(line[place]))
+                if guesses[place : place + 1] != [line[place]]:
+                    break
+            row.num_computed_tokens = len(row.token_ids) - 1
+        asked = [self.slots[slot].params.logprobs for slot in slot_ids]
+        width = max((num for num in asked if num is not None), default=-1)
+        logprobs = _logprobs(table, min(width, VOCAB_SIZE)) if width >= 0 else None
+        return StepOutput(step_id, np.array(slot_ids, np.int32), table, logprobs)
 
     def _output(self, step_id: int, slot_ids: list[int], columns: list[list[int]]) -> StepOutput:
         sampled = np.array(columns, np.int64).T.reshape(len(slot_ids), len(columns))

@@ -298,12 +298,12 @@ def test_a_beam_copies_the_block_it_writes() -> None:
     assert manager.violations([first, second]) == []
     assert len(manager.violations([first, second], copies_pending=False)) == 2
     old = first.block_ids[1]
-    assert manager.make_writable(second, 6) == (1, second.block_ids[1])
+    assert manager.make_writable(second, 1) == (1, second.block_ids[1])
     assert manager.take_moves() == [(COPY, old, second.block_ids[1])]
     assert first.block_ids == [second.block_ids[0], old]
     # both have their own now
-    assert manager.make_writable(first, 6) is None
-    assert manager.make_writable(second, 6) is None
+    assert manager.make_writable(first, 1) is None
+    assert manager.make_writable(second, 1) is None
     assert manager.violations([first, second], copies_pending=False) == []
 
 
@@ -312,7 +312,7 @@ def test_nothing_is_copied_where_the_next_block_is_new() -> None:
     first, second = make_request("a", 8), make_request("b", 8)
     compute(manager, first)
     manager.share_all(second, first)
-    assert manager.make_writable(second, 8) is None
+    assert manager.make_writable(second, 2) is None
     assert manager.take_moves() == []
 
 
@@ -322,10 +322,10 @@ def test_a_copy_without_a_free_block_is_an_error() -> None:
     compute(manager, first)
     manager.share_all(second, first)
     with pytest.raises(NoFreeBlocksError, match="request b shares block 1 and none is free"):
-        manager.make_writable(second, 6)
+        manager.make_writable(second, 1)
     assert (second.block_ids, manager.take_moves()) == (first.block_ids, [])
     manager.free(first)
-    assert manager.make_writable(second, 6) is None
+    assert manager.make_writable(second, 1) is None
 
 
 def test_a_block_that_is_written_again_is_not_found() -> None:
@@ -336,7 +336,7 @@ def test_a_block_that_is_written_again_is_not_found() -> None:
     second.num_computed_tokens = 6
     manager.free(first)
     assert len(manager.violations([second])) == 1
-    assert manager.make_writable(second, 6) is None
+    assert manager.make_writable(second, 1) is None
     assert manager.violations([second], copies_pending=False) == []
     assert len(manager.find_cached_blocks(make_request("c", 9))) == second.num_cached_blocks == 1
 
@@ -347,7 +347,7 @@ def test_a_copy_of_a_cached_block_is_not_in_the_cache() -> None:
     compute(manager, first)
     manager.share_all(second, first)
     second.num_computed_tokens = 6
-    assert manager.make_writable(second, 6) == (1, second.block_ids[1])
+    assert manager.make_writable(second, 1) == (1, second.block_ids[1])
     assert second.num_cached_blocks == 1
     assert len(manager.find_cached_blocks(make_request("c", 9))) == 2
 
@@ -373,7 +373,7 @@ def test_a_beam_does_not_take_over_hashes_of_tokens_it_may_not_have() -> None:
     compute(manager, first)
     manager.share_all(second, first)
     second.num_computed_tokens = 7
-    manager.make_writable(second, 7)
+    manager.make_writable(second, 1)
     for request, token_id in ((first, 50), (second, 60)):
         append(request, token_id)
         compute(manager, request)

@@ -156,7 +156,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 continue
             before = list(request.block_ids)
             try:
-                replaced = self.manager.make_writable(request, start)
+                replaced = self.manager.make_writable(request, start // self.manager.block_size)
             except NoFreeBlocksError:
                 assert self.manager.num_free_blocks == 0
                 assert request.block_ids == before

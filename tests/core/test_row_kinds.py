@@ -15,7 +15,20 @@ from ascend_vllm.core.request import GroupStep, Request, RequestStatus, RowKind
 from ascend_vllm.errors import RequestError
 from ascend_vllm.types.messages import FinishReason
 from ascend_vllm.types.step import StepLogprobs
-from tests.core.memory_executor import Collected, MemoryExecutor, make_config, make_core, make_request, run, step
+from tests.core.memory_executor import (
+    VOCAB_SIZE,
+    Collected,
+    MemoryExecutor,
+    assert_all_free,
+    assert_tokens,
+    make_config,
+    make_core,
+    make_request,
+    next_token,
+    run,
+    scheduled,
+    step,
+)
 
 MODES: dict[str, dict[str, Any]] = {
     "chunked, overlapped": {"chunked": True, "max_num_batched_tokens": 16, "async_scheduling": True},
@@ -23,8 +36,12 @@ MODES: dict[str, dict[str, Any]] = {
     "recomputed": {"num_blocks": 12, "max_num_seqs": 8},
     "swapped": {"num_blocks": 12, "num_cpu_blocks": 40, "preemption_mode": "swap", "max_num_seqs": 8},
     "cached": {"prefix_caching": True, "async_scheduling": True},
+    "windowed": {"sliding_window": 6, "chunked": True},
+    "in stages": {"num_stages": 2},
+    "short of budget": {"max_num_batched_tokens": 21, "max_num_seqs": 8, "chunked": True},
 }
 DIVISOR = 4
+MOST_DRAFTS = 4
 
 
 class EndsAtMultiple(RowKind):
@@ -46,7 +63,7 @@ class Duel(RowKind):
     """Two rows that draw with different seeds; both go on with the greater token of the two."""
 
     may_run_ahead = False
-    shares_written_blocks = True
+    title = "A duel"
     width = 2
 
     def __init__(self, root: Request) -> None:
@@ -66,6 +83,10 @@ class Duel(RowKind):
         self.text.clear()
         self.rows = [self.root.make_row(f"{self.root.request_id}#0")]
         return self.rows[0]
+
+    def blocks_to_write(self, row: Request, count: int, block_size: int) -> range:
+        assert count == 1
+        return range(row.num_computed_tokens // block_size, row.num_computed_tokens // block_size + 1)
 
     def drop_rows(self, request: Request) -> list[Request]:
         rows, self.rows = self.rows, []
@@ -90,6 +111,33 @@ class Duel(RowKind):
             row.num_tokens += 1
         end = RequestStatus.FINISHED_LENGTH if len(self.text) == 12 else None
         return GroupStep(self.rows, [], forks, [] if end else None, end)
+
+
+class Drafting(RowKind):
+    """Knows the hash that is its model, and drafts up to MOST_DRAFTS tokens by it, of which some are wrong."""
+
+    may_run_ahead = False
+    title = "A draft"
+
+    def __init__(self, root: Request) -> None:
+        self.num_wanted = 0
+        self.num_taken: list[int] = []
+
+    def tokens_wanted(self, row: Request, most: int) -> int:
+        self.num_wanted += 1
+        return min(1 + row.num_tokens % (MOST_DRAFTS + 1), most)
+
+    def drafts(self, row: Request, count: int) -> list[int]:
+        token_ids = list(row.token_ids)
+        for _ in range(count):
+            right = next_token(row.seed, token_ids)
+            token_ids.append(right if len(token_ids) % 5 else (right + 1) % VOCAB_SIZE)
+        return token_ids[-count:]
+
+    def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> int:
+        assert row.num_computed_tokens == row.num_tokens + len(token_ids) - 1
+        self.num_taken.append(len(token_ids))
+        return row.append_output(token_ids)
 
 
 class Gate(Connector):
@@ -152,6 +200,7 @@ def texts(**mode: Any) -> dict[str, tuple[list[int], FinishReason | None]]:
     for number in range(4):
         add(core, f"plain{number}", None, 5 + number, number)
         add(core, f"ends{number}", EndsAtMultiple, 7 + number, number)
+        add(core, f"draft{number}", Drafting, 4 + number, number)
         kind = add(core, f"duel{number}", Duel, 6 + number, number).kind
         assert isinstance(kind, Duel)
         duels[f"duel{number}"] = kind
@@ -169,7 +218,7 @@ def test_kinds_decide_what_becomes_of_sampled_tokens() -> None:
         token_ids, reason = found[f"ends{number}"]
         stops = [index for index, token_id in enumerate(token_ids) if token_id % DIVISOR == 0]
         assert stops == ([len(token_ids) - 1] if reason is FinishReason.STOP else [])
-        assert len(found[f"plain{number}"][0]) == 14
+        assert len(found[f"plain{number}"][0]) == len(found[f"draft{number}"][0]) == 14
         token_ids, reason = found[f"duel{number}"]
         assert (len(token_ids), reason) == (12, FinishReason.LENGTH)
 
@@ -177,6 +226,48 @@ def test_kinds_decide_what_becomes_of_sampled_tokens() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_kinds_come_to_the_same_whatever_goes_on(mode: str) -> None:
     assert texts(**MODES[mode]) == texts()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_advance_by_as_many_drafts_as_are_right(mode: str) -> None:
+    """The tokens and ends are those of ordinary decoding, in fewer steps."""
+    core, executor = make_core(**MODES[mode])
+    requests, kinds = [], []
+    for number in range(4):
+        message = make_request(
+            f"draft{number}",
+            3 + 5 * number,
+            seed=number,
+            max_tokens=11 + 9 * number,
+            ignore_eos=number % 2 == 0,
+            stop_token_ids=[7],
+            logprobs=1 if number == 3 else None,
+        )
+        core.add_request(message)
+        request = core._scheduler.requests[message.request_id]
+        request.kind = Drafting(request)
+        requests.append(message)
+        kinds.append(request.kind)
+    results = run(core)
+    assert_tokens(results, requests)
+    assert_all_free(core)
+    taken = {count for kind in kinds for count in kind.num_taken}
+    assert {1, 2, 3} <= taken
+    assert max(taken) <= 1 + MOST_DRAFTS
+    if "num_blocks" not in MODES[mode]:
+        num_steps = sum("draft0" in rows for rows in scheduled(executor))
+        assert num_steps < len(results["draft0"].token_ids)
+
+
+def test_drafts_give_way_to_rows_and_lengths() -> None:
+    """Where blocks are short a row decodes without drafts, and nothing is computed behind the last token."""
+    core, executor = make_core(num_blocks=6, max_num_seqs=2, max_model_len=16)
+    for number in range(2):
+        add(core, f"draft{number}", Drafting, 5, number)
+    results = run(core)
+    assert [len(result.token_ids) for result in results.values()] == [12, 12]
+    assert any(step.drafts for step in executor.steps)
+    assert_all_free(core)
 
 
 def test_requests_wait_for_a_connector_while_others_go_on() -> None:

@@ -307,6 +307,6 @@ def test_pooled_states_are_the_cpus(kind: str) -> None:
         row.pooling_params = PoolingParams(use_activation=True)
         first = worker.execute_model(SchedulerOutput(0, [], [row], [3], [100], []))
         second = worker.execute_model(SchedulerOutput(1, [], [], [3], [50], []))
-        assert first.pooled == []
-        found.append(second.pooled[0].data)
+        assert first.results == []
+        found.append(second.results[0].data)
     np.testing.assert_allclose(*found, atol=TOLERANCE)

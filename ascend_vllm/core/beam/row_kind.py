@@ -37,7 +37,7 @@ class Beam(RowKind):
     """
 
     may_run_ahead = False
-    shares_written_blocks = True
+    title = "A beam search"
     prefers_swapping = True
 
     def __init__(self, root: Request, spec: BeamSearchSpec, max_model_len: int) -> None:
@@ -122,6 +122,11 @@ class Beam(RowKind):
         if status is RequestStatus.FINISHED_LENGTH and self.rows:
             self._search.finish_live()
         return self._new_beams() if self._search.is_done else None
+
+    def blocks_to_write(self, row: Request, count: int, block_size: int) -> range:
+        """Those of its next tokens: a fork shares the block that its parent was writing."""
+        first = row.num_computed_tokens
+        return range(first // block_size, (first + count - 1) // block_size + 1)
 
     def drop_rows(self, request: Request) -> list[Request]:  # noqa: ARG002
         """Its rows, which are none of its own any more."""

@@ -281,12 +281,12 @@ class KVCacheManager:
         request.block_ids = parent.block_ids.copy()
         _take_hashes(request, parent, len(parent.block_ids))
 
-    def make_writable(self, request: Request, num_computed_tokens: int) -> tuple[int, int] | None:
-        """Makes the block that holds a position belong to a request alone; one it does not have yet is fine.
+    def make_writable(self, request: Request, index: int) -> tuple[int, int] | None:
+        """Makes a block belong to a request alone; one it does not have yet is fine.
 
         Args:
             request: about to write there.
-            num_computed_tokens: the position, which is the number of tokens before it.
+            index: place in `block_ids`.
 
         Returns:
             None if nothing had to be done; or the place in `block_ids` and the block that has been put there,
@@ -295,7 +295,6 @@ class KVCacheManager:
         Raises:
             NoFreeBlocksError: none is free for the copy; nothing has changed.
         """
-        index = num_computed_tokens // self.block_size
         if index >= len(request.block_ids):
             return None
         pool = self.pool

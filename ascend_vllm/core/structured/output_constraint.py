@@ -58,6 +58,7 @@ class OutputConstraint(RowKind):
 
     may_run_ahead = False
     is_masked = True
+    title = "A structured output"
 
     def __init__(
         self, compiled: CompiledGrammar, backend: GrammarBackend, request: Request, vocabulary: Vocabulary
@@ -121,6 +122,10 @@ class OutputConstraint(RowKind):
             return RequestStatus.FINISHED_STOPPED if self.must_end else end
 
         return row.append_until(token_ids, end_of)
+
+    def fill_bitmasks(self, rows: Sequence[Request]) -> Bitmask:
+        """See `RowKind`: all masks of a step at once, which libraries share among threads."""
+        return fill_bitmasks(rows)
 
     def failure(self, token_ids: list[int]) -> str:
         """See `RowKind`."""
