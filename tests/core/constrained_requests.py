@@ -16,7 +16,7 @@ from ascend_vllm.core.structured.compile_process import Trial
 from ascend_vllm.core.structured.constraint import Constraint, make_constraint
 from ascend_vllm.core.structured.grammar import GrammarBackend
 from ascend_vllm.core.structured.vocabulary import Vocabulary
-from ascend_vllm.sandbox.family import Job
+from ascend_vllm.sandbox.pool import Job
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
 from tests.core.memory_executor import EOS, VOCAB_SIZE, make_request, next_allowed_token

@@ -26,7 +26,7 @@ from ascend_vllm.core.structured.compile_pool import QUICK, SLOW, GrammarProcess
 from ascend_vllm.core.structured.compile_process import try_out
 from ascend_vllm.core.structured.constraint import Constraint, make_constraint
 from ascend_vllm.core.structured.manager import StructuredOutputManager
-from ascend_vllm.sandbox.family import Job, LimitExceededError, TooSlowError
+from ascend_vllm.sandbox.pool import Job, LimitExceededError, TooSlowError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import FinishReason
 from tests.core.constrained_requests import PROCESSES, VOCABULARY, constrained
@@ -170,11 +170,11 @@ def test_a_grammar_is_the_same_whatever_was_compiled_before() -> None:
 def test_grammars_with_slow_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = make_vocabulary()
     backend = XGrammarBackend(vocabulary, 1)
-    job = compile_process.Job("xgrammar", constraint_of(grammar=AMBIGUOUS))
+    constraint = constraint_of(grammar=AMBIGUOUS)
     monkeypatch.setattr(compile_process, "_MAX_TRIAL_S", 0.001)
-    assert "tokens take" in (try_out(job, backend, vocabulary).error or "")
+    assert "tokens take" in (try_out(constraint, backend, vocabulary).error or "")
     monkeypatch.setattr(compile_process, "_MAX_MASK_S", 0.0)
-    assert "a mask of it takes" in (try_out(job, backend, vocabulary).error or "")
+    assert "a mask of it takes" in (try_out(constraint, backend, vocabulary).error or "")
 
 
 def test_what_took_long_and_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_what_took_long_and_cannot_be_packed_is_refused(monkeypatch: pytest.Monk
     vocabulary = make_vocabulary()
     for name, make in BACKENDS.items():
         backend = make(vocabulary, 1)
-        trial = try_out(compile_process.Job(name, constraint_of(regex="a{9}")), backend, vocabulary)
+        trial = try_out(constraint_of(regex="a{9}"), backend, vocabulary)
         assert (trial.error or "").endswith("the limit is 0 s") == (name == "guidance")
         assert (trial.packed is None) == (name == "guidance")
 

@@ -26,7 +26,7 @@ from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.core.structured.output_constraint import OutputConstraint
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import ModelLoadError
-from ascend_vllm.sandbox.family import Job
+from ascend_vllm.sandbox.pool import Job
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
 from tests.core.constrained_requests import (

@@ -20,8 +20,7 @@ import pytest
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.templates import process
 from ascend_vllm.entrypoints.templates.chat_template import render_chat
-from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
-from ascend_vllm.entrypoints.templates.process import Limits
+from ascend_vllm.entrypoints.templates.pool import Limits, TemplatePool, limits_for
 from ascend_vllm.errors import EngineBusyError, RequestError
 from tests.entrypoints.conftest import ENGINE_FLAGS
 from tests.raw_requests import post_raw

@@ -1,13 +1,10 @@
 """The processes that compile grammars first, as the engine core sees them: a quick lane, and one for what takes long.
 
-What runs in them, and why, is told in `compile_process`.
+`compile_process` runs in them, `sandbox` limits them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import tempfile
 import weakref
 
 import msgspec
@@ -17,7 +14,7 @@ from ascend_vllm.core.structured.compile_process import MAX_PACKED_BYTES, Trial
 from ascend_vllm.core.structured.constraint import Constraint
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.sandbox.child import Limits
-from ascend_vllm.sandbox.family import Family, Job
+from ascend_vllm.sandbox.pool import Job, Pool
 
 _MEMORY_BYTES = 1 << 30
 # CPU time is what limits a compilation; on a machine that is busy with other things it may last longer.
@@ -31,7 +28,7 @@ NUM_SLOW = 1
 
 
 class GrammarProcesses:
-    """Compiles constraints where it can be ended; started by the first one.
+    """Compiles constraints in limited processes, which the first one starts.
 
     Args:
         vocabulary: of the model.
@@ -40,29 +37,14 @@ class GrammarProcesses:
     """
 
     def __init__(self, vocabulary: Vocabulary, quick: Limits = QUICK, slow: Limits = SLOW) -> None:
-        # closed, and its processes ended, also at the interpreter's end
-        stack = contextlib.ExitStack()
-        self._finalizer = weakref.finalize(self, stack.close)
         tokens = msgspec.msgpack.encode(vocabulary.tokens)
-        file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-        file.write(tokens)
-        file.flush()
+        prepare = f"{compile_process.__name__}:prepare"
         self._quick, self._slow = (
-            Family(
-                "grammars",
-                [
-                    *(sys.executable, "-m", compile_process.__name__),
-                    *(msgspec.json.encode(limits).decode(), str(file.fileno()), str(len(tokens))),
-                ],
-                limits,
-                size,
-                max_answer_bytes=2 * MAX_PACKED_BYTES,
-                pass_fds=[file.fileno()],
-            )
+            Pool("grammars", prepare, limits, size, max_answer_bytes=2 * MAX_PACKED_BYTES, setup=tokens)
             for limits, size in ((quick, NUM_QUICK), (slow, NUM_SLOW))
         )
-        stack.callback(self._quick.close)
-        stack.callback(self._slow.close)
+        # also at the interpreter's end, if nobody called close()
+        self._finalizers = [weakref.finalize(self, pool.close) for pool in (self._quick, self._slow)]
 
     @property
     def pids(self) -> list[int]:
@@ -80,12 +62,12 @@ class GrammarProcesses:
 
         Raises:
             TooSlowError, LimitExceededError, ProcessBrokenError, CancelledError, RuntimeError, OSError: see
-                `Family.ask`.
+                `Pool.run`.
         """
-        data = msgspec.msgpack.encode(compile_process.Job(backend, constraint))
-        answer = (self._slow if slow else self._quick).ask(job, data)
-        return msgspec.msgpack.decode(answer, type=Trial)
+        data = msgspec.msgpack.encode((backend, constraint))
+        return msgspec.msgpack.decode((self._slow if slow else self._quick).run(job, data), type=Trial)
 
     def close(self) -> None:
         """Ends the processes, and with them what they compile."""
-        self._finalizer()
+        for finalizer in self._finalizers:
+            finalizer()

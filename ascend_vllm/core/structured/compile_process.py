@@ -1,26 +1,22 @@
-"""The process in which grammars are compiled first: ``python -m ascend_vllm.core.structured.compile_process``.
+"""What compiles grammars first, in limited processes (`prepare` there, see `sandbox.child`).
 
 A grammar is a program of a client: a few bytes can ask a library for any amount of work. So it is compiled and tried
-out here, where the system counts memory and CPU time and whence the engine core can end it at any moment (see
-`sandbox`). A result that was dear goes to the engine core as the library writes it down; what cost little is compiled
-there once more, which takes no longer than it did here.
+out where the system limits memory and CPU time, and where it can be killed at any moment. A result that took long
+goes to the engine core as the library serialises it; what took little is compiled there once more, in the same time.
 
-The process is given the vocabulary as a file, and imports neither torch nor transformers.
+The process is given the vocabulary, and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
-import os
 import pathlib
 import random
 import resource
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,12 +28,11 @@ from ascend_vllm.core.structured.constraint_checks import check_constraint
 from ascend_vllm.core.structured.grammar import CompiledGrammar, GrammarBackend, GrammarError
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import RequestError
-from ascend_vllm.sandbox.child import Limits, serve
 
-# of a compiled grammar that is written down
+# of a serialised grammar
 MAX_PACKED_BYTES = 48 << 20
-# to write a grammar down and to read it takes about so many CPU seconds for each byte; where compiling it a second
-# time takes less, the engine core does that, up to so many seconds
+# CPU seconds that serialising and reading a grammar takes for each byte, about; where compiling it a second time
+# takes less, the engine core does that, up to so many seconds
 _PACKING_S = 50e-9
 _AFFORDABLE_S = 2.0
 # a grammar is tried out with so many tokens, whose masks together may take so long, and the first one so long
@@ -48,26 +43,14 @@ _MAX_MASK_S = 0.05
 _NOT_NEEDED = ("torch", "transformers")
 
 
-class Job(msgspec.Struct, frozen=True):
-    """A constraint to be compiled by a library.
-
-    Attributes:
-        backend: name of the library.
-        constraint: what is compiled.
-    """
-
-    backend: str
-    constraint: Constraint
-
-
 class Trial(msgspec.Struct):
-    """What became of a job.
+    """What became of a constraint.
 
     Attributes:
         error: why there is no grammar; None: there is one.
         is_refused: no library may have the constraint, because of `error`.
         num_bytes: memory that the grammar takes, about.
-        packed: the grammar as the library writes it down; None: the engine core can afford to compile it.
+        packed: the grammar as the library serialises it; None: the engine core can afford to compile it.
     """
 
     error: str | None = None
@@ -76,19 +59,19 @@ class Trial(msgspec.Struct):
     packed: bytes | None = None
 
 
-def try_out(job: Job, backend: GrammarBackend, vocabulary: Vocabulary) -> Trial:
+def try_out(constraint: Constraint, backend: GrammarBackend, vocabulary: Vocabulary) -> Trial:
     """Compiles a constraint, and computes some masks with it.
 
     Raises:
         MemoryError: there is not enough.
     """
     try:
-        check_constraint(job.constraint)
+        check_constraint(constraint)
     except RequestError as error:
         return Trial(error=str(error), is_refused=True)
     before, started = _resident_bytes(), time.process_time()
     try:
-        compiled = backend.compile(job.constraint)
+        compiled = backend.compile(constraint)
         cpu_s = time.process_time() - started
         _try_masks(compiled, vocabulary)
         packed = _pack(backend, compiled, cpu_s)
@@ -154,56 +137,33 @@ class _Placeholder(types.ModuleType):
         return type(name, (), {"__init__": lambda *_args, **_kwargs: None})
 
 
-@contextlib.contextmanager
-def _without(names: tuple[str, ...], stand_in: Callable[[str], types.ModuleType | None]) -> Iterator[None]:
-    """Lets imports find something else in the place of modules that are not imported yet."""
-    sys.modules.update({name: stand_in(name) for name in names})  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        for name in names:
+def _import_xgrammar() -> None:
+    """Imports the library without what it needs for other things than compiling."""
+    # its base checks by itself whether they are there, and needs them not
+    for module, stand_in in (("tvm_ffi", None), ("xgrammar", _Placeholder)):
+        for name in _NOT_NEEDED:
+            sys.modules[name] = stand_in(name) if stand_in else None  # type: ignore[assignment]
+        importlib.import_module(module)
+        for name in _NOT_NEEDED:
             del sys.modules[name]
 
 
-def _import_xgrammar() -> None:
-    """Imports the library without what it needs for other things than compiling."""
-    # its base does without them by itself
-    with _without(_NOT_NEEDED, lambda _name: None):
-        importlib.import_module("tvm_ffi")
-    with _without(_NOT_NEEDED, _Placeholder):
-        importlib.import_module("xgrammar")
-
-
-def _prepare(descriptor: int, size: int) -> Callable[[bytes], bytes]:
-    """Loads the vocabulary, and the libraries for it.
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Loads the libraries for a vocabulary; see `sandbox.child`.
 
     Args:
-        descriptor: of a file with the vocabulary's tokens in msgpack.
-        size: of the file.
-    """
-    tokens = msgspec.msgpack.decode(os.pread(descriptor, size, 0), type=list[bytes])
-    os.close(descriptor)
-    vocabulary = Vocabulary(tokens, {}, [])
-    _import_xgrammar()
-    backends = {name: make(vocabulary, 1) for name, make in BACKENDS.items()}
-    decode = msgspec.msgpack.Decoder(Job).decode
-
-    def answer(data: bytes) -> bytes:
-        job = decode(data)
-        return msgspec.msgpack.encode(try_out(job, backends[job.backend], vocabulary))
-
-    return answer
-
-
-def main() -> int:
-    """Answers jobs until the socket ends; the limits, and descriptor and size of the vocabulary, are the arguments.
+        setup: the vocabulary's tokens in msgpack.
 
     Returns:
-        The exit code, see `serve`.
+        Makes a `Trial` of the name of a library and a `Constraint`, all in msgpack.
     """
-    limits = msgspec.json.decode(sys.argv[1], type=Limits)
-    return serve(functools.partial(_prepare, int(sys.argv[2]), int(sys.argv[3])), limits)
+    vocabulary = Vocabulary(msgspec.msgpack.decode(setup, type=list[bytes]), {}, [])
+    _import_xgrammar()
+    backends = {name: make(vocabulary, 1) for name, make in BACKENDS.items()}
+    decode = msgspec.msgpack.Decoder(tuple[str, Constraint]).decode
 
+    def answer(data: bytes) -> bytes:
+        name, constraint = decode(data)
+        return msgspec.msgpack.encode(try_out(constraint, backends[name], vocabulary))
 
-if __name__ == "__main__":
-    sys.exit(main())
+    return answer

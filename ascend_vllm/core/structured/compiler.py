@@ -22,7 +22,7 @@ from ascend_vllm.core.structured.grammar import CompiledGrammar, GrammarBackend,
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import AscendVllmError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.sandbox.family import Job, LimitExceededError, ProcessBrokenError, TooLateError, TooSlowError
+from ascend_vllm.sandbox.pool import Job, LimitExceededError, ProcessBrokenError, TooLateError, TooSlowError
 
 logger = init_logger(__name__)
 

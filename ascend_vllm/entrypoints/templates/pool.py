@@ -1,13 +1,11 @@
-"""The chat templates of requests are rendered in processes that can be ended: who is let in, and what it is told.
-
-What runs in them, and why, is told in `process`.
-"""
+"""The chat templates of requests, rendered in limited processes (`process` runs in them, `sandbox` limits them)."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import sys
+import datetime
+import json
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +13,10 @@ from typing import Any
 import msgspec
 
 from ascend_vllm.entrypoints.templates import process
-from ascend_vllm.entrypoints.templates.process import Answer, Limits, encode_job
+from ascend_vllm.entrypoints.templates.process import Answer, exceeded
 from ascend_vllm.errors import EngineBusyError, RequestError
-from ascend_vllm.sandbox.family import Family, Job, LimitExceededError, ProcessBrokenError
+from ascend_vllm.sandbox import child
+from ascend_vllm.sandbox.pool import Job, LimitExceededError, Pool, ProcessBrokenError
 
 # JSON writes a character with at most so many bytes
 _MAX_BYTES_PER_CHARACTER = 6
@@ -27,20 +26,30 @@ _MAX_OTHER_BYTES = 1 << 20
 _CHARACTERS_PER_TOKEN = 16
 
 
+class Limits(child.Limits, frozen=True, kw_only=True):
+    """What one rendering may take.
+
+    Attributes:
+        max_characters: of the text.
+    """
+
+    wall_s: float = 3.0
+    cpu_s: int = 5
+    memory_bytes: int = 384 << 20
+    max_characters: int = 4 << 20
+
+
 def limits_for(max_model_len: int) -> Limits:
     """The limits of a server: the text may be what its longest prompt can be, and 4 Mi characters in any case."""
     usual = Limits()
     num_characters = max(usual.max_characters, _CHARACTERS_PER_TOKEN * max_model_len)
-    # a character takes up to four bytes, in the text, in its pieces, and in the answer
+    # a character takes up to four bytes: in the text, in the parts it is joined from, and in the answer
     more = 16 * (num_characters - usual.max_characters)
     return msgspec.structs.replace(usual, max_characters=num_characters, memory_bytes=usual.memory_bytes + more)
 
 
 class TemplatePool:
-    """Renders the chat templates of requests in processes that can be ended.
-
-    The first request starts the processes; each one that is ended is replaced at once. Jobs wait for a process in
-    the order in which they came.
+    """Renders the chat templates of requests in limited processes, which the first request starts.
 
     Args:
         limits: of each rendering.
@@ -49,31 +58,31 @@ class TemplatePool:
     """
 
     def __init__(self, limits: Limits, num_processes: int = 2, max_open: int = 128) -> None:
-        self._limits = limits
         self._max_open = max_open
         self._num_open = 0
         # a thread for each process; they live as long as the pool
         self._threads = concurrent.futures.ThreadPoolExecutor(num_processes, "chat-template")
-        self._family = Family(
+        self._pool = Pool(
             "chat templates",
-            [sys.executable, "-m", process.__name__, msgspec.json.encode(limits).decode()],
+            f"{process.__name__}:prepare",
             limits,
             num_processes,
             max_answer_bytes=limits.max_characters * _MAX_BYTES_PER_CHARACTER + _MAX_OTHER_BYTES,
+            setup=str(limits.max_characters).encode(),
         )
         # also at the interpreter's end, if nobody called close()
-        self._finalizer = weakref.finalize(self, self._family.close)
+        self._finalizer = weakref.finalize(self, self._pool.close)
 
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that there are."""
-        return self._family.pids
+        return self._pool.pids
 
     async def render(self, special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> str:
-        """The prompt's text; see `chat_template.render_chat`. Whoever cancels it ends the rendering.
+        """The prompt's text; see `chat_template.render_chat`. Cancelling it ends the rendering.
 
         Args:
-            special_tokens: variables that every template gets.
+            special_tokens: variables that every template gets, such as ``bos_token``.
             options: the arguments of `render_chat` but for the tokenizer, as JSON has them.
 
         Raises:
@@ -86,13 +95,10 @@ class TemplatePool:
                 "may wait. Try again later.",
                 "chat_template",
             )
-        job = Job()
+        job, loop = Job(), asyncio.get_running_loop()
         self._num_open += 1
         try:
-            future = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._run, job, special_tokens, options
-            )
-            return await future
+            return await loop.run_in_executor(self._threads, self._render, job, special_tokens, options)
         except asyncio.CancelledError:
             job.give_up()
             raise
@@ -104,26 +110,20 @@ class TemplatePool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._finalizer()
 
-    def _run(self, job: Job, special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> str:
+    def _render(self, job: Job, special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> str:
+        # the wall clock is this process's: the other one need not know the time zone
+        now = datetime.datetime.now().isoformat()
         try:
-            data = encode_job(special_tokens, options)
+            # Python's JSON brings NaN, infinities and integers of any size back as they were; msgspec's does not
+            data = json.dumps({"special_tokens": special_tokens, "now": now, "options": options}).encode()
         except (RecursionError, ValueError) as error:
             raise RequestError(f"The request cannot be handed to its chat template: {error}", "messages") from error
         try:
-            answer = msgspec.json.decode(self._family.ask(job, data), type=Answer)
+            answer = msgspec.json.decode(self._pool.run(job, data), type=Answer)
         except LimitExceededError as error:
-            raise _exceeded(str(error)) from None
+            raise exceeded(str(error)) from None
         except ProcessBrokenError as error:
             raise RequestError(f"The rendering of the request's `chat_template` {error}.", "chat_template") from None
-        if answer.is_too_long:
-            raise _exceeded(f"made more than {self._limits.max_characters} characters")
         if answer.text is None:
             raise RequestError(answer.error or "", answer.param)
         return answer.text
-
-
-def _exceeded(what: str) -> RequestError:
-    return RequestError(
-        f"The rendering of the request's `chat_template` {what}, which is more than a request's own template may.",
-        "chat_template",
-    )

@@ -1,18 +1,15 @@
-"""The process that renders the chat templates of requests: ``python -m ascend_vllm.entrypoints.templates.process``.
+"""What renders the chat templates of requests in limited processes (`prepare` there, see `sandbox.child`).
 
 A template that comes with a request is a program of a client. Jinja's sandbox keeps it from files, the network and
-the interpreter, but not from loops without end and from texts that fill the memory. So it runs here, where the
-system counts its memory and its CPU time, and whence `pool` can end it at any moment (see `sandbox`). The
-process knows nothing but what one request brings, keeps nothing between requests, and imports neither torch nor
-transformers.
+the interpreter, but not from endless loops and from texts that fill the memory. So it runs in a process whose memory
+and CPU time the system limits, and which `pool` can kill at any moment. The process is given what one request brings,
+keeps nothing between requests, and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +20,6 @@ from jinja2 import ext, nodes, parser
 
 from ascend_vllm.entrypoints.templates.chat_template import render_chat
 from ascend_vllm.errors import RequestError
-from ascend_vllm.sandbox import child
-from ascend_vllm.sandbox.child import serve
 
 # a template may raise any text; an answer needs no more of it
 _MAX_ERROR_CHARACTERS = 20_000
@@ -48,81 +43,61 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MARK = "END_OF_THE_CONTINUED_MESSAGE "
 
 
-class Limits(child.Limits, frozen=True, kw_only=True):
-    """What one rendering may take.
-
-    Attributes:
-        max_characters: of the text.
-    """
-
-    wall_s: float = 3.0
-    cpu_s: int = 5
-    memory_bytes: int = 384 << 20
-    max_characters: int = 4 << 20
-
-
 class Answer(msgspec.Struct):
-    """What became of a job: exactly one of `text`, `error` and `is_too_long` is set.
+    """What became of a job: either `text` or `error` is set.
 
     Attributes:
         text: the prompt.
-        error: what is wrong with the request, or what its template says about it.
+        error: what is wrong with the request, what its template says about it, or that the text is too long.
         param: the field at fault, if `error` is set.
-        is_too_long: the text has more characters than it may.
     """
 
     text: str | None = None
     error: str | None = None
     param: str | None = None
-    is_too_long: bool = False
 
 
-class _LimitExceededError(BaseException):
-    """The memory is too small; no `Exception`, which would be taken for one that the template raises."""
+def exceeded(what: str) -> RequestError:
+    """The error of a rendering that did more than it may; `what` is the verb and its object."""
+    return RequestError(
+        f"The rendering of the request's `chat_template` {what}, which is more than a request's own template may.",
+        "chat_template",
+    )
 
 
-class _TooLongError(_LimitExceededError):
-    """The text has too many characters."""
-
-
-def encode_job(special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> bytes:
-    """A job as it goes to the process.
-
-    Python's JSON, unlike msgspec's, brings NaN, infinities and integers of any size back as they were.
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Has that done which would be imported or read at the first job only; see `sandbox.child`.
 
     Args:
-        special_tokens: variables that every template gets, such as ``bos_token``.
-        options: the arguments of `chat_template.render_chat` but for the tokenizer, as JSON has them.
-
-    Raises:
-        ValueError, RecursionError: something in there is too deep, or a number too long.
+        setup: the most characters of a text, in decimal digits.
     """
-    # the wall clock is this process's: the other one need not know the time zone
-    now = datetime.datetime.now().isoformat()
-    return json.dumps({"special_tokens": special_tokens, "now": now, "options": options}).encode()
+    max_characters = int(setup)
+    warm = TemplateRenderer({}, datetime.datetime.now(), 100)
+    render_chat(warm, [{"role": "user", "content": ""}], model_name="", chat_template="{{ messages|tojson }}")
+    return lambda job: msgspec.json.encode(answer_job(job, max_characters))
 
 
 def answer_job(job: bytes, max_characters: int) -> Answer:
-    """Renders what a job holds; every failure becomes an answer.
+    """Renders a job, JSON with ``special_tokens``, ``now`` (ISO 8601) and ``options`` of `render_chat`.
 
     Raises:
-        MemoryError: the rendering needs more memory than there is.
+        MemoryError: the rendering needs more memory than there is; all other failures become answers.
     """
     try:
         fields = json.loads(job)
         now = datetime.datetime.fromisoformat(fields["now"])
         renderer = TemplateRenderer(fields["special_tokens"], now, max_characters)
         return Answer(text=render_chat(renderer, **fields["options"]))
-    except _TooLongError:
-        return Answer(is_too_long=True)
-    except _LimitExceededError:
-        raise MemoryError from None
     except MemoryError:
         raise
-    except RequestError as error:
-        return Answer(error=str(error)[:_MAX_ERROR_CHARACTERS], param=error.param)
-    except Exception as error:  # of the parser, before anything is rendered
-        return Answer(error=(str(error) or type(error).__name__)[:_MAX_ERROR_CHARACTERS], param="chat_template")
+    except Exception as error:
+        # `render_chat` takes whatever the renderer raises for the template's
+        cause = error.__cause__ if isinstance(error.__cause__, MemoryError | RequestError) else error
+        if isinstance(cause, MemoryError):
+            raise cause from None
+        # what is no RequestError is of the parser, before anything is rendered
+        param = cause.param if isinstance(cause, RequestError) else "chat_template"
+        return Answer(error=(str(cause) or type(cause).__name__)[:_MAX_ERROR_CHARACTERS], param=param)
 
 
 class TemplateRenderer:
@@ -142,34 +117,23 @@ class TemplateRenderer:
         self._now = now
         self._max_characters = max_characters
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
-        """The prompt's text for a conversation.
-
-        Args:
-            conversation: messages as the template wants them.
-            kwargs: chat_template, tools, documents, add_generation_prompt, continue_final_message, and the
-                variables of the template.
-
-        Raises:
-            BaseException: the text is too long, or the memory too small.
-            Exception: whatever the template raises.
-        """
-        try:
-            return self._apply(conversation, **kwargs)
-        except MemoryError:
-            raise _LimitExceededError from None
-
-    def _apply(
+    def apply_chat_template(
         self,
-        conversation: Sequence[Mapping[str, Any]],
+        conversation: list[dict[str, Any]],
         *,
-        chat_template: str,
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
+        chat_template: str = "",
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         documents: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
+        """The prompt's text for a conversation, whose messages are as the template wants them.
+
+        Raises:
+            RequestError: the text is too long.
+            Exception: whatever the template raises, or a MemoryError.
+        """
         for name in _NEEDS_TOKENS:
             if variables.get(name):
                 raise ValueError(f"`{name}` is about token ids, but a conversation is rendered as text here.")
@@ -180,30 +144,23 @@ class TemplateRenderer:
         continued = _mark_last(messages, chat_template) if continue_final_message else None
         # a new environment each time: nothing of one request is left for the next
         template = _make_environment(self._now).from_string(chat_template)
-        text = self._collect(
-            template.generate(
-                messages=messages,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **{
-                    **self._special_tokens,
-                    **{key: value for key, value in variables.items() if key not in _NOT_VARIABLES},
-                },
-            )
-        )
+        variables = {key: value for key, value in variables.items() if key not in _NOT_VARIABLES}
+        parts, size = [], 0
+        for part in template.generate(
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **{**self._special_tokens, **variables},
+        ):
+            size += len(part)
+            if size > self._max_characters:
+                raise exceeded(f"made more than {self._max_characters} characters")
+            parts.append(part)
+        text = "".join(parts)
         text = text if continued is None else _cut_at_mark(text, continued)
         text.encode()  # a lone surrogate is no text
         return text
-
-    def _collect(self, pieces: Iterable[str]) -> str:
-        collected, size = [], 0
-        for piece in pieces:
-            size += len(piece)
-            if size > self._max_characters:
-                raise _TooLongError
-            collected.append(piece)
-        return "".join(collected)
 
 
 def _as_templates_see_it(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,24 +271,3 @@ def _make_environment(now: datetime.datetime) -> jinja2.Environment:
         }
     )
     return environment
-
-
-def _prepare(limits: Limits) -> Callable[[bytes], bytes]:
-    """Has that done which would be imported or read at the first job only."""
-    warm = TemplateRenderer({}, datetime.datetime.now(), 100)
-    render_chat(warm, [{"role": "user", "content": ""}], model_name="", chat_template="{{ messages|tojson }}")
-    return lambda job: msgspec.json.encode(answer_job(job, limits.max_characters))
-
-
-def main() -> int:
-    """Answers jobs until the socket ends; the limits are the only argument.
-
-    Returns:
-        The exit code, see `serve`.
-    """
-    limits = msgspec.json.decode(sys.argv[1], type=Limits)
-    return serve(functools.partial(_prepare, limits), limits)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
