@@ -19,6 +19,7 @@ from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.executor.base import Executor, create_executor
 from ascend_vllm.logger import init_logger
+from ascend_vllm.types.controls import CONTROLS
 from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
 from ascend_vllm.types.step import StepOutput
 
@@ -88,19 +89,9 @@ class EngineCore:
         # what steps gave that were waited for outside of `step`
         self._untold: collections.deque[EngineCoreOutputs] = collections.deque()
         self._pausing = Pausing(self._scheduler, executor, enable_sleep_mode=config.model.enable_sleep_mode)
-        self._utilities: dict[str, Callable[..., Any]] = {
-            "audit": self.audit,
-            "stats": self.stats,
-            "check_health": executor.check_health,
-            "reset_prefix_cache": self.reset_prefix_cache,
-            "pause": self._pausing.pause,
-            "resume": self._pausing.resume,
-            "check_sleep": self._pausing.check_sleep,
-            "sleep": self.sleep,
-            "wake_up": self._pausing.wake_up,
-            "state": self.state,
-            "profile": self.profile,
-            "collective_rpc": self.collective_rpc,
+        # each row has its method here or in what pauses
+        self._controls: dict[str, Callable[..., Any]] = {
+            name: getattr(self if hasattr(self, name) else self._pausing, name) for name in CONTROLS
         }
         logger.info(
             "KV cache: %d blocks of %d tokens. Maximum concurrency for %d tokens per request: %.2fx",
@@ -224,14 +215,14 @@ class EngineCore:
         return self._executor.collective_rpc(method, args, kwargs, timeout)
 
     def call_utility(self, method: str, args: list[Any]) -> Any:
-        """Calls one of the utilities by its name.
+        """Calls one of `CONTROLS` by its name.
 
         Raises:
             RequestError: there is none of that name.
         """
-        if method not in self._utilities:
-            raise RequestError(f"unknown utility {method!r}; there are {', '.join(self._utilities)}", "method")
-        return self._utilities[method](*args)
+        if method not in self._controls:
+            raise RequestError(f"unknown utility {method!r}; there are {', '.join(self._controls)}", "method")
+        return self._controls[method](*args)
 
     def note_failure(self, reason: str) -> None:
         """Told before `shutdown` when the engine ends because something has failed."""

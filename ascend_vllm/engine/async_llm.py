@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.core_receiver import LoopTask
-from ascend_vllm.engine.data_parallel_client import DataParallelClient
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import LOG_INTERVAL_S, EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
@@ -77,7 +77,7 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._metrics = EngineMetrics(config)
-        self._client = DataParallelClient(config, self._on_outputs, self._on_death)
+        self._client = CoreClient(config, self._on_outputs, self._on_death)
         self._client.start()
         try:
             # While the core imports torch and reads the weights.

@@ -1,4 +1,4 @@
-"""The API-server process's end of the wire to the engine core."""
+"""The API-server process's end of the wires to its engine cores: one, or --data-parallel-size of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,10 +16,11 @@ from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.engine.core_receiver import CoreReceiver, LoopTask
-from ascend_vllm.engine.iteration_watch import IterationWatch
+from ascend_vllm.engine.request_router import RequestRouter
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import FACTS
+from ascend_vllm.types.controls import CONTROLS
 from ascend_vllm.types.messages import (
     AbortRequests,
     CoreInbound,
@@ -40,8 +41,11 @@ logger = init_logger(__name__)
 _SHUTDOWN_GRACE_S = 5.0
 # What a core that hangs gets to end by itself before it is killed.
 _HANG_GRACE_S = 2.0
-# After the process's end, its last words may still be on the way.
-_LAST_WORDS_S = 0.3
+# After the process's end, its last messages may still be on the way.
+_LAST_MESSAGES_S = 0.3
+# A limit is this many ticks in a row without a message. A tick that comes late, because this process itself was
+# stopped or its event loop was busy, counts as one all the same: such a pause says nothing about the core.
+_NUM_TICKS = 8
 
 _START_ERRORS: dict[str, type[AscendVllmError]] = {
     "ConfigError": ConfigError,
@@ -50,19 +54,22 @@ _START_ERRORS: dict[str, type[AscendVllmError]] = {
 }
 
 
-class AsyncCoreClient:
-    """Starts an engine core in a process of its own and talks to it.
+class CoreClient:
+    """Starts the engine cores, each in a process of its own, and talks to all of them.
+
+    There is one core unless --data-parallel-size asks for more. A request goes to the core that a `RequestRouter`
+    chooses, with all its sequences, and its abort to the same one. Calls go to all cores. The cores live and die
+    together: the end of one is that of the others.
 
     `start` needs no event loop and returns at once, so that a program can go on importing while the model loads;
-    `ready` waits for the core. All other methods belong to the event loop of `ready`. What the core sends is read and
-    processed in a thread, the output thread, which `ready` starts; see `CoreReceiver`.
+    `ready` waits for the cores. All other methods belong to the event loop of `ready`. What a core sends is read and
+    processed in a thread, the core's output thread, which `ready` starts; see `CoreReceiver`.
 
     Args:
         config: of the engine.
-        on_outputs: called in the output thread with what each step gives back; returns what the event loop is then to
-            do.
-        on_death: called once if the core ends without having been told to or hangs, after `ready`.
-        environment: variables that the core has beside, or instead of, this process's.
+        on_outputs: called in the output thread with what each step of a core gives back, and the core's number;
+            returns what the event loop is then to do.
+        on_death: called once if a core ends without having been told to or hangs, after its start.
 
     Raises:
         ConfigError: VLLM_ENGINE_ITERATION_TIMEOUT_S is no number of seconds.
@@ -71,231 +78,201 @@ class AsyncCoreClient:
     def __init__(
         self,
         config: EngineConfig,
-        on_outputs: Callable[[EngineCoreOutputs], LoopTask],
+        on_outputs: Callable[[EngineCoreOutputs, int], LoopTask],
         on_death: Callable[[EngineDeadError], None],
-        environment: Mapping[str, str] | None = None,
     ) -> None:
-        parallel = config.parallel
-        # among several the log and the clients must learn which one it was
-        self._name = (
-            "the engine core" if parallel.data_parallel_size == 1 else f"engine core {parallel.data_parallel_rank}"
-        )
         self._timeout_s = envs.engine_iteration_timeout_s(FACTS[config.device.device].iteration_timeout_s)
         self._on_outputs = on_outputs
         self._on_death = on_death
-        self._process = CoreProcess(config, environment)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sender = _bound(zmq.Socket(self._context, zmq.PUSH), self._process.inbound)
-        socket = _bound(zmq.Socket(self._context, zmq.PULL), self._process.outbound)
-        self._receiver = CoreReceiver(socket, self._take, self._refuse)
-        self._encoder = msgspec.msgpack.Encoder()
         self._call_ids = itertools.count()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: asyncio.Future[EngineReady] | None = None
-        self._watch: IterationWatch | None = None
-        # until the owner says that none is waited for any more
-        self._has_requests = False
-        # unless the core pauses
-        self._expects_steps = True
-        self._num_noticed = 0
         self._error: AscendVllmError | None = None
-        # it was told to end, and may do so by itself
-        self._is_ending = False
-        self._is_stopping = False
         self._is_closed = False
+        size = config.parallel.data_parallel_size
+        # one core needs no choice
+        self._router = (
+            RequestRouter(size, config.cache.block_size, by_prefix=config.cache.enable_prefix_caching)
+            if size > 1
+            else None
+        )
+        self._cores: list[_Core] = []
+        try:
+            for rank in range(size):
+                self._cores.append(_Core(config, rank, self._take, self._reject))
+        except BaseException:
+            self.shutdown()
+            raise
 
     @property
     def error(self) -> AscendVllmError | None:
-        """Why the core is gone; None while it lives."""
+        """Why the cores are gone; None while they live."""
         return self._error
 
     @property
-    def pid(self) -> int | None:
-        """The core's process id; None before `start`."""
-        return self._process.pid
+    def pids(self) -> list[int | None]:
+        """Process ids of the cores, by their numbers; None before `start`."""
+        return [core.process.pid for core in self._cores]
 
     def start(self) -> None:
-        """Starts the process."""
-        self._process.start(self._notice_exit)
+        """Starts the processes."""
+        for core in self._cores:
+            core.process.start(functools.partial(self._notice_exit, core))
 
-    async def ready(self) -> EngineReady:
-        """Waits until the core has loaded its model.
+    async def ready(self) -> list[EngineReady]:
+        """Waits until all cores have loaded their models; what each of them says, by their numbers.
 
         Raises:
             ConfigError: flags that do not fit the model or the machine.
             ModelLoadError: the model's directory cannot be served.
-            EngineDeadError: the core died.
+            EngineDeadError: a core died.
         """
-        if self._ready is None:
+        if self._loop is None:
             if self._error is not None:  # it was shut down before anybody waited
                 raise self._error
             self._loop = asyncio.get_running_loop()
-            self._ready = self._loop.create_future()
-            self._watch = IterationWatch(self._timeout_s, self._loop, self._has_news, self._give_up)
-            self._receiver.start(self._loop)
-            if self._process.exit_code is not None:
-                self._expect_last_words(self._process.exit_code)
-        return await asyncio.shield(self._ready)
+            for core in self._cores:
+                core.listen(self._loop, self._timeout_s, functools.partial(self._give_up, core))
+                if core.process.exit_code is not None:
+                    self._expect_last_messages(core, core.process.exit_code)
+        sizes = await asyncio.gather(*(asyncio.shield(core.ready) for core in self._cores if core.ready is not None))
+        if self._router is not None:
+            self._router.set_capacities(size.num_gpu_blocks for size in sizes)
+        return sizes
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Sends the sequences of a request, one or more.
+        """Sends the sequences of a request, one or more, to one of the cores.
 
         Raises:
-            EngineDeadError: the core is gone.
+            EngineDeadError: the cores are gone.
         """
-        self._send(requests[0] if len(requests) == 1 else SequencesOfRequest.of(requests))
-        self._has_requests = True
-        if self._watch is not None and self._expects_steps:
-            self._watch.start()
+        self._check_alive()
+        core = self._cores[0]
+        if self._router is not None:
+            # the others follow the first
+            rank, *_ = [self._router.route(request) for request in requests]
+            core = self._cores[rank]
+        core.open_ids.update([request.request_id for request in requests])
+        try:
+            core.send(requests[0] if len(requests) == 1 else SequencesOfRequest.of(requests))
+        except EngineDeadError:
+            self._release(core, [request.request_id for request in requests])
+            raise
+        core.watch_if_owing()
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """Ends requests early; nothing happens if the core is gone."""
-        if request_ids:
-            with contextlib.suppress(EngineDeadError):
-                self._send(AbortRequests(request_ids))
+        """Ends requests early, in the cores that have them; nothing happens if these are gone."""
+        if not request_ids:
+            return
+        for core in self._cores:
+            ids = [request_id for request_id in request_ids if request_id in core.open_ids]
+            if ids:
+                if self._error is None:
+                    with contextlib.suppress(EngineDeadError):
+                        core.send(AbortRequests(ids))
+                self._release(core, ids)
 
-    def note_idle(self) -> None:
-        """Takes notice that no request is waited for, so that the core may be silent."""
-        self._has_requests = False
-        self._stop_watch_if_idle()
+    def rank_of(self, request_id: str) -> int:
+        """The number of the core that has a request; 0 if none has it."""
+        return next((core.rank for core in self._cores if request_id in core.open_ids), 0)
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether a core has no request, and so takes no steps that would tell of its state."""
+        return not self._cores[rank].open_ids
 
     def expect_steps(self, expected: bool) -> None:
-        """Says whether the core computes the requests that it has; one that pauses may be silent."""
-        self._expects_steps = expected
-        if self._watch is not None and expected and self._has_requests:
-            self._watch.start()
-        self._stop_watch_if_idle()
+        """Says whether the cores compute the requests that they have; those that pause may be silent."""
+        for core in self._cores:
+            core.expects_steps = expected
+            core.watch_if_owing()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls a method of the core.
+        """Calls a control of every core (see `CONTROLS`), and makes one result of theirs.
 
         Raises:
-            RequestError: the core refuses the call, or has no such method.
-            AscendVllmError: the method failed, with the core's words.
-            EngineDeadError: the core is gone.
+            RequestError: a core refuses the call, or has no such control.
+            AscendVllmError: the call failed, with the core's words.
+            EngineDeadError: the cores are gone.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not None and loop is not self._loop:
             raise RuntimeError("the engine belongs to another event loop, the one in which it became ready")
-        call_id = next(self._call_ids)
-        future = loop.create_future()
-        self._calls[call_id] = future
-        try:
-            self._send(UtilityCall(call_id, method, list(args)))
-            if self._watch is not None:
-                self._watch.start()
-            return await future
-        finally:
-            del self._calls[call_id]
-            self._stop_watch_if_idle()
-
-    def abandon(self, error: EngineDeadError) -> None:
-        """Ends the core for a reason that lies elsewhere: everything that waits for it gets the error.
-
-        Does not wait; `shutdown` is still to be called.
-        """
-        if self._error is None:
-            self._fail(error, expected=True)
-            self._terminate()
-
-    def begin_shutdown(self) -> None:
-        """Tells the core to end and does not wait, so that several may end at the same time; see `shutdown`."""
-        if self._is_stopping:
-            return
-        self._is_stopping = True
-        was_ready = self._ready is not None and self._ready.done() and not self._ready.cancelled()
-        self._is_ending = was_ready and self._error is None
-        self._fail(EngineDeadError("the engine was shut down"), expected=True)
-        if self._is_ending:
-            with contextlib.suppress(zmq.ZMQError):
-                self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
-        else:
-            # A core that is still loading does not read messages.
-            self._process.terminate()
+        self._check_alive()
+        control = CONTROLS.get(method)
+        if self._router is not None and control is not None and control.forgets_prefixes(args):
+            self._router.forget_prefixes()
+        futures = [core.call(UtilityCall(next(self._call_ids), method, list(args)), loop) for core in self._cores]
+        # all of them, also if one fails: they shall not differ by whom the failure reached first
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results[0] if control is None or len(results) == 1 else control.merge(results)
 
     def shutdown(self) -> None:
-        """Ends the core and removes everything that was made for it; takes seconds at most; may be called again."""
+        """Ends the cores, all at the same time, and removes what was made for them.
+
+        Takes seconds at most; may be called again.
+        """
         if self._is_closed:
             return
-        self.begin_shutdown()
         self._is_closed = True
-        self._process.stop(_SHUTDOWN_GRACE_S if self._is_ending else 0.0)
-        self._sender.close(linger=0)
-        self._receiver.close(self._context)
+        were_alive = self._error is None
+        self._fail(EngineDeadError("the engine was shut down"))
+        for core in self._cores:
+            core.begin_shutdown(were_alive)
+        for core in self._cores:
+            core.close()
 
-    def _send(self, message: CoreInbound) -> None:
+    def _check_alive(self) -> None:
         if self._error is not None:
             raise EngineDeadError(str(self._error))
-        try:
-            # Never waits: the queue has no limit.
-            self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise EngineDeadError("the engine core does not take messages") from None
 
-    def _take(self, message: CoreOutbound) -> LoopTask:
-        """Processes a message; called in the output thread."""
+    def _take(self, message: CoreOutbound, core: _Core) -> LoopTask:
+        """Processes a message; called in the core's output thread."""
         if self._error is not None:
             return _do_nothing  # everybody who waited was told
         task: LoopTask
         match message:
             case EngineCoreOutputs():
-                task = self._on_outputs(message)
+                task = functools.partial(self._finish_step, core, message, self._on_outputs(message, core.rank))
             case UtilityResult():
-                task = functools.partial(self._resolve_call, message)
+                task = functools.partial(core.resolve_call, message)
             case EngineReady():
-                task = functools.partial(self._note_ready, message)
+                task = functools.partial(core.note_ready, message)
             case EngineFailed():
                 kind = _START_ERRORS.get(message.error_class, EngineDeadError)
-                task = functools.partial(self._fail, kind(message.message))
-        return functools.partial(self._run, task)
+                task = functools.partial(self._fail, kind(message.message), core)
+        return functools.partial(self._run, core, task)
 
-    def _refuse(self, error: Exception) -> LoopTask:
+    def _reject(self, error: Exception, core: _Core) -> LoopTask:
         """For messages that cannot be processed: going on without them would leave somebody without an answer."""
         logger.error("The engine core's outputs cannot be processed", exc_info=error)
-        return functools.partial(
-            self._fail, EngineDeadError(f"the engine core's outputs cannot be processed: {error!r}")
-        )
+        dead = EngineDeadError(f"the engine core's outputs cannot be processed: {error!r}")
+        return functools.partial(self._fail, dead, core)
 
-    def _run(self, task: LoopTask) -> None:
+    def _run(self, core: _Core, task: LoopTask) -> None:
         """Does what is left to do of a message."""
         try:
             task()
         except Exception as error:
-            self._refuse(error)()
+            self._reject(error, core)()
 
-    def _note_ready(self, message: EngineReady) -> None:
-        self._process.remove_sockets()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_result(message)
+    def _finish_step(self, core: _Core, outputs: EngineCoreOutputs, task: LoopTask) -> None:
+        if self._router is not None and outputs.stats is not None:
+            self._router.take_stats(core.rank, outputs.stats)
+        self._release(core, [output.request_id for output in outputs.outputs if output.finish_reason is not None])
+        task()
 
-    def _resolve_call(self, result: UtilityResult) -> None:
-        future = self._calls.get(result.call_id)
-        if future is None or future.done():
-            return
-        if result.error is not None:
-            kind = RequestError if result.is_request_error else AscendVllmError
-            future.set_exception(kind(result.error))
-        else:
-            future.set_result(result.result)
+    def _release(self, core: _Core, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            core.open_ids.difference_update(request_ids)
+            core.stop_watch_if_idle()
+            if self._router is not None:
+                for request_id in request_ids:
+                    self._router.release(request_id)
 
-    def _stop_watch_if_idle(self) -> None:
-        awaits_steps = self._has_requests and self._expects_steps
-        if self._watch is not None and not awaits_steps and not self._calls:
-            self._watch.stop()
-
-    def _has_news(self) -> bool:
-        """Whether anything came since this was last asked, or is being processed.
-
-        The output thread reads what is there at once unless it is processing something.
-        """
-        num_received = self._receiver.num_received
-        has_come = num_received != self._num_noticed
-        self._num_noticed = num_received
-        return has_come or self._receiver.is_busy
-
-    def _give_up(self) -> None:
-        """The core hangs: nothing came from it for too long."""
+    def _give_up(self, core: _Core) -> None:
+        """A core hangs: nothing came from it for too long."""
         logger.error(
             "Engine iteration timed out. This should never happen! The engine core sent nothing for %g s; if a step "
             "may take that long here, set VLLM_ENGINE_ITERATION_TIMEOUT_S to more seconds.",
@@ -305,60 +282,266 @@ class AsyncCoreClient:
             EngineDeadError(
                 f"The engine did not finish a step within {self._timeout_s:g} s, the limit that "
                 "VLLM_ENGINE_ITERATION_TIMEOUT_S sets, and was ended."
-            )
+            ),
+            core,
         )
-        self._terminate()
+        self._terminate(core)
 
-    def _terminate(self) -> None:
-        self._process.terminate()
+    def _terminate(self, core: _Core) -> None:
+        core.process.terminate()
         if self._loop is not None:
-            self._loop.call_later(_HANG_GRACE_S, self._process.kill)
+            self._loop.call_later(_HANG_GRACE_S, core.process.kill)
 
-    def _notice_exit(self, exit_code: int) -> None:
+    def _notice_exit(self, core: _Core, exit_code: int) -> None:
         """Called in the watching thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._expect_last_words, exit_code)
+                self._loop.call_soon_threadsafe(self._expect_last_messages, core, exit_code)
 
-    def _expect_last_words(self, exit_code: int) -> None:
-        if self._loop is not None:
-            error = EngineDeadError(self._describe_exit(exit_code))
-            self._loop.call_later(_LAST_WORDS_S, self._fail_once_silent, error, self._receiver.num_received)
+    def _expect_last_messages(self, core: _Core, exit_code: int) -> None:
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        self._fail_once_silent(core, EngineDeadError(f"{core.name} {how}; its log may say why"), -1)
 
-    def _fail_once_silent(self, error: EngineDeadError, num_received: int) -> None:
-        """Tells of the core's end when everything that it sent before has been processed.
+    def _fail_once_silent(self, core: _Core, error: EngineDeadError, num_received: int) -> None:
+        """Tells of a core's end when everything that it sent before has been processed.
 
         Args:
+            core: has ended.
             error: tells how it ended.
             num_received: messages that had come when it was last asked.
         """
-        if self._loop is not None and (self._receiver.is_busy or self._receiver.num_received != num_received):
-            self._loop.call_later(_LAST_WORDS_S, self._fail_once_silent, error, self._receiver.num_received)
+        receiver = core.receiver
+        if self._loop is not None and (receiver.is_busy or receiver.num_received != num_received):
+            self._loop.call_later(_LAST_MESSAGES_S, self._fail_once_silent, core, error, receiver.num_received)
         else:
-            self._fail(error)
+            self._fail(error, core)
 
-    def _describe_exit(self, exit_code: int) -> str:
-        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
-        return f"{self._name} {how}; its log may say why"
+    def _fail(self, error: AscendVllmError, core: _Core | None = None) -> None:
+        """A core is gone, and so are all: everything that waits for them gets the error. Only the first call counts.
 
-    def _fail(self, error: AscendVllmError, expected: bool = False) -> None:
-        """The core is gone: everything that waits for it gets the error. Only the first call counts."""
+        Args:
+            error: why.
+            core: the one that is gone; None: all are told to end.
+        """
         if self._error is not None:
             return
         self._error = error
-        if self._watch is not None:
-            self._watch.stop()
-        was_ready = self._ready is not None and self._ready.done()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # retrieved: whether anyone waits or not is not an error of its own
+        was_ready = core is not None and core.is_ready
         dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        for each in self._cores:
+            each.fail(error, dead)
+            if core is not None and each is not core:
+                self._terminate(each)
+        if core is not None and was_ready:
+            logger.error("%s is gone: %s", core.name[0].upper() + core.name[1:], error)
+            self._on_death(dead)
+
+
+class _Core:
+    """One engine core: its process, the sockets, and what it owes.
+
+    Args:
+        config: of the whole engine.
+        rank: number of the core.
+        take, reject: see `CoreReceiver`; called with the core behind their arguments.
+
+    Attributes:
+        name: in the log and in errors; among several it says which one it is.
+        process: to be started by the owner.
+        receiver: counts messages.
+        ready: resolved with the first message; None before `listen`.
+        open_ids: requests that were sent and have not ended.
+        expects_steps: it computes its requests; False while it pauses.
+        watch: None before `listen`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        take: Callable[[CoreOutbound, _Core], LoopTask],
+        reject: Callable[[Exception, _Core], LoopTask],
+    ) -> None:
+        self.rank = rank
+        self.name = "the engine core" if config.parallel.data_parallel_size == 1 else f"engine core {rank}"
+        self.process = CoreProcess(config, rank)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sender = _bound(zmq.Socket(self._context, zmq.PUSH), self.process.inbound)
+        socket = _bound(zmq.Socket(self._context, zmq.PULL), self.process.outbound)
+        self.receiver = CoreReceiver(socket, lambda message: take(message, self), lambda error: reject(error, self))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self.ready: asyncio.Future[EngineReady] | None = None
+        self.open_ids: set[str] = set()
+        self.expects_steps = True
+        self.watch: IterationWatch | None = None
+        self._num_noticed = 0
+        self._ends_by_itself = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has loaded its model, or failed to."""
+        return self.ready is not None and self.ready.done() and not self.ready.cancelled()
+
+    def listen(
+        self, loop: asyncio.AbstractEventLoop, timeout_s: float | None, on_timeout: Callable[[], None]
+    ) -> None:
+        """Starts the output thread."""
+        self.ready = loop.create_future()
+        self.watch = IterationWatch(timeout_s, loop, self.has_news, on_timeout)
+        self.receiver.start(loop)
+
+    def send(self, message: CoreInbound) -> None:
+        """Sends a message.
+
+        Raises:
+            EngineDeadError: the core does not take it.
+        """
+        try:
+            # Never waits: the queue has no limit.
+            self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError("the engine core does not take messages") from None
+
+    def call(self, call: UtilityCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
+        """Sends a call; what it returns is awaited."""
+        future: asyncio.Future[Any] = loop.create_future()
+        self._calls[call.call_id] = future
+        future.add_done_callback(functools.partial(self._end_call, call.call_id))
+        try:
+            self.send(call)
+            self._start_watch()
+        except EngineDeadError as error:
+            future.set_exception(error)
+        return future
+
+    def resolve_call(self, result: UtilityResult) -> None:
+        """Gives a call its result."""
+        future = self._calls.get(result.call_id)
+        if future is None or future.done():
+            return
+        if result.error is not None:
+            kind = RequestError if result.is_request_error else AscendVllmError
+            future.set_exception(kind(result.error))
+        else:
+            future.set_result(result.result)
+
+    def note_ready(self, message: EngineReady) -> None:
+        """Takes notice that it has loaded its model."""
+        self.process.remove_sockets()
+        if self.ready is not None and not self.ready.done():
+            self.ready.set_result(message)
+
+    def has_news(self) -> bool:
+        """Whether anything came since this was last asked, or is being processed.
+
+        The output thread reads what is there at once unless it is processing something.
+        """
+        num_received = self.receiver.num_received
+        has_come = num_received != self._num_noticed
+        self._num_noticed = num_received
+        return has_come or self.receiver.is_busy
+
+    def watch_if_owing(self) -> None:
+        """Watches it while it has requests that it computes."""
+        if self.open_ids and self.expects_steps:
+            self._start_watch()
+        else:
+            self.stop_watch_if_idle()
+
+    def stop_watch_if_idle(self) -> None:
+        """Lets it be silent if it owes nothing."""
+        if self.watch is not None and not (self.open_ids and self.expects_steps) and not self._calls:
+            self.watch.stop()
+
+    def fail(self, error: AscendVllmError, dead: EngineDeadError) -> None:
+        """Whatever waits for it gets an error: its start the first, calls the second."""
+        if self.watch is not None:
+            self.watch.stop()
+        if self.ready is not None and not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # retrieved: whether anyone waits or not is not an error of its own
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(dead)
-        if was_ready and not expected:
-            logger.error("%s is gone: %s", self._name[0].upper() + self._name[1:], error)
-            self._on_death(dead)
+
+    def begin_shutdown(self, was_alive: bool) -> None:
+        """Tells it to end and does not wait, so that several may end at the same time; see `close`."""
+        self._ends_by_itself = was_alive and self.is_ready and self.ready is not None and not self.ready.exception()
+        if self._ends_by_itself:
+            with contextlib.suppress(zmq.ZMQError):
+                self._sender.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
+        else:
+            # A core that is still loading does not read messages.
+            self.process.terminate()
+
+    def close(self) -> None:
+        """Waits for its end, and removes everything that was made for it."""
+        self.process.stop(_SHUTDOWN_GRACE_S if self._ends_by_itself else 0.0)
+        self._sender.close(linger=0)
+        self.receiver.close(self._context)
+
+    def _start_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.start()
+
+    def _end_call(self, call_id: int, _future: asyncio.Future[Any]) -> None:
+        del self._calls[call_id]
+        self.stop_watch_if_idle()
+
+
+class IterationWatch:
+    """A timer that runs while the core owes an answer.
+
+    The core sends a message after every step, so that silence is a step that goes on. Nothing is done per message or
+    per request: the timer asks a few times within the limit whether anything came.
+
+    Args:
+        timeout_s: seconds without news after which the core counts as hung; None: it never does.
+        loop: on which the timer runs.
+        has_news: whether anything came since it was last asked, or can be read now.
+        on_timeout: called once; the watch has stopped then.
+
+    Example::
+
+        watch = IterationWatch(60.0, loop, has_news, declare_dead)
+        watch.start()  # with every request
+        watch.stop()  # when the last one is answered
+    """
+
+    def __init__(
+        self,
+        timeout_s: float | None,
+        loop: asyncio.AbstractEventLoop,
+        has_news: Callable[[], bool],
+        on_timeout: Callable[[], None],
+    ) -> None:
+        self._tick_s = None if timeout_s is None else timeout_s / _NUM_TICKS
+        self._loop = loop
+        self._has_news = has_news
+        self._on_timeout = on_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_silent = 0
+
+    def start(self) -> None:
+        """Starts to count, unless it does already."""
+        if self._timer is None and self._tick_s is not None:
+            self._num_silent = 0
+            self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def stop(self) -> None:
+        """Nothing is owed any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._num_silent = 0 if self._has_news() else self._num_silent + 1
+        if self._num_silent >= _NUM_TICKS:
+            self._on_timeout()
+        elif self._tick_s is not None:
+            self._timer = self._loop.call_later(self._tick_s, self._tick)
 
 
 def _do_nothing() -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +22,7 @@ from ascend_vllm.config.engine import EngineConfig
 # Socket addresses are limited to 107 bytes by the kernel.
 _MAX_DIRECTORY_LENGTH = 90
 _TERMINATE_S = 3.0
+VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 class CoreProcess:
@@ -32,17 +33,17 @@ class CoreProcess:
     this process only, which ends the core in order.
 
     Args:
-        config: of the engine.
-        environment: variables that the process has beside, or instead of, this one's.
+        config: of the whole engine.
+        rank: number of the core, of --data-parallel-size.
 
     Attributes:
         inbound: address on which the core listens to us; bind a PUSH socket there before `start`.
         outbound: address on which we listen to the core; bind a PULL socket there before `start`.
     """
 
-    def __init__(self, config: EngineConfig, environment: Mapping[str, str] | None = None) -> None:
-        self._config = config
-        self._environment = dict(environment or {})
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        self._config = config_of_engine(config, rank)
+        self._environment = environment_of_engine(config, rank)
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = tempfile.mkdtemp(prefix="ascend_vllm-", dir=_short_directory())
         self.inbound = f"ipc://{self._directory}/inbound"
@@ -110,6 +111,36 @@ class CoreProcess:
                     process.stdin.close()
         # kills it if it still lives, and removes the directory
         self._cleanup()
+
+
+def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
+    """The configuration of one engine core.
+
+    Args:
+        config: of the whole.
+        rank: number of the engine core.
+    """
+    parallel = msgspec.structs.replace(config.parallel, data_parallel_rank=rank)
+    # they would draw their bars over each other
+    load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and rank == 0)
+    return msgspec.structs.replace(config, parallel=parallel, load=load)
+
+
+def environment_of_engine(config: EngineConfig, rank: int) -> dict[str, str]:
+    """Variables that give one engine core its own NPUs: the next ones of those that are visible, in their order.
+
+    Args:
+        config: of the whole; there are as many NPUs as it needs.
+        rank: number of the engine core.
+    """
+    parallel = config.parallel
+    if config.device.device != "npu" or parallel.data_parallel_size == 1:
+        return {}
+    visible = envs.ascend_rt_visible_devices()
+    first, count = rank * parallel.world_size, parallel.world_size
+    wanted = range(first, first + count)
+    cards = visible.split(",")[first : first + count] if visible else list(map(str, wanted))
+    return {VISIBLE_NPUS: ",".join(cards)}
 
 
 def _feed_and_wait(process: subprocess.Popen[bytes], payload: bytes, on_exit: Callable[[int], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import msgspec
@@ -11,6 +12,7 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.executor.base import EXECUTORS, check_kv_cache_size, create_executor
+from ascend_vllm.types.controls import CONTROLS
 from ascend_vllm.types.messages import FinishReason
 from tests.core.memory_executor import MemoryExecutor, assert_all_free, make_config, make_core, make_request, run
 
@@ -60,6 +62,12 @@ def test_utilities() -> None:
     msgspec.msgpack.encode([core.audit(), core.stats()])
     with pytest.raises(RequestError, match=r"unknown utility 'shutdown'; there are audit, stats, check_health"):
         core.call_utility("shutdown", [])
+
+
+def test_controls_take_the_arguments_that_their_table_names() -> None:
+    core, _ = make_core()
+    for name, control in CONTROLS.items():
+        assert tuple(inspect.signature(core._controls[name]).parameters) == control.arguments, name
 
 
 def test_audit_finds_lost_slots_and_strays() -> None:

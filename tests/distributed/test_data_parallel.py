@@ -23,12 +23,13 @@ from ascend_vllm.args import parallel
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig
-from ascend_vllm.engine.data_parallel import VISIBLE_NPUS, config_of_engine, environment_of_engine
-from ascend_vllm.engine.data_parallel_client import DataParallelClient, merge_results
+from ascend_vllm.engine.core_client import CoreClient
+from ascend_vllm.engine.core_process import VISIBLE_NPUS, config_of_engine, environment_of_engine
 from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.platforms import cpu
 from ascend_vllm.platforms.cpu import CpuPlatform
 from ascend_vllm.platforms.facts import NpuProbe
+from ascend_vllm.types.controls import CONTROLS
 from tests.distributed.conftest import SYSTEM
 from tests.plain_arch import make_arch
 from tests.raw_requests import post_raw, read_events, read_rest
@@ -293,7 +294,7 @@ def test_cores_of_several_workers(llm: LLM) -> None:
 async def test_a_core_that_dies_while_all_start() -> None:
     args = EngineArgs(model=tiny_model("qwen2"), data_parallel_size=2, num_gpu_blocks_override=64, max_model_len=128)
     deaths: list[EngineDeadError] = []
-    client = DataParallelClient(args.create_engine_config(), lambda *_: None, deaths.append)
+    client = CoreClient(args.create_engine_config(), lambda *_: None, deaths.append)
     client.start()
     try:
         processes = [psutil.Process(pid) for pid in client.pids if pid is not None]
@@ -317,19 +318,25 @@ def test_results_of_all_cores_are_merged() -> None:
     audits = [
         {"num_blocks": 8, "blocks_by_request": {f"r{rank}": 2}, "violations": ["lost"] * rank} for rank in range(2)
     ]
-    assert merge_results("audit", audits[:1]) == audits[0]
-    assert merge_results("audit", audits) == {
+    assert CONTROLS["audit"].merge(audits) == {
         "num_blocks": 16,
         "blocks_by_request": {"r0": 2, "r1": 2},
         "violations": ["engine core 1: lost"],
     }
     stats = [{"num_running": 2, "kv_cache_usage": 0.5}, {"num_running": 1, "kv_cache_usage": 0.0}]
-    assert merge_results("stats", stats) == {"num_running": 3, "kv_cache_usage": 0.25}
+    assert CONTROLS["stats"].merge(stats) == {"num_running": 3, "kv_cache_usage": 0.25}
     states = [{"is_paused": True, "is_sleeping": False}, {"is_paused": False, "is_sleeping": False}]
-    assert merge_results("state", states) == {"is_paused": True, "is_sleeping": False}
-    assert merge_results("reset_prefix_cache", [True, False]) is False
-    assert merge_results("collective_rpc", [[1, 2], [3, 4]]) == [1, 2, 3, 4]
-    assert merge_results("pause", [None, None]) is None
+    assert CONTROLS["state"].merge(states) == {"is_paused": True, "is_sleeping": False}
+    assert CONTROLS["reset_prefix_cache"].merge([True, False]) is False
+    assert CONTROLS["collective_rpc"].merge([[1, 2], [3, 4]]) == [1, 2, 3, 4]
+    assert CONTROLS["pause"].merge([None, None]) is None
+
+
+def test_which_calls_empty_the_prefix_cache() -> None:
+    emptying = [("reset_prefix_cache", []), ("sleep", [1]), ("pause", ["keep", True])]
+    assert all(CONTROLS[method].forgets_prefixes(args) for method, args in emptying)
+    keeping = [("pause", ["keep", False]), ("resume", []), ("wake_up", [None]), ("stats", [])]
+    assert not any(CONTROLS[method].forgets_prefixes(args) for method, args in keeping)
 
 
 def make_config(**options: Any) -> EngineConfig:

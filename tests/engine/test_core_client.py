@@ -25,7 +25,7 @@ from ascend_vllm import envs
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine import core_client
-from ascend_vllm.engine.core_client import AsyncCoreClient
+from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
 from ascend_vllm.sampling_params import SamplingParams
@@ -46,24 +46,24 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     logging.getLogger("ascend_vllm").removeHandler(caplog.handler)
 
 
-def ignore(_: object) -> Callable[[], None]:
+def ignore(*_: object) -> Callable[[], None]:
     """For callbacks that a test does not look at."""
     return lambda: None
 
 
-def listen(client: AsyncCoreClient) -> None:
+def listen(client: CoreClient) -> None:
     """Starts the output thread of a client whose core the test plays."""
     client._loop = asyncio.get_running_loop()
-    client._ready = client._loop.create_future()
-    client._ready.set_result(None)
-    client._receiver.start(client._loop)
+    (core,) = client._cores
+    core.listen(client._loop, None, ignore)
+    core.ready.set_result(None)
 
 
 @contextlib.contextmanager
-def played_core(client: AsyncCoreClient) -> Iterator[zmq.Socket[bytes]]:
+def played_core(client: CoreClient) -> Iterator[zmq.Socket[bytes]]:
     """A socket to send what a core would send."""
-    with client._context.socket(zmq.PUSH) as push:
-        push.connect(client._process.outbound)
+    with client._cores[0]._context.socket(zmq.PUSH) as push:
+        push.connect(client._cores[0].process.outbound)
         yield push
 
 
@@ -71,8 +71,8 @@ def threads_of_outputs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "engine-core-outputs"]
 
 
-def socket_directory(client: AsyncCoreClient) -> pathlib.Path:
-    return pathlib.Path(client._process.inbound.removeprefix("ipc://")).parent
+def socket_directory(client: CoreClient) -> pathlib.Path:
+    return pathlib.Path(client._cores[0].process.inbound.removeprefix("ipc://")).parent
 
 
 def assert_gone(pid: int) -> None:
@@ -83,10 +83,10 @@ async def test_a_core_starts_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -
     # only a core that does not end by itself would need all of it
     monkeypatch.setattr(core_client, "_SHUTDOWN_GRACE_S", 60.0)
     deaths: list[Exception] = []
-    client = AsyncCoreClient(tiny_config(), ignore, deaths.append)
+    client = CoreClient(tiny_config(), ignore, deaths.append)
     client.start()
     try:
-        ready, again = await asyncio.gather(client.ready(), client.ready())
+        (ready,), (again,) = await asyncio.gather(client.ready(), client.ready())
         assert ready == again
         assert ready.num_gpu_blocks == 32
         # whoever is killed from now on leaves none behind
@@ -95,7 +95,7 @@ async def test_a_core_starts_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -
         assert all(audit["num_free_blocks"] == 32 for audit in audits)
         with pytest.raises(AscendVllmError, match="unknown utility 'explode'"):
             await client.call_utility("explode")
-        pid = client.pid
+        pid = client.pids[0]
         start = time.monotonic()
     finally:
         client.shutdown()
@@ -112,8 +112,8 @@ async def test_a_core_starts_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -
 async def test_clients_may_come_and_go_in_one_event_loop() -> None:
     for _ in range(3):
         received: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        client = AsyncCoreClient(
-            make_config(), lambda outputs, done=received: functools.partial(done.set_result, outputs), ignore
+        client = CoreClient(
+            make_config(), lambda outputs, _, done=received: functools.partial(done.set_result, outputs), ignore
         )
         try:
             listen(client)
@@ -127,15 +127,15 @@ async def test_clients_may_come_and_go_in_one_event_loop() -> None:
 
 async def test_a_killed_core_is_noticed() -> None:
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-    client = AsyncCoreClient(tiny_config(), ignore, dead.set_result)
+    client = CoreClient(tiny_config(), ignore, dead.set_result)
     client.start()
     try:
         await client.ready()
         # stopped, so that the call cannot be answered first
-        os.kill(client.pid, signal.SIGSTOP)
+        os.kill(client.pids[0], signal.SIGSTOP)
         call = asyncio.ensure_future(client.call_utility("audit"))
         await asyncio.sleep(0)
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(client.pids[0], signal.SIGKILL)
         error = await asyncio.wait_for(dead, 30)
         assert "was killed by signal 9" in str(error)
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
@@ -149,11 +149,11 @@ async def test_a_killed_core_is_noticed() -> None:
 
 async def test_a_call_to_a_core_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
-    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client = CoreClient(tiny_config(), ignore, ignore)
     client.start()
     try:
         await client.ready()
-        os.kill(client.pid, signal.SIGSTOP)
+        os.kill(client.pids[0], signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
             await asyncio.wait_for(client.call_utility("audit"), 30)
     finally:
@@ -163,11 +163,11 @@ async def test_a_call_to_a_core_that_hangs_fails(monkeypatch: pytest.MonkeyPatch
 async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-    client = AsyncCoreClient(tiny_config(), ignore, dead.set_result)
+    client = CoreClient(tiny_config(), ignore, dead.set_result)
     client.start()
     try:
         await client.ready()
-        os.kill(client.pid, signal.SIGSTOP)
+        os.kill(client.pids[0], signal.SIGSTOP)
         start = time.monotonic()
         client.add_requests([EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, start)])
         error = await asyncio.wait_for(dead, 30)
@@ -178,9 +178,9 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
             client.add_requests([EngineCoreRequest("s", [1], SamplingParams(), None, start)])
         # a stopped process does not hear SIGTERM; it is killed without anybody shutting the client down
         async with asyncio.timeout(30):
-            while client._process.exit_code is None:
+            while client._cores[0].process.exit_code is None:
                 await asyncio.sleep(0.01)
-        assert client._process.exit_code == -signal.SIGKILL
+        assert client._cores[0].process.exit_code == -signal.SIGKILL
     finally:
         client.shutdown()
     assert "Engine iteration timed out. This should never happen!" in log.text
@@ -189,26 +189,27 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
 
 async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
-    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client = CoreClient(tiny_config(), ignore, ignore)
     client.start()
     try:
         await client.ready()
-        os.kill(client.pid, signal.SIGSTOP)
+        os.kill(client.pids[0], signal.SIGSTOP)
         client.add_requests([EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0)])
-        client.note_idle()  # the request's client has gone
+        client.abort_requests(["r"])  # the request's client has gone
         # much longer than the limit, in which nothing may happen
         await asyncio.sleep(0.8)
         assert client.error is None
         # an answer to a call is owed until it has come, whatever becomes of requests meanwhile
         call = asyncio.create_task(client.call_utility("check_health"))
         await asyncio.sleep(0)
-        client.note_idle()
-        assert client._watch._timer is not None
+        client.add_requests([EngineCoreRequest("s", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0)])
+        client.abort_requests(["s"])
+        assert client._cores[0].watch._timer is not None
         # from now on the core may take its time
-        client._watch._tick_s = 60.0
-        os.kill(client.pid, signal.SIGCONT)
+        client._cores[0].watch._tick_s = 60.0
+        os.kill(client.pids[0], signal.SIGCONT)
         assert await call is None
-        assert client._watch._timer is None
+        assert client._cores[0].watch._timer is None
     finally:
         client.shutdown()
 
@@ -217,25 +218,25 @@ async def test_messages_that_wait_are_news() -> None:
     """Those of a core that is quicker than this process: it was not silent, however long one message takes."""
     goes_on, taken = threading.Event(), threading.Event()
 
-    def take(_: EngineCoreOutputs) -> Callable[[], None]:
+    def take(*_: object) -> Callable[[], None]:
         taken.set()
         goes_on.wait(30)
         return lambda: None
 
-    client = AsyncCoreClient(make_config(), take, ignore)
+    client = CoreClient(make_config(), take, ignore)
     try:
         listen(client)
-        assert not client._has_news()
+        assert not client._cores[0].has_news()
         with played_core(client) as core:
             core.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
             # the event loop does not run: it is the thread that reads
             assert taken.wait(30)
-            assert client._has_news() and client._has_news()
+            assert client._cores[0].has_news() and client._cores[0].has_news()
             goes_on.set()
             async with asyncio.timeout(30):
-                while client._receiver.is_busy:
+                while client._cores[0].receiver.is_busy:
                     await asyncio.sleep(0.001)
-            assert not client._has_news()
+            assert not client._cores[0].has_news()
     finally:
         goes_on.set()
         client.shutdown()
@@ -245,7 +246,7 @@ async def test_messages_that_wait_are_news() -> None:
 def test_a_limit_that_is_no_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", value)
     with pytest.raises(ConfigError, match=f"VLLM_ENGINE_ITERATION_TIMEOUT_S must be .* got '{value}'"):
-        AsyncCoreClient(make_config(), ignore, ignore)
+        CoreClient(make_config(), ignore, ignore)
 
 
 @pytest.mark.parametrize(("value", "seconds"), [("", 45.0), ("6000", 6000.0), ("1.5", 1.5), ("0", None)])
@@ -271,7 +272,7 @@ async def test_failures_to_start_keep_their_kind_and_words(
         config = msgspec.structs.replace(
             config, cache=msgspec.structs.replace(config.cache, num_gpu_blocks_override=1)
         )
-    client = AsyncCoreClient(config, ignore, ignore)
+    client = CoreClient(config, ignore, ignore)
     client.start()
     try:
         with pytest.raises(error) as raised:
@@ -279,16 +280,16 @@ async def test_failures_to_start_keep_their_kind_and_words(
         assert (file or "KV cache") in str(raised.value)
     finally:
         client.shutdown()
-    assert_gone(client.pid)
+    assert_gone(client.pids[0])
     assert not socket_directory(client).exists()
 
 
 async def test_a_core_that_dies_while_it_starts() -> None:
-    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client = CoreClient(tiny_config(), ignore, ignore)
     client.start()
     try:
-        os.kill(client.pid, signal.SIGKILL)
-        while client._process.exit_code is None:
+        os.kill(client.pids[0], signal.SIGKILL)
+        while client._cores[0].process.exit_code is None:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
             await asyncio.wait_for(client.ready(), 30)
@@ -297,14 +298,14 @@ async def test_a_core_that_dies_while_it_starts() -> None:
 
 
 async def test_shutdown_while_the_core_starts_is_quick() -> None:
-    client = AsyncCoreClient(tiny_config(), ignore, ignore)
+    client = CoreClient(tiny_config(), ignore, ignore)
     client.start()
     waiting = asyncio.ensure_future(client.ready())
     await asyncio.sleep(0.1)
     client.shutdown()
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
         await waiting
-    assert_gone(client.pid)
+    assert_gone(client.pids[0])
     assert not socket_directory(client).exists()
 
 
@@ -315,9 +316,9 @@ async def test_outputs_that_cannot_be_processed_end_the_engine(where: str) -> No
     def explode(*_: EngineCoreOutputs) -> Callable[[], None]:
         raise RuntimeError("boom")
 
-    on_outputs = explode if where == "thread" else lambda _: explode
+    on_outputs = explode if where == "thread" else lambda *_: explode
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
-    client = AsyncCoreClient(make_config(), on_outputs, dead.set_result)
+    client = CoreClient(make_config(), on_outputs, dead.set_result)
     try:
         listen(client)
         with played_core(client) as core:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ascend_vllm.engine.iteration_watch import IterationWatch
+from ascend_vllm.engine.core_client import IterationWatch
 
 TIMEOUT_S = 8.0
 

@@ -57,7 +57,7 @@ class PlayedCore:
         self.engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
-        self._socket.connect(engine._client._cores[0]._process.outbound)
+        self._socket.connect(engine._client._cores[0].process.outbound)
 
     def stop_real_core(self) -> None:
         assert self.engine.core_pid is not None
@@ -74,7 +74,7 @@ class PlayedCore:
 
     def is_published(self, queue: Any) -> bool:
         """Whether all of what the core sent of a request is there for its reader."""
-        return not self.engine._client._cores[0]._receiver.is_busy and not queue._pending
+        return not self.engine._client._cores[0].receiver.is_busy and not queue._pending
 
     def is_read(self, queue: Any) -> bool:
         """Whether its reader has all of that, and waits for more."""
@@ -253,7 +253,7 @@ async def test_the_event_loop_goes_on_while_a_step_is_processed() -> None:
     async with played() as core:
         engine = core.engine
         tasks = await start_slow_step(core, 100, None)
-        receiver = engine._client._cores[0]._receiver
+        receiver = engine._client._cores[0].receiver
         start = time.monotonic()
         await engine.abort(["r0", "r99"])
         again = asyncio.create_task(read(engine, "r0", text_of))
@@ -298,7 +298,7 @@ async def test_an_abort_tells_of_sequences_that_the_step_would_have_told_of() ->
         )
         await wait_until(lambda: num_shaped > 0)
         await engine.abort("both")
-        assert engine._client._cores[0]._receiver.is_busy
+        assert engine._client._cores[0].receiver.is_busy
         assert [token_ids for _, token_ids in await both] == [[[1, 2], [3]]]
         await asyncio.gather(*others)
         assert engine._output.num_requests == 0
@@ -358,7 +358,7 @@ async def test_a_shape_that_fails_ends_its_request_alone() -> None:
         (error,) = await asyncio.wait_for(wrong, 30)
         assert isinstance(error, ValueError)
         assert engine.running_request_ids() == ["right"]
-        assert engine._client._router.engine_of(wrong_id) is None  # the core was told
+        assert wrong_id not in engine._client._cores[0].open_ids  # the core was told
         core.step(EngineCoreOutput(right_id, [2], finish_reason=FinishReason.LENGTH))
         items = await asyncio.wait_for(right, 30)
         assert [token_id for _, token_ids in items for token_id in token_ids[0]] == [1, 2]
@@ -376,7 +376,7 @@ async def test_an_end_is_told_once_the_core_and_the_metrics_know() -> None:
             async for output in engine.generate("Hello!", delta(stop=[text]), "r"):
                 if output.finished:
                     count = engine._metrics._cores[0]._successes["stop"]
-                    known.append((engine._client._router.engine_of(core_id) is None, count))
+                    known.append((core_id not in engine._client._cores[0].open_ids, count))
 
         task = asyncio.create_task(ask())
         (core_id,) = await core.core_ids("r")

@@ -1,0 +1,78 @@
+"""What an engine core can be told beside requests: the one table of it.
+
+`EngineCore` has a method of each name, `call_utility` of the clients calls it in every core, and the public methods
+of `AsyncLLM` and `LLMEngine` are made of such calls. A new control is a row here, a method there and a public method.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+def _joined(results: Sequence[Any]) -> list[Any]:
+    return [one for result in results for one in result]
+
+
+def _any_field(results: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
+    return {name: any(result[name] for result in results) for name in results[0]}
+
+
+def _accounts(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: _merge_field(name, [result[name] for result in results]) for name in results[0]}
+
+
+def _merge_field(name: str, values: Sequence[Any]) -> Any:
+    if name == "violations":
+        return [f"engine core {rank}: {sentence}" for rank, value in enumerate(values) for sentence in value]
+    if isinstance(values[0], Mapping):
+        return {key: entry for value in values for key, entry in value.items()}
+    total = sum(values)
+    return total / len(values) if name.endswith("_usage") else total
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """One row of `CONTROLS`.
+
+    Attributes:
+        arguments: names of what the method takes, for readers and for `empties_prefix_cache`.
+        merge: makes one result of those of several engine cores, which come by the cores' numbers.
+        empties_prefix_cache: whether it always does (True), or the argument that says so.
+    """
+
+    arguments: tuple[str, ...] = ()
+    merge: Callable[[Sequence[Any]], Any] = _first
+    empties_prefix_cache: bool | str = False
+
+    def forgets_prefixes(self, args: Sequence[Any]) -> bool:
+        """Whether prefix caches are empty after a call with these arguments."""
+        if isinstance(self.empties_prefix_cache, bool):
+            return self.empties_prefix_cache
+        return bool(dict(zip(self.arguments, args, strict=False)).get(self.empties_prefix_cache))
+
+
+CONTROLS: dict[str, Control] = {
+    # counts are added up, requests' blocks are listed together, violations name the core
+    "audit": Control(merge=_accounts),
+    # counts are added up, shares of a cache's blocks in use are their mean
+    "stats": Control(merge=_accounts),
+    "check_health": Control(),
+    # whether it was possible in all of them
+    "reset_prefix_cache": Control(merge=all, empties_prefix_cache=True),
+    "pause": Control(("mode", "clear_cache"), empties_prefix_cache="clear_cache"),
+    "resume": Control(),
+    "check_sleep": Control(("level",)),
+    "sleep": Control(("level",), empties_prefix_cache=True),
+    "wake_up": Control(("tags",)),
+    # what is true of one core is true of the engine, so that one that still sleeps is not overlooked
+    "state": Control(merge=_any_field),
+    "profile": Control(("is_start",)),
+    # the results of all workers, those of the first core first
+    "collective_rpc": Control(("method", "timeout", "args", "kwargs"), merge=_joined),
+}
