@@ -8,6 +8,7 @@ PORT ?= 8000
 MODEL ?= demo
 # tests run side by side, those of a file one after another
 TEST_WORKERS ?= 2
+FAST_TESTS := $(addprefix tests/,architecture config core engine layers ops packaging platforms worker)
 # more flags of the server, or of pytest:  make serve ARGS="--max-num-seqs 64"   make test ARGS="-k scheduler"
 ARGS ?=
 
@@ -27,18 +28,19 @@ CLANG_FILES = $(shell find csrc_ascend -type f \( -name '*.cpp' -o -name '*.h' -
 
 # in the order of tests/conftest.py, not that of the number of tests
 PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-PYTEST_CPU = $(PYTEST) $(ARGS)
+PYTEST_CPU = $(PYTEST) $(ALL) $(ARGS)
 # the same suite in a process that sees simulated devices: tests/npu and nothing else
-PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTEST) -o testpaths=tests/npu $(ARGS)
+PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTEST) -o testpaths=tests/npu $(ALL) $(ARGS)
 # two devices of 1 GiB; a test that wants others starts a process of its own
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-cpu test-npu lint format build clients npu sim docs clean distclean
+.PHONY: help serve test test-all test-fast test-cpu test-npu lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
-	@echo "make test    run all tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
+	@echo "make test    run the tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
+	@echo "make test-all   run them with every combination (pytest --all);  make test-fast  run those of small parts"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   install everything and build the kernels, run nothing"
@@ -57,13 +59,19 @@ serve: build
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 # Both suites run, so that one round shows every failure. With ARGS a suite may have no test left (exit code 5).
-test: build $(STAMPS)/test clients sim
+# --all, of test-all: every combination.
+test-all: ALL := --all
+test test-all: build $(STAMPS)/test clients sim
 	@# trained before the tests, once: beside them its threads would wait for one another most of the time
 	$(PY) -m ascend_vllm.entrypoints.cli demo
 	@cpu=0; npu=0; run() { echo "$$@"; "$$@"; }; \
 	run $(PYTEST_CPU) || cpu=$$?; \
 	run $(PYTEST_NPU) || npu=$$?; \
 	case "$$cpu $$npu" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
+
+# for a change in progress: parts that need no server, and of them the files that take little time
+test-fast: build $(STAMPS)/test
+	$(PYTEST) -m "not slow" --file-seconds 5 $(FAST_TESTS) $(ARGS)
 
 test-cpu: build $(STAMPS)/test clients
 	$(PY) -m ascend_vllm.entrypoints.cli demo

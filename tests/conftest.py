@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
 import pathlib
 import sys
@@ -14,6 +16,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # `from tests.tiny_models import …` works from any room, whatever directory pytest was started in
 sys.path.insert(0, str(ROOT))
+# how long each file took, written by scripts/record_test_seconds.py
+SECONDS = pathlib.Path(__file__).resolve().parent / "seconds.json"
+SECONDS_OF_NEW_FILES = 5.0
 # tests that run side by side share the cores; threads that wait for one another's would only be in the way
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +41,16 @@ def demo_model_dir() -> str:
         return ensure_demo_model()
 
 
+@functools.cache
+def _seconds() -> dict[str, float]:
+    found: dict[str, float] = json.loads(SECONDS.read_text())
+    return found
+
+
+def _seconds_of_file(nodeid: str) -> float:
+    return _seconds().get(nodeid.partition("::")[0], SECONDS_OF_NEW_FILES)
+
+
 def _leave_npu_tests_alone(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A process on simulated NPUs runs tests/npu and nothing else, whatever was named on the command line."""
     if importlib.util.find_spec("torch_npu") is None:
@@ -46,18 +61,41 @@ def _leave_npu_tests_alone(config: pytest.Config, items: list[pytest.Item]) -> N
         items[:] = [item for item in items if item not in others]
 
 
+def _leave_exhaustive_tests_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive") is not None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    most = config.getoption("--file-seconds")
+    if most is None or not collection_path.name.startswith("test_") or collection_path.is_dir():
+        return None
+    return True if _seconds_of_file(collection_path.relative_to(ROOT).as_posix()) > most else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first: one that begins last would keep one worker busy while the others are done."""
+    """The longest files first: one that begins last would keep one worker busy while the others are done."""
     _leave_npu_tests_alone(config, items)
-    slow_files = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    items.sort(key=lambda item: item.path not in slow_files)
+    _leave_exhaustive_tests_out(config, items)
+    items.sort(key=lambda item: -_seconds_of_file(item.nodeid))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzzed-requests", type=int, default=10_000, help="hostile requests to send to the servers")
+    parser.addoption(
+        "--all", action="store_true", help="exhaustive tests too, and more of everything that is drawn or repeated"
+    )
+    parser.addoption(
+        "--file-seconds", type=float, metavar="N", help="leave out files that take longer, by tests/seconds.json"
+    )
+    parser.addoption(
+        "--fuzzed-requests", type=int, help="hostile requests to send to the servers: 2000, 10000 with --all"
+    )
     parser.addoption("--all-shapes", action="store_true", help="every costly value in every field, which takes hours")
     parser.addoption(
-        "--soak-seconds", type=float, default=30, help="how long servers are kept under all kinds of load"
+        "--soak-seconds", type=float, help="how long servers are kept under all kinds of load: 12, or 30 with --all"
     )
     parser.addoption("--all-kills", action="store_true", help="every process is killed once, in every layout")
     parser.addoption(
@@ -72,6 +110,17 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.server import set_further_flags
 
     set_further_flags(config.getoption("--server-flags"))
+    # what was not given
+    is_all = config.getoption("--all")
+    for name, ordinary, whole in (("fuzzed_requests", 2000, 10_000), ("soak_seconds", 12.0, 30.0)):
+        if getattr(config.option, name) is None:
+            setattr(config.option, name, whole if is_all else ordinary)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--all"):
+        return "everything runs (--all)"
+    return "exhaustive tests are left out, and less is drawn and repeated; --all runs everything"
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +144,12 @@ def _environment_for_server_flags(request: pytest.FixtureRequest) -> Iterator[No
             for name, value in request.getfixturevalue("ray_environment").items():
                 patch.setenv(name, value)
         yield
+
+
+@pytest.fixture(scope="session")
+def runs_all(request: pytest.FixtureRequest) -> bool:
+    """Whether everything runs (--all)."""
+    return bool(request.config.getoption("--all"))
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,15 @@ def arrangements() -> dict[str, list[str]]:
     return {"one process": [], "mp": two, "ray": [*two, "--distributed-executor-backend", "ray"]}
 
 
+def arrangement_marks(name: str) -> list[pytest.MarkDecorator]:
+    """What a test of an arrangement is marked with.
+
+    Ray's workers differ from others in how they are reached, which tests/distributed/test_ray.py is about: what else
+    a server does with them is tested with --all only.
+    """
+    return [pytest.mark.exhaustive] if name == "ray" else []
+
+
 # given to a server that may not listen yet
 _given_ports: set[int] = set()
 

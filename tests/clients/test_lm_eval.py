@@ -68,6 +68,8 @@ def continuation_logprobs(model_dir: str) -> list[list[float]]:
     return found
 
 
+# its imports alone take a quarter of a minute; tests/compat has the answers that it asks for
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_local_completions(
     client_command: Callable[..., str], clients_server: Server, clients_model_dir: str, tmp_path: pathlib.Path

@@ -1,8 +1,8 @@
 """Whichever process of a server dies or hangs: all open answers end with an error, the server ends, nothing is left.
 
 What is killed (a worker of each rank, an engine core), how workers are reached, and whether anything is computed at
-that moment, all with all, takes most of an hour; the cells of `USUAL` have each of these once. `--all-kills` runs
-them all.
+that moment, all with all, takes most of an hour. The cells of `USUAL` have a worker of either stage, a core, both
+ways to reach workers and all kinds of work; `--all` adds those of `MORE`, and `--all-kills` runs every cell.
 """
 
 from __future__ import annotations
@@ -102,25 +102,32 @@ def all_cells() -> Iterator[Cell]:
 # one core of several dies in test_data_parallel.py
 USUAL = (
     Cell("tp2-pp2", "rank", 0, "idle"),
-    Cell("tp2-pp2", "rank", 1, "openai"),
     Cell("tp2-pp2", "rank", 2, "openai"),
-    Cell("tp2-pp2", "rank", 3, "idle"),
     Cell("tp2", "rank", 1, "openai", is_stopped=True),
     Cell("tp2", "core", 0, "generate"),
     Cell("ray-tp2", "rank", RAY_SIZE - 1, "openai"),
+)
+# the other ranks, and Ray without its driver
+MORE = (
+    Cell("tp2-pp2", "rank", 1, "openai"),
+    Cell("tp2-pp2", "rank", 3, "idle"),
     Cell("ray-pp2", "core", 0, "openai"),
 )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        cells = all_cells() if metafunc.config.getoption("--all-kills") else USUAL
+        runs_all_kills = metafunc.config.getoption("--all-kills")
+        cells = all_cells() if runs_all_kills else (*USUAL, *MORE)
         without_ray = pytest.mark.skipif(
             importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"
         )
-        metafunc.parametrize(
-            "cell", [pytest.param(cell, id=str(cell), marks=without_ray if cell.is_ray else ()) for cell in cells]
-        )
+        parameters = []
+        for cell in cells:
+            marks = [without_ray] if cell.is_ray else []
+            marks += [pytest.mark.exhaustive] if cell in MORE and not runs_all_kills else []
+            parameters.append(pytest.param(cell, id=str(cell), marks=marks))
+        metafunc.parametrize("cell", parameters)
 
 
 class Watched(Server):

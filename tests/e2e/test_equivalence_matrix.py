@@ -4,6 +4,9 @@ The same traffic is served by engines that differ in prefix caching, chunked pre
 blocks, overlap of steps, number of sequences and size of blocks (float32). Greedy answers are compared with those of
 transformers, sampled ones with those that a plain engine gives each request alone. What an engine tells about itself
 shows that the features were used.
+
+An ordinary run has each feature alone, all at once, and every two values of different axes together; `--all` has
+every combination.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -342,10 +345,34 @@ def assert_fewer_steps(cell: Cell, n: int) -> None:
     assert run(cell, n).num_engine_steps < one_by_one.num_engine_steps
 
 
+def pairwise(cells: Sequence[tuple[Cell, int]]) -> list[tuple[Cell, int]]:
+    """Some of the cells, with which any two values of different axes come together if they do in all cells."""
+
+    def pairs(cell: tuple[Cell, int]) -> set[tuple[object, ...]]:
+        return set(itertools.combinations(enumerate((*dataclasses.astuple(cell[0]), cell[1])), 2))
+
+    missing = set().union(*map(pairs, cells))
+    chosen = []
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(pairs(cell) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def parameters(cells: Sequence[tuple[Cell, int]]) -> list[Any]:
+    """All of them, those that an ordinary run leaves out marked."""
+    chosen = pairwise(cells)
+    return [
+        pytest.param(*cell, id=f"{cell[0]}, n={cell[1]}", marks=() if cell in chosen else pytest.mark.exhaustive)
+        for cell in cells
+    ]
+
+
 MATRIX = [
-    Cell(*axes, block_size=block_size, name=name)
+    (Cell(*axes, block_size=block_size, name=name), n)
     for block_size, name in ((16, "llama"), (128, "qwen2-tied"))
     for axes in itertools.product((False, True), (False, True), (1, 4), ("roomy", "recompute", "swap"), (False, True))
+    for n in (1, 3)
 ]
 # each feature alone, and all at once
 QUICK = [
@@ -379,8 +406,7 @@ def test_features_alone_and_together(cell: Cell, n: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("cell", [cell for cell in MATRIX if cell not in QUICK], ids=str)
+@pytest.mark.parametrize(("cell", "n"), parameters([(cell, n) for cell, n in MATRIX if cell not in QUICK]))
 def test_the_whole_matrix(cell: Cell, n: int) -> None:
     check(cell, n)
     if cell.num_steps > 1:
@@ -388,7 +414,7 @@ def test_the_whole_matrix(cell: Cell, n: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cell", "n"), FAMILIES, ids=str)
+@pytest.mark.parametrize(("cell", "n"), parameters(FAMILIES))
 def test_other_families(cell: Cell, n: int) -> None:
     check(cell, n)
 

@@ -21,7 +21,16 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.beam_search_reference import reference_mode, reference_model
-from tests.server import GENERATE_SERVER, OPENAI_SERVER, arrangements, is_idle, metric, running, wait_until
+from tests.server import (
+    GENERATE_SERVER,
+    OPENAI_SERVER,
+    arrangement_marks,
+    arrangements,
+    is_idle,
+    metric,
+    running,
+    wait_until,
+)
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -56,7 +65,7 @@ def plain() -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module", params=arrangements())
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=arrangement_marks(name)) for name in arrangements()])
 def chunked(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """Prefix cache and chunked prefill; a step computes 64 tokens at most."""
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", "16"]

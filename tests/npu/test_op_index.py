@@ -10,8 +10,12 @@ from torch.nn import functional
 
 from tests.npu.launches import Case, Values, ids
 
-# torch_npu adds through the deprecated form
-pytestmark = pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+pytestmark = [
+    # torch_npu adds through the deprecated form
+    pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter"),
+    # torch_npu's own, once a process
+    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format"),
+]
 
 _values = Values(4)
 A = _values.normal(4, 6)

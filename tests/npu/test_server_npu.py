@@ -1,6 +1,7 @@
 """The OpenAI-compatible server on a simulated NPU, started as the sources start it, answers as on the CPU.
 
-It serves the demo model, in float16. Both are asked all that the suite of recorded requests asks of a model.
+It serves the demo model, in float16. Both are asked what the suite of recorded requests asks of a model by way of
+/v1/completions; and with `--all` the rest of it, of which the API server makes requests like those.
 """
 
 from __future__ import annotations
@@ -73,9 +74,8 @@ def _reaches_the_model(case: Case) -> bool:
     return is_answered and not case.sampled and case.name != "completion-clamped-to-room"
 
 
-CASES = [
-    *OWN_CASES,
-    *filter(_reaches_the_model, requests_completions.CASES),
+CASES = [*OWN_CASES, *filter(_reaches_the_model, requests_completions.CASES)]
+CASES_OF_OTHER_ROUTES = [
     *filter(_reaches_the_model, requests_chat.CASES),
     *filter(_reaches_the_model, requests_structured.CASES),
     *filter(_reaches_the_model, requests_agents.CASES),
@@ -121,7 +121,11 @@ def _of_the_model(case: Case, model: str) -> Case:
     return dataclasses.replace(case, body=case.body | {"model": model})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES_OF_OTHER_ROUTES)],
+    ids=lambda case: case.name,
+)
 def test_answers_are_the_cpus(case: Case, pair: Pair, model: str) -> None:
     case = _of_the_model(case, model)
     cpu, npu = pair.answers(case)
