@@ -1,6 +1,5 @@
 # The directories of this one that each hold an operator: op_kernel.cpp for the chip, op_host.cpp for the host.
 set(ASCEND_VLLM_NPU_OPS
-    advance_step
     decode_attention
     lora_expand
     lora_shrink

@@ -99,20 +99,6 @@ def test_keys_are_stored_and_attended_to(custom: Any, layout: str) -> None:
         assert (output.cpu().double() - exact).abs().max() <= 2 * rounding
 
 
-def test_rows_advance(custom: Any) -> None:
-    sampled, block_table = torch.tensor([7, 8, 9]), torch.tensor([[4, 2], [1, 3], [0, 5]], dtype=torch.int32)
-    state = on_device(
-        torch.tensor([1, 2, 3]), torch.tensor([63, 5, 9]), torch.tensor([64, 6, 10]).int(), torch.zeros(3).long()
-    )
-    stopped = torch.tensor([False, False, True])
-    custom.advance_step(*on_device(sampled, block_table, stopped), *state, 64)
-    ids, positions, seq_lens, slots = (tensor.tolist() for tensor in state)
-    assert ids == [7, 8, 3]
-    assert positions == [64, 6, 9]
-    assert seq_lens == [65, 7, 10]
-    assert slots == [2 * 64, 64 + 6, -1]
-
-
 def test_adapters_shrink_and_expand(custom: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(3, 48, generator=generator).bfloat16()

@@ -5,8 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "npu/advance_step/op_host.cpp"
-#include "npu/advance_step/op_kernel.cpp"
 #include "npu/common/launch.h"
 #include "npu/decode_attention/op_host.cpp"
 #include "npu/decode_attention/op_kernel.cpp"
@@ -81,13 +79,6 @@ void run_decode(Call& call) {
                           call.data(5), tiling);
 }
 
-void run_advance_step(Call& call) {
-  const auto* n = call.numbers;
-  auto tiled = tile_advance_step(n[0], n[1], n[2], call.cores);
-  launch_advance_step(tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2), call.data(3),
-                      call.data(4), call.data(5), call.data(6), call.place(tiled.params));
-}
-
 void run_lora_shrink_op(Call& call) {
   const auto* n = call.numbers;
   auto tiled = tile_lora_shrink({n[1], n[2], n[3], n[4], static_cast<float>(call.reals[0])}, call.cores);
@@ -110,10 +101,9 @@ void run_penalties(Call& call) {
 }
 
 const std::map<std::string, std::function<void(Call&)>> kRunners = {
-    {"advance_step", run_advance_step},  {"lora_shrink", run_lora_shrink_op},
-    {"lora_expand", run_lora_expand_op}, {"penalties", run_penalties},
-    {"store_kv", run_store_kv},          {"prefix_attention", run_prefix},
-    {"decode_attention", run_decode},
+    {"lora_shrink", run_lora_shrink_op}, {"lora_expand", run_lora_expand_op},
+    {"penalties", run_penalties},        {"store_kv", run_store_kv},
+    {"prefix_attention", run_prefix},    {"decode_attention", run_decode},
 };
 
 }  // namespace

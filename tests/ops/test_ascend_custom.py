@@ -35,7 +35,6 @@ def test_nobody_asks(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None
         ("all", "there is no .*libascend_vllm_npu.so.*: build it with CANN: cmake -S csrc_ascend -B build/npu"),
         ("store_kv", "cmake --install build/npu"),
         ("store_kv,attention", "'attention' is no custom operator; use all, or some of apply_penalties, decode"),
-        ("advance_step", "'advance_step' is called by nothing yet"),
         ("lora_shrink", "'lora_shrink' is called by nothing yet"),
         ("store_kv,all", "'all' is no custom operator"),
     ],

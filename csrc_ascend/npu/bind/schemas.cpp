@@ -13,9 +13,6 @@ TORCH_LIBRARY(ascend_vllm_npu, m) {
       "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor "
       "seq_lens, "
       "float scale, int sliding_window, int num_kv_heads, str layout) -> Tensor");
-  m.def(
-      "advance_step(Tensor sampled, Tensor block_table, Tensor stopped, Tensor(a!) input_ids, "
-      "Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping, int block_size) -> ()");
   m.def("lora_shrink(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, float scale) -> ()");
   m.def("lora_expand(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, int offset) -> ()");
   m.def(

@@ -1,7 +1,6 @@
-// Bindings of what happens between forward passes, and of LoRA.
+// Bindings of penalties and of LoRA.
 #include <torch/library.h>
 
-#include "npu/advance_step/op_host.h"
 #include "npu/bind/device.h"
 #include "npu/lora_expand/op_host.h"
 #include "npu/lora_shrink/op_host.h"
@@ -14,28 +13,6 @@ void check_rows(const at::Tensor& tensor, const char* name, at::ScalarType type,
   check_dense(tensor, name, type);
   TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.size(0) == rows, name, " must have ", rows, " entries, got ",
                     tensor.sizes());
-}
-
-void advance_step(const at::Tensor& sampled, const at::Tensor& block_table, const at::Tensor& stopped,
-                  const at::Tensor& input_ids, const at::Tensor& positions, const at::Tensor& seq_lens,
-                  const at::Tensor& slot_mapping, int64_t block_size) {
-  check_dense(block_table, "block_table", at::kInt);
-  TORCH_CHECK_VALUE(block_table.dim() == 2, "block_table must be a matrix, got ", block_table.sizes());
-  const int64_t rows = block_table.size(0);
-  check_rows(sampled, "sampled", at::kLong, rows);
-  check_rows(stopped, "stopped", at::kBool, rows);
-  check_rows(input_ids, "input_ids", at::kLong, rows);
-  check_rows(positions, "positions", at::kLong, rows);
-  check_rows(seq_lens, "seq_lens", at::kInt, rows);
-  check_rows(slot_mapping, "slot_mapping", at::kLong, rows);
-  if (rows == 0) return;
-  const auto tiling =
-      tiled([&] { return tile_advance_step(rows, block_size, block_table.size(1), vector_cores(sampled)); });
-  enqueue("ascend_vllm_advance_step", [=, params = place(tiling.params, sampled)](void* stream) {
-    launch_advance_step(tiling.cores, stream, address(sampled), address(block_table), address(stopped),
-                        address(input_ids), address(positions), address(seq_lens), address(slot_mapping),
-                        address(params));
-  });
 }
 
 // Raises ValueError unless x and y are matrices of as many tokens as there are adapters, columns contiguous.
@@ -117,7 +94,6 @@ void apply_penalties(const at::Tensor& logits, const at::Tensor& token_ids, cons
 }  // namespace ascend_npu
 
 TORCH_LIBRARY_IMPL(ascend_vllm_npu, PrivateUse1, m) {
-  m.impl("advance_step", &ascend_npu::advance_step);
   m.impl("lora_shrink", &ascend_npu::lora_shrink);
   m.impl("lora_expand", &ascend_npu::lora_expand);
   m.impl("apply_penalties", &ascend_npu::apply_penalties);

@@ -1,6 +1,5 @@
 // The custom operators' bindings and host code, as CMake compiles them, in one translation unit: torch_npu's
 // headers take longer than all of it.
-#include "npu/advance_step/op_host.cpp"
 #include "npu/bind/device.cpp"
 #include "npu/bind/kv.cpp"
 #include "npu/bind/schemas.cpp"

@@ -31,7 +31,6 @@ void launch_on_stream(const std::string& name, int cores, void* stream, std::fun
 #define ASCEND_NPU_LAUNCH(kernel, cores, stream, ...) \
   launch_on_stream(#kernel, static_cast<int>(cores), stream, [=] { kernel(__VA_ARGS__); })
 
-#include "npu/advance_step/op_kernel.cpp"
 #include "npu/decode_attention/op_kernel.cpp"
 #include "npu/lora_expand/op_kernel.cpp"
 #include "npu/lora_shrink/op_kernel.cpp"
