@@ -40,13 +40,12 @@ def _cell(text: str) -> str:
 
 
 def _values(item: Flag) -> str:
-    spec = item.spec
     if item.kind == "flag":
         return "switch"
     if item.kind == "bool":
         return "switch, or `true` `false`"
-    if spec.choices is not None:
-        return " ".join(f"`{choice}`" for choice in spec.choices)
+    if item.choices is not None:
+        return " ".join(f"`{choice}`" for choice in item.choices)
     names = {
         "str": "text",
         "nullable_str": "text",
@@ -58,7 +57,7 @@ def _values(item: Flag) -> str:
         "kvs": "name=count,…",
         "lora_module": "name=path",
     }
-    return names[item.kind] + (", one or more" if spec.many else ", repeatable" if spec.repeat else "")
+    return names[item.kind] + (", one or more" if item.many else ", repeatable" if item.repeat else "")
 
 
 def _default(item: Flag) -> str:
@@ -69,11 +68,11 @@ def _default(item: Flag) -> str:
 
 def _meaning(item: Flag) -> str:
     text = item.help
-    if item.spec.unsupported is not None:
-        allowed = f" (besides {', '.join(f'`{value}`' for value in item.spec.allowed)})" if item.spec.allowed else ""
-        text += f" **Not yet**{allowed}: {item.spec.unsupported}."
-    if item.spec.no_effect is not None:
-        text += f" **Without effect**: {item.spec.no_effect}."
+    if item.unsupported is not None:
+        allowed = f" (besides {', '.join(f'`{value}`' for value in item.allowed)})" if item.allowed else ""
+        text += f" **Not yet**{allowed}: {item.unsupported}."
+    if item.no_effect is not None:
+        text += f" **Without effect**: {item.no_effect}."
     if item.example is not None:
         text += f" Example: `{item.example}`"
     return text
@@ -88,7 +87,7 @@ def render() -> str:
     for title, items in sections.items():
         parts.append(f"\n## {title}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
         for item in items:
-            names = ", ".join(f"`{name}`" for name in (item.name, *item.spec.short))
+            names = ", ".join(f"`{name}`" for name in (item.name, *item.short))
             cells = (names, _values(item), _default(item), _meaning(item))
             parts.append("| " + " | ".join(_cell(cell) for cell in cells) + " |\n")
     return "".join(parts)

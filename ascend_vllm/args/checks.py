@@ -49,7 +49,7 @@ def _check_value(item: Flag, value: Any) -> None:
     is_stray_bool = isinstance(value, bool) and types is not None and bool not in types
     if types is not None and (is_stray_bool or not isinstance(value, types)):
         raise ConfigError(f"{item.name} ({item.field}) cannot be {value!r} of type {type(value).__name__}.")
-    choices = item.spec.choices
+    choices = item.choices
     # LLM(dtype=torch.float32) is let through: dtype has its own check
     if choices is not None and value not in choices and item.field != "dtype":
         template = _CHOICE_MESSAGES.get(item.field, "{name} must be one of {choices}, got {value!r}.")

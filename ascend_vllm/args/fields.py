@@ -7,7 +7,7 @@ documentation and the demo model's knowledge are all made from that one declarat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ascend_vllm.errors import UnsupportedFlagError
@@ -52,54 +52,40 @@ _USUAL_KINDS: Mapping[str, Kind] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class FlagSpec:
-    """All that is known about a flag besides the name and default of its field.
-
-    Attributes:
-        help: one or two sentences for users.
-        kind: how its value is written; None: as the field's annotation says.
-        choices: the values that parse; None: any.
-        short: other spellings, for example "-tp".
-        many: one occurrence takes one or more values; the field holds a list.
-        repeat: may be given several times, with one value each unless `many`; the field holds a list.
-        example: a part of a command line that shows it in use.
-        unsupported: why a value other than the default is refused; None: every value is honoured, unless the class
-            that declares the flag has an `UNSUPPORTED` for all of its flags.
-        allowed: values besides the default that are honoured although `unsupported` is set.
-        no_effect: why it is accepted and yet changes nothing; None: it has an effect.
-        opposite: the field of a switch that always says the contrary; of the two the one given last wins.
-    """
-
-    help: str
-    kind: Kind | None = None
-    choices: tuple[str, ...] | None = None
-    short: tuple[str, ...] = ()
-    many: bool = False
-    repeat: bool = False
-    example: str | None = None
-    unsupported: str | None = None
-    allowed: tuple[Any, ...] = ()
-    no_effect: str | None = None
-    opposite: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag as users meet it.
+    """All that is known about a flag.
 
     Attributes:
         field: the name of the dataclass field, for example "block_size".
         default: the value without the flag.
         section: the heading it stands under in the documentation.
+        help: one or two sentences for users.
         kind: how its value is written.
-        spec: everything else.
+        choices: the values that parse; None: any.
+        short: other spellings, for example "-tp".
+        many: one occurrence takes one or more values; the field holds a list.
+        repeat: may be given several times, with one value each unless `many`; the field holds a list.
+        example: a part of a command line that shows it in use.
+        unsupported: why a value other than the default is refused; None: every value is honoured.
+        allowed: values besides the default that are honoured although `unsupported` is set.
+        no_effect: why it is accepted and yet changes nothing; None: it has an effect.
+        opposite: the field of a switch that always says the contrary; of the two the one given last wins.
     """
 
     field: str
     default: Any
     section: str
+    help: str
     kind: Kind
-    spec: FlagSpec
+    choices: tuple[str, ...] | None
+    short: tuple[str, ...]
+    many: bool
+    repeat: bool
+    example: str | None
+    unsupported: str | None
+    allowed: tuple[Any, ...]
+    no_effect: str | None
+    opposite: str | None
 
     @property
     def name(self) -> str:
@@ -107,30 +93,13 @@ class Flag:
         return "--" + self.field.replace("_", "-")
 
     @property
-    def help(self) -> str:
-        """One or two sentences for users."""
-        return self.spec.help
-
-    @property
-    def example(self) -> str | None:
-        """A part of a command line that shows it in use."""
-        return self.spec.example
-
-    @property
     def status(self) -> Literal["supported", "partly supported", "no effect", "not yet"]:
         """Whether the flag does something in this version."""
-        if self.spec.no_effect is not None:
+        if self.no_effect is not None:
             return "no effect"
-        if self.spec.unsupported is None:
+        if self.unsupported is None:
             return "supported"
-        return "partly supported" if self.spec.allowed else "not yet"
-
-    @property
-    def refusal(self) -> Refusal | None:
-        """Which values are refused; None: every value is honoured."""
-        if self.spec.unsupported is None:
-            return None
-        return Refusal(self.spec.unsupported, (self.default, *self.spec.allowed))
+        return "partly supported" if self.allowed else "not yet"
 
 
 def flag(
@@ -138,38 +107,31 @@ def flag(
     help: str,
     *,
     kind: Kind | None = None,
-    choices: Sequence[str] | None = None,
-    short: Sequence[str] = (),
+    choices: tuple[str, ...] | None = None,
+    short: tuple[str, ...] = (),
     many: bool = False,
     repeat: bool = False,
     example: str | None = None,
     unsupported: str | None = None,
-    allowed: Sequence[Any] = (),
+    allowed: tuple[Any, ...] = (),
     no_effect: str | None = None,
     opposite: str | None = None,
 ) -> Any:
-    """Declares a dataclass field that is a command-line flag; the arguments are those of `FlagSpec`.
+    """Declares a dataclass field that is a command-line flag; the arguments are attributes of `Flag`.
+
+    Without `kind` the field's annotation says how the value is written. Without `unsupported` the `UNSUPPORTED` of
+    the class holds, if there is one.
 
     Example::
 
         seed: int = flag(0, "Seed of random draws that no request seeds.", example="--seed 7")
     """
-    spec = FlagSpec(
-        help=help,
-        kind=kind,
-        choices=None if choices is None else tuple(choices),
-        short=tuple(short),
-        many=many,
-        repeat=repeat,
-        example=example,
-        unsupported=unsupported,
-        allowed=tuple(allowed),
-        no_effect=no_effect,
-        opposite=opposite,
-    )
+    # every argument but the default
+    told = dict(locals())
+    del told["default"]
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata={"flag": spec})
-    return dataclasses.field(default=default, metadata={"flag": spec})
+        return dataclasses.field(default_factory=default.copy, metadata={"flag": told})
+    return dataclasses.field(default=default, metadata={"flag": told})
 
 
 def flags_of(owner: type) -> tuple[Flag, ...]:
@@ -185,13 +147,12 @@ def flags_of(owner: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(field: dataclasses.Field[Any], base: type) -> Flag:
-    spec: FlagSpec = field.metadata["flag"]
-    if spec.unsupported is None:
-        spec = dataclasses.replace(spec, unsupported=vars(base).get("UNSUPPORTED"))
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    told = dict(field.metadata["flag"])
     # annotations are texts in the modules of `args/tables`
-    kind = spec.kind or _USUAL_KINDS[str(field.type)]
-    return Flag(field.name, default, getattr(base, "SECTION", base.__name__), kind, spec)
+    told["kind"] = told["kind"] or _USUAL_KINDS[str(field.type)]
+    told["unsupported"] = told["unsupported"] or vars(base).get("UNSUPPORTED")
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return Flag(field=field.name, default=default, section=getattr(base, "SECTION", base.__name__), **told)
 
 
 def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
@@ -205,10 +166,12 @@ def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
         UnsupportedFlagError: names the flag, and says what is missing.
     """
     flags = {item.field: item for item in flags_of(owner)}
+    refusals = {}
     for item in flags.values():
-        if item.spec.no_effect is not None and values[item.field] != item.default:
-            logger.warning("%s has no effect: %s", item.name, item.spec.no_effect)
-    refusals = {field: refusal for field, item in flags.items() if (refusal := item.refusal) is not None}
+        if item.no_effect is not None and values[item.field] != item.default:
+            logger.warning("%s has no effect: %s", item.name, item.no_effect)
+        if item.unsupported is not None:
+            refusals[item.field] = Refusal(item.unsupported, (item.default, *item.allowed))
     if (found := first_refused(refusals, values)) is not None:
         name = flags[found.name].name
         typed = name if isinstance(found.value, bool | dict | list) else f"{name} {found.value}"

@@ -203,11 +203,11 @@ def _dashed(arg: str) -> str:
 
 def _help_text(item: Flag) -> str:
     text = item.help
-    if item.spec.unsupported is not None:
-        honoured = f"besides {', '.join(map(str, item.spec.allowed))}, " if item.spec.allowed else ""
-        text += f" Not supported yet ({honoured}default {item.default!r}): {item.spec.unsupported}."
-    elif item.spec.no_effect is not None:
-        text += f" No effect: {item.spec.no_effect}."
+    if item.unsupported is not None:
+        honoured = f"besides {', '.join(map(str, item.allowed))}, " if item.allowed else ""
+        text += f" Not supported yet ({honoured}default {item.default!r}): {item.unsupported}."
+    elif item.no_effect is not None:
+        text += f" No effect: {item.no_effect}."
     elif item.default not in (None, [], False, ""):
         text += f" Default: {item.default}."
     return text.replace("%", "%%")
@@ -224,22 +224,21 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     for item in flags_of(owner):
         group = groups.setdefault(item.section, None) or parser.add_argument_group(item.section)
         groups[item.section] = group
-        spec = item.spec
         keywords: dict[str, Any] = {"dest": item.field, "default": item.default, "help": _help_text(item)}
         if item.kind in ("flag", "bool"):
             negative = "--no-" + item.name.removeprefix("--")
-            keywords |= {"nargs": 0 if item.kind == "flag" else "?", "opposite": spec.opposite}
-            group.add_argument(item.name, negative, *spec.short, action=_SwitchAction, **keywords)
+            keywords |= {"nargs": 0 if item.kind == "flag" else "?", "opposite": item.opposite}
+            group.add_argument(item.name, negative, *item.short, action=_SwitchAction, **keywords)
             continue
-        if spec.choices is not None:
+        if item.choices is not None:
             none_possible = item.kind == "nullable_str"
-            keywords["choices"] = [None if none_possible and c == "None" else c for c in spec.choices]
-            keywords["metavar"] = "{" + ",".join(spec.choices) + "}"
-        if spec.many:
+            keywords["choices"] = [None if none_possible and c == "None" else c for c in item.choices]
+            keywords["metavar"] = "{" + ",".join(item.choices) + "}"
+        if item.many:
             keywords["nargs"] = "+"
-        if spec.repeat:
+        if item.repeat:
             keywords["action"] = _AppendAction
-        group.add_argument(item.name, *spec.short, type=_PARSERS[item.kind], **keywords)
+        group.add_argument(item.name, *item.short, type=_PARSERS[item.kind], **keywords)
 
 
 class _AppendAction(argparse.Action):
@@ -273,7 +272,7 @@ def _flag_words(item: Flag, value: Any) -> list[str]:
     if not isinstance(value, list):
         return [f"{item.name}={value}"]
     texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in value]
-    return [item.name, *texts] if item.spec.many else [f"{item.name}={text}" for text in texts]
+    return [item.name, *texts] if item.many else [f"{item.name}={text}" for text in texts]
 
 
 def read_config_file(path: str) -> dict[str, Any]:

@@ -63,12 +63,12 @@ def test_flag_of_0_6_3(name: str) -> None:
     golden, item = GOLDEN[name], FLAGS[name]
     assert item.default == DEFAULTS_THAT_DIFFER.get(name, golden["default"])
     assert item.kind in KINDS[golden["kind"]]
-    assert set(golden.get("short", ())) <= set(item.spec.short)
+    assert set(golden.get("short", ())) <= set(item.short)
     # 0.6.3 takes one key; several are today's
-    assert item.spec.many == golden.get("many", name == "--api-key")
-    assert item.spec.repeat == golden.get("repeat", name == "--api-key")
+    assert item.many == golden.get("many", name == "--api-key")
+    assert item.repeat == golden.get("repeat", name == "--api-key")
     if "choices" in golden and name not in CHOICES_THAT_DIFFER:
-        assert set(golden["choices"]) <= set(item.spec.choices or ())
+        assert set(golden["choices"]) <= set(item.choices or ())
 
 
 def test_every_flag_of_0_6_3_is_a_flag_of_the_openai_server() -> None:
@@ -82,8 +82,8 @@ def test_texts_are_sentences(name: str) -> None:
     item = FLAGS[name]
     assert item.help[0].isupper() and item.help.endswith(".")
     assert 20 < len(item.help) < 320
-    assert item.spec.unsupported is None or item.spec.no_effect is None
-    for reason in (item.spec.unsupported, item.spec.no_effect):
+    assert item.unsupported is None or item.no_effect is None
+    for reason in (item.unsupported, item.no_effect):
         assert reason is None or not reason.endswith(".")
 
 
@@ -106,7 +106,7 @@ def refused_words() -> list[tuple[type, str, list[str]]]:
     cases: list[tuple[type, str, list[str]]] = []
     for owner in OWNERS:
         for item in flags_of(owner):
-            if item.spec.unsupported is None:
+            if item.unsupported is None:
                 continue
             cases += [(owner, item.name, words) for words in _refused_by(item)]
     return cases
@@ -115,10 +115,10 @@ def refused_words() -> list[tuple[type, str, list[str]]]:
 def _refused_by(item: Flag) -> list[list[str]]:
     if item.kind == "flag":
         return [["--no-" + item.name[2:]] if item.default else [item.name]]
-    if item.spec.choices is not None:
-        kept = {str(item.default), *map(str, item.spec.allowed), "None"}
-        return [[item.name, choice] for choice in item.spec.choices if choice not in kept]
-    return [[item.name, sample] for sample in SAMPLES[item.kind] if sample not in item.spec.allowed]
+    if item.choices is not None:
+        kept = {str(item.default), *map(str, item.allowed), "None"}
+        return [[item.name, choice] for choice in item.choices if choice not in kept]
+    return [[item.name, sample] for sample in SAMPLES[item.kind] if sample not in item.allowed]
 
 
 @pytest.mark.parametrize(("owner", "name", "words"), refused_words())
@@ -129,7 +129,7 @@ def test_unsupported_values_are_refused_by_name(owner: type, name: str, words: l
     with pytest.raises(UnsupportedFlagError) as caught:
         refuse_unsupported(owner, values)
     assert str(caught.value).startswith(name)
-    assert FLAGS[name].spec.unsupported in str(caught.value)
+    assert FLAGS[name].unsupported in str(caught.value)
 
 
 def test_refusals_are_many() -> None:
@@ -141,7 +141,7 @@ def test_defaults_and_allowed_values_are_not_refused(owner: type) -> None:
     defaults = {item.field: item.default for item in flags_of(owner)}
     refuse_unsupported(owner, defaults)
     for item in flags_of(owner):
-        for value in item.spec.allowed:
+        for value in item.allowed:
             refuse_unsupported(owner, defaults | {item.field: value})
 
 

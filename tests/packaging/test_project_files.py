@@ -103,8 +103,8 @@ def _unread(owner: type, sources: list[pathlib.Path]) -> list[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read.add(node.attr)
     # a flag of which only some values exist (cpu among the devices, say) has nothing else to decide
-    partly = {item.field for item in flags_of(owner) if item.spec.unsupported is not None}
-    without_effect = {item.field for item in flags_of(owner) if item.spec.no_effect is not None}
+    partly = {item.field for item in flags_of(owner) if item.unsupported is not None}
+    without_effect = {item.field for item in flags_of(owner) if item.no_effect is not None}
     return [item.name for item in flags_of(owner) if item.field not in read | partly | without_effect]
 
 
