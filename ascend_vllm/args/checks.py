@@ -51,7 +51,9 @@ def _check_value(item: Flag, value: Any) -> None:
         raise ConfigError(f"{item.name} ({item.field}) cannot be {value!r} of type {type(value).__name__}.")
     choices = item.choices
     # LLM(dtype=torch.float32) is let through: dtype has its own check
-    if choices is not None and value not in choices and item.field != "dtype":
+    if choices is None or value in choices or item.is_plugin(value):
+        return
+    if item.field != "dtype":
         template = _CHOICE_MESSAGES.get(item.field, "{name} must be one of {choices}, got {value!r}.")
         raise ConfigError(template.format(name=item.name, value=value, choices=list(choices)))
 

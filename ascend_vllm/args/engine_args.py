@@ -100,7 +100,7 @@ class EngineArgs(EngineFlags):
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
         # the raw file is for checks and for what pooling models' heads say; everything else is read from `arch`
         hf_config = self._read_hf_config(directory)
-        arch = ArchConfig.from_hf(hf_config)
+        arch = ArchConfig.from_hf(hf_config, self.quantization)
         is_auto = max_model_len == AUTO_LENGTH
         longest = limits.resolve_max_model_len(
             None if is_auto else max_model_len, arch, disable_sliding_window=self.disable_sliding_window

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ascend_vllm import plugins
 from ascend_vllm.errors import UnsupportedFlagError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.refusals import Refusal, first_refused
@@ -68,6 +69,7 @@ class Flag:
         example: a part of a command line that shows it in use.
         unsupported: why a value other than the default is refused; None: every value is honoured.
         allowed: values besides the default that are honoured although `unsupported` is set.
+        entry_points: group of entry points whose names are choices and honoured, too.
         no_effect: why it is accepted and yet changes nothing; None: it has an effect.
         opposite: the field of a switch that always says the contrary; of the two the one given last wins.
     """
@@ -84,6 +86,7 @@ class Flag:
     example: str | None
     unsupported: str | None
     allowed: tuple[Any, ...]
+    entry_points: str | None
     no_effect: str | None
     opposite: str | None
 
@@ -101,6 +104,12 @@ class Flag:
             return "supported"
         return "partly supported" if self.allowed else "not yet"
 
+    def is_plugin(self, value: Any) -> bool:
+        """Whether the value names an entry point of an installed package."""
+        if self.entry_points is None or not isinstance(value, str):
+            return False
+        return value in plugins.entry_points(self.entry_points)
+
 
 def flag(
     default: Any,
@@ -114,6 +123,7 @@ def flag(
     example: str | None = None,
     unsupported: str | None = None,
     allowed: tuple[Any, ...] = (),
+    entry_points: str | None = None,
     no_effect: str | None = None,
     opposite: str | None = None,
 ) -> Any:
@@ -127,11 +137,11 @@ def flag(
         seed: int = flag(0, "Seed of random draws that no request seeds.", example="--seed 7")
     """
     # every argument but the default
-    told = dict(locals())
-    del told["default"]
+    stated = dict(locals())
+    del stated["default"]
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata={"flag": told})
-    return dataclasses.field(default=default, metadata={"flag": told})
+        return dataclasses.field(default_factory=default.copy, metadata={"flag": stated})
+    return dataclasses.field(default=default, metadata={"flag": stated})
 
 
 def flags_of(owner: type) -> tuple[Flag, ...]:
@@ -147,12 +157,12 @@ def flags_of(owner: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(field: dataclasses.Field[Any], base: type) -> Flag:
-    told = dict(field.metadata["flag"])
+    stated = dict(field.metadata["flag"])
     # annotations are texts in the modules of `args/tables`
-    told["kind"] = told["kind"] or _USUAL_KINDS[str(field.type)]
-    told["unsupported"] = told["unsupported"] or vars(base).get("UNSUPPORTED")
+    stated["kind"] = stated["kind"] or _USUAL_KINDS[str(field.type)]
+    stated["unsupported"] = stated["unsupported"] or vars(base).get("UNSUPPORTED")
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return Flag(field=field.name, default=default, section=getattr(base, "SECTION", base.__name__), **told)
+    return Flag(field=field.name, default=default, section=getattr(base, "SECTION", base.__name__), **stated)
 
 
 def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
@@ -170,7 +180,7 @@ def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
     for item in flags.values():
         if item.no_effect is not None and values[item.field] != item.default:
             logger.warning("%s has no effect: %s", item.name, item.no_effect)
-        if item.unsupported is not None:
+        if item.unsupported is not None and not item.is_plugin(values[item.field]):
             refusals[item.field] = Refusal(item.unsupported, (item.default, *item.allowed))
     if (found := first_refused(refusals, values)) is not None:
         name = flags[found.name].name

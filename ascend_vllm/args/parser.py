@@ -232,13 +232,24 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
             continue
         if item.choices is not None:
             none_possible = item.kind == "nullable_str"
-            keywords["choices"] = [None if none_possible and c == "None" else c for c in item.choices]
+            keywords["choices"] = _Choices([None if none_possible and c == "None" else c for c in item.choices], item)
             keywords["metavar"] = "{" + ",".join(item.choices) + "}"
         if item.many:
             keywords["nargs"] = "+"
         if item.repeat:
             keywords["action"] = _AppendAction
         group.add_argument(item.name, *item.short, type=_PARSERS[item.kind], **keywords)
+
+
+class _Choices(list[Any]):
+    """What argparse accepts: the choices that it shows, and those of installed packages."""
+
+    def __init__(self, values: list[Any], item: Flag) -> None:
+        super().__init__(values)
+        self._flag = item
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or self._flag.is_plugin(value)
 
 
 class _AppendAction(argparse.Action):

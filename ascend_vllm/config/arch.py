@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ascend_vllm import plugins
+from ascend_vllm.config.quantization import QuantizationConfig, read_quantization
 from ascend_vllm.errors import ModelLoadError
 
 ENTRY_POINT_GROUP = "ascend_vllm.arch_readers"
@@ -151,7 +152,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_length: longest sequence; None: config.json states none.
         dtype: of the checkpoint.
         eos_token_ids: tokens that end a text; None: config.json names none.
-        quantization_config: the object of this name, as config.json has it.
+        quantization: how the checkpoint's weights are quantized; None: they are not.
         extra: what a reader of another package keeps for its own model; plain values.
     """
 
@@ -179,11 +180,11 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_length: StatedLength | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] | None = None
-    quantization_config: dict[str, Any] | None = None
+    quantization: QuantizationConfig | None = None
     extra: dict[str, Any] = {}
 
     @classmethod
-    def from_hf(cls, hf_config: Mapping[str, Any]) -> ArchConfig:
+    def from_hf(cls, hf_config: Mapping[str, Any], quantization: str | None = None) -> ArchConfig:
         """Reads config.json as its family spells it.
 
         The architecture chooses the reader: of this package's table, then of entry points. An architecture that has
@@ -191,14 +192,17 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             hf_config: what `args.hf_files.read_hf_config` returns.
+            quantization: --quantization, the format of a checkpoint whose config.json names none.
 
         Raises:
             ModelLoadError: the reader cannot be imported, or misses something.
         """
         try:
-            return _reader(hf_config)(hf_config)
+            arch = _reader(hf_config)(hf_config)
         except KeyError as error:
             raise ModelLoadError(f"config.json lacks {error}") from error
+        stated = read_quantization(hf_config.get("quantization_config"), quantization)
+        return arch if stated is None else msgspec.structs.replace(arch, quantization=stated)
 
     @property
     def common_window(self) -> int | None:
@@ -262,7 +266,6 @@ def read_decoder(hf_config: Mapping[str, Any], **differing: Any) -> ArchConfig:
         "max_length": _max_length(hf_config),
         "dtype": str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch."),
         "eos_token_ids": _token_ids(hf_config.get("eos_token_id")),
-        "quantization_config": hf_config.get("quantization_config"),
     }
     return ArchConfig(**values | differing)
 

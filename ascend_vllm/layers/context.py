@@ -21,7 +21,7 @@ class BuildContext:
         device: where weights live.
         parallel: which part of each layer is held here.
         collectives: how the ranks that hold the other parts are reached.
-        quant: chooses how each linear layer keeps its weights.
+        quant: chooses how each layer keeps its weights.
 
     Example:
         >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear
-from ascend_vllm.layers.quantization.base import LinearOutput
-from ascend_vllm.ops.embedding import gather_rows
-from ascend_vllm.ops.gemm import PackedLinear, has_kernel
-from ascend_vllm.platforms.host_memory import weight_memory
-
-
-def _table(context: BuildContext, num_rows: int, width: int) -> torch.Tensor:
-    """Room for num_rows vectors [width] in the model's dtype."""
-    if context.device.type == "cpu":
-        return weight_memory((num_rows, width), context.dtype)
-    return torch.empty(num_rows, width, dtype=context.dtype, device=context.device)
+from ascend_vllm.layers.quantization.base import LayerKind, LinearOutput
+from ascend_vllm.layers.quantization.unquantized import empty_table
 
 
 class Embedding(Layer):
@@ -40,7 +32,7 @@ class Embedding(Layer):
         self.prefix = prefix
         self._offset = offset
         # [V, H] in the model's dtype
-        self.weight = _table(context, num_embeddings, width)
+        self.weight = empty_table(num_embeddings, width, context.dtype, context.device)
 
     def slots(self) -> list[WeightSlot]:
         """The table."""
@@ -56,6 +48,8 @@ class Embedding(Layer):
 class VocabParallelEmbedding(Layer):
     """The vectors of the vocabulary's tokens, split over ranks.
 
+    To its method it is a linear layer: a matrix [V, H].
+
     Args:
         context: surroundings.
         prefix: name of the table in the checkpoint, without ".weight".
@@ -65,50 +59,51 @@ class VocabParallelEmbedding(Layer):
 
     def __init__(self, context: BuildContext, prefix: str, num_embeddings: int, width: int) -> None:
         self.prefix = prefix
-        self.num_embeddings = num_embeddings
-        self.gather = LogitsGather(context, num_embeddings)
+        self.kind = LayerKind.EMBEDDING
+        self.dtype = context.dtype
+        self.device = context.device
+        self._gather = LogitsGather(context, num_embeddings)
         self._shard = context.parallel.shard_vocabulary(num_embeddings)
+        self.outputs: tuple[LinearOutput, ...] = (LinearOutput(prefix, num_embeddings, self._shard),)
+        self.total_in_features = self.in_features = width
+        self.in_shard = Shard(0, width)
+        self.out_features = self._shard.size
+        self.bias: torch.Tensor | None = None
         self._is_whole = context.parallel.tp_size == 1
         self._collectives = context.collectives
-        # [V, H] in the model's dtype, or a rank's part of it
-        self._weight: torch.Tensor | PackedLinear
-        self._look_up = gather_rows if has_kernel(context.dtype, context.device) else torch.embedding
-        self._weight = _table(context, self._shard.size, width)
+        self._quant = context.quant
+        self._choose_method()
+
+    def _choose_method(self) -> None:
+        self._method = self._quant.method_for(self)
+        self._slots = self._method.create_weights(self)
 
     def slots(self) -> list[WeightSlot]:
-        """The table."""
-        weight = self._weight
-        target = weight if isinstance(weight, torch.Tensor) else weight.target(0, self._shard.size)
-        return [
-            WeightSlot(f"{self.prefix}.weight", (self.num_embeddings, target.shape[1]), target, (self._shard.start,))
-        ]
+        """The table, or what the quantization has in its place."""
+        return self._slots
 
-    def keep_packed(self) -> None:
-        """Before loading: has the table lie as products want it, if vectors can be read from that, too."""
-        weight = self._weight
-        if isinstance(weight, torch.Tensor) and has_kernel(weight.dtype, weight.device):
-            num_rows, width = weight.shape
-            self._weight = PackedLinear(num_rows, width, weight.dtype, weight.device)
+    def after_load(self) -> None:
+        """Readies the table; the loaded form is freed."""
+        self._slots = []
+        self._method.after_load(self)
 
-    def packed(self) -> PackedLinear:
-        """The loaded table, for products."""
-        return PackedLinear.of(self._weight) if isinstance(self._weight, torch.Tensor) else self._weight
-
-    def _vectors(self, indices: torch.Tensor) -> torch.Tensor:
-        return (
-            self._weight.rows(indices)
-            if isinstance(self._weight, PackedLinear)
-            else self._look_up(self._weight, indices)
-        )
+    def tie_lm_head(self) -> None:
+        """Before loading: `logits` will be asked for, too."""
+        self.kind = LayerKind.TIED_EMBEDDING
+        self._choose_method()
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] int64 → [T, H], complete on every rank."""
         if self._is_whole:
-            return self._vectors(indices)
+            return self._method.look_up(self, indices)
         places = indices - self._shard.start
         is_elsewhere = (places < 0) | (places >= self._shard.size)
-        vectors = self._vectors(places.masked_fill(is_elsewhere, 0))
+        vectors = self._method.look_up(self, places.masked_fill(is_elsewhere, 0))
         return self._collectives.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, H] → products with all vectors, [S, V] on every rank."""
+        return self._gather(self._method.apply(self, hidden))
 
 
 class LogitsGather:
@@ -134,6 +129,8 @@ class LogitsGather:
 
 class LMHead(Linear):
     """Logits over the vocabulary, with its own weight in the checkpoint; the vocabulary is split over ranks."""
+
+    kind = LayerKind.LM_HEAD
 
     def __init__(
         self, context: BuildContext, prefix: str, hidden_size: int, vocab_size: int, *, bias: bool = False
@@ -163,16 +160,9 @@ class TiedLMHead(Layer):
     """Logits over the vocabulary, with the weight of the token embedding."""
 
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
-        embedding.keep_packed()
+        embedding.tie_lm_head()
         self._embedding = embedding
-        self._packed: PackedLinear | None = None
-
-    def after_load(self) -> None:
-        """Packs the table, which is loaded by then: a child's slots count as the parent's."""
-        self._packed = self._embedding.packed()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, H] → [S, V] on every rank."""
-        if self._packed is None:
-            raise RuntimeError("the tied LM head is used before the embedding is loaded")
-        return self._embedding.gather(self._packed(hidden, None))
+        return self._embedding.logits(hidden)

@@ -13,22 +13,25 @@ import torch
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.quantization.base import LinearOutput
+from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, LayerKind, LinearOutput
 
 
 class Linear(Layer):
     """y = x Wᵀ + b over one or several matrices of a checkpoint that share their input.
 
-    Use one of the subclasses, which say how the layer is split.
+    Use one of the subclasses, which say how the layer is split. Inputs [T, in] are in the model's dtype, or as a norm
+    makes them that has the layer's `activation_quant`.
 
     Args:
         context: surroundings.
-        prefix: name of the layer, by which its quantisation is chosen.
+        prefix: name of the layer, by which its quantization is chosen.
         outputs: matrices, in the order of their outputs.
         in_features: columns of the matrices in the checkpoint.
         bias: whether there is a bias per matrix.
         in_shard: the input columns this rank holds; None: all.
     """
+
+    kind: LayerKind = LayerKind.LINEAR
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Linear(Layer):
         self.out_features = sum(self.output_sizes)
         # [out] in the model's dtype, or None
         self.bias: torch.Tensor | None = None
-        self._method = context.quant.method_for(prefix)
+        self._method = context.quant.method_for(self)
         self._slots = self._method.create_weights(self)
         if bias:
             self._slots += self._create_bias()
@@ -66,8 +69,13 @@ class Linear(Layer):
             row += output.shard.size
         return slots
 
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """What the norm in front of this layer has to make of its result; None: nothing."""
+        return self._method.activation_quant
+
     def slots(self) -> list[WeightSlot]:
-        """A weight (or what the quantisation has in its place) and perhaps a bias per matrix."""
+        """A weight (or what the quantization has in its place) and perhaps a bias per matrix."""
         return self._slots
 
     def after_load(self) -> None:
@@ -75,7 +83,7 @@ class Linear(Layer):
         self._slots = []
         self._method.after_load(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activation) -> torch.Tensor:
         """x [T, in] → [T, out], the outputs of the matrices side by side."""
         return self._method.apply(self, x)
 
@@ -120,7 +128,7 @@ class MergedColumnParallelLinear(Linear):
         ]
         super().__init__(context, f"{prefix}.{merged_name}", outputs, in_features, bias=bias)
 
-    def forward_gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+    def forward_gated(self, x: Activation, activation: str) -> torch.Tensor:
         """x [T, in] → [T, out/2]: the activation of the first of two matrices' outputs, times the second's."""
         return self._method.apply_gated(self, x, activation)
 
@@ -165,7 +173,7 @@ class QKVParallelLinear(Linear):
         ]
         super().__init__(context, f"{prefix}.qkv_proj", outputs, hidden_size, bias=bias)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Activation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, H] → query [T, N*D], key and value [T, K*D]: views of one tensor, so their rows are strided."""
         query, key, value = self.forward(x).split_with_sizes(self.output_sizes, dim=-1)
         return query, key, value
@@ -190,7 +198,7 @@ class RowParallelLinear(Linear):
         if not self._adds_bias:
             self.bias = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activation) -> torch.Tensor:
         """x [T, in], this rank's inputs → [T, out], complete on every rank."""
         return self._collectives.all_reduce(self._method.apply(self, x))
 

@@ -1,4 +1,8 @@
-"""Normalisation layers. Letters: T tokens, H width that is normalised."""
+"""Normalisation layers. Letters: T tokens, H width that is normalised.
+
+A norm in front of linear layers may have to give its result as their weights' format wants its inputs: quantized. It
+then has their `activation_quant`, and what it returns is for them alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import torch
 
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.quantization.base import Activation, ActivationQuant
 from ascend_vllm.ops.elementwise import fused_add_rms_norm, layer_norm, rms_norm
 
 
@@ -17,11 +22,20 @@ class RMSNorm(Layer):
         prefix: name in the checkpoint, without ".weight".
         width: H.
         epsilon: added to the mean square.
+        activation_quant: of the linear layers that read the result; None: they take the model's dtype.
     """
 
-    def __init__(self, context: BuildContext, prefix: str, width: int, epsilon: float) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        prefix: str,
+        width: int,
+        epsilon: float,
+        activation_quant: ActivationQuant | None = None,
+    ) -> None:
         self.prefix = prefix
         self.epsilon = epsilon
+        self._quant = activation_quant
         # [H] in the model's dtype
         self.weight = torch.empty(width, dtype=context.dtype, device=context.device)
 
@@ -29,14 +43,18 @@ class RMSNorm(Layer):
         """The weight."""
         return [WeightSlot(f"{self.prefix}.weight", tuple(self.weight.shape), self.weight)]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Activation:
         """x [..., H] → [..., H], contiguous."""
-        result: torch.Tensor = rms_norm(x, self.weight, self.epsilon)
-        return result
+        if self._quant is not None:
+            return self._quant.rms_norm(x, self.weight, self.epsilon)
+        return rms_norm(x, self.weight, self.epsilon)
 
-    def forward_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """residual += x, then x = norm(residual); both [T, H], in place."""
+    def forward_add(self, x: torch.Tensor, residual: torch.Tensor) -> Activation:
+        """residual += x, in place; returns norm(residual). Both are [T, H], and x is overwritten."""
+        if self._quant is not None:
+            return self._quant.add_rms_norm(x, residual, self.weight, self.epsilon)
         fused_add_rms_norm(x, residual, self.weight, self.epsilon)
+        return x
 
 
 class LayerNorm(Layer):
@@ -48,13 +66,22 @@ class LayerNorm(Layer):
         width: H.
         epsilon: added to the variance.
         affine: whether there are a weight and a bias.
+        activation_quant: of the linear layers that read the result; None: they take the model's dtype.
     """
 
     def __init__(
-        self, context: BuildContext, prefix: str, width: int, epsilon: float = 1e-5, *, affine: bool = True
+        self,
+        context: BuildContext,
+        prefix: str,
+        width: int,
+        epsilon: float = 1e-5,
+        *,
+        affine: bool = True,
+        activation_quant: ActivationQuant | None = None,
     ) -> None:
         self.prefix = prefix
         self.epsilon = epsilon
+        self._quant = activation_quant
         # [H] in the model's dtype, or None
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
@@ -71,7 +98,8 @@ class LayerNorm(Layer):
             if tensor is not None
         ]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Activation:
         """x [T, H] → [T, H]."""
-        result: torch.Tensor = layer_norm(x, self.weight, self.bias, self.epsilon)
-        return result
+        if self._quant is not None:
+            return self._quant.layer_norm(x, self.weight, self.bias, self.epsilon)
+        return layer_norm(x, self.weight, self.bias, self.epsilon)

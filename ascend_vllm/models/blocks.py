@@ -21,6 +21,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import LMHead, NoLMHead, TiedLMHead, VocabParallelEmbedding
 from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from ascend_vllm.layers.norm import RMSNorm
+from ascend_vllm.layers.quantization.base import Activation, ActivationQuant
 from ascend_vllm.layers.rotary import make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
 
@@ -37,8 +38,10 @@ _GATED_ACTIVATIONS = {
 _EMBEDDING = "model.embed_tokens"
 
 
-def _norm(arch: ArchConfig, context: BuildContext, name: str, size: int) -> RMSNorm:
-    return RMSNorm(context, name, size, required(arch.norm_eps, "rms_norm_eps"))
+def _norm(
+    arch: ArchConfig, context: BuildContext, name: str, size: int, quant: ActivationQuant | None = None
+) -> RMSNorm:
+    return RMSNorm(context, name, size, required(arch.norm_eps, "rms_norm_eps"), quant)
 
 
 class GatedMLP(Layer):
@@ -63,7 +66,12 @@ class GatedMLP(Layer):
         )
         self.down_proj = RowParallelLinear(context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """See `Linear.activation_quant`."""
+        return self.gate_up_proj.activation_quant
+
+    def forward(self, x: Activation) -> torch.Tensor:
         """[T, H] → [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward_gated(x, self._activation))
 
@@ -101,7 +109,12 @@ class RotaryAttention(Layer):
         )
         self.attention = Attention(spec, cache_index, context.dtype)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """See `Linear.activation_quant`."""
+        return self.qkv_proj.activation_quant
+
+    def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
         query, key, value = self.qkv_proj.project(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -110,7 +123,8 @@ class RotaryAttention(Layer):
         return self.o_proj.forward(self.attention.forward(query, key, value, context))
 
     def _norm_heads(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        return norm.forward(x.view(x.shape[0], -1, self._head_size)).view(x.shape)
+        heads: torch.Tensor = norm.forward(x.view(x.shape[0], -1, self._head_size))
+        return heads.view(x.shape)
 
 
 class DecoderLayer(Layer):
@@ -121,10 +135,16 @@ class DecoderLayer(Layer):
         if plan.attention not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise ModelLoadError(f"config.json: layer_types has {plan.attention!r}, which is not supported")
         cache_index = context.parallel.layers(len(arch.layers)).index(index)
-        self.input_layernorm = _norm(arch, context, f"{prefix}.input_layernorm", arch.hidden_size)
+        hidden = arch.hidden_size
         self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan.sliding_window)
-        self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", arch.hidden_size)
         self.mlp = GatedMLP(arch, context, f"{prefix}.mlp")
+        # each gives its result in the form that the layer behind it reads
+        self.input_layernorm = _norm(
+            arch, context, f"{prefix}.input_layernorm", hidden, self.self_attn.activation_quant
+        )
+        self.post_attention_layernorm = _norm(
+            arch, context, f"{prefix}.post_attention_layernorm", hidden, self.mlp.activation_quant
+        )
 
     def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """One layer.
@@ -138,13 +158,10 @@ class DecoderLayer(Layer):
         Returns:
             [T, H], to be added to the residual by whoever comes next.
         """
-        if x is None:
-            x = self.input_layernorm.forward(residual)
-        else:
-            self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn.forward(x, context)
-        self.post_attention_layernorm.forward_add(x, residual)
-        return self.mlp.forward(x)
+        norm = self.input_layernorm
+        normed = norm.forward(residual) if x is None else norm.forward_add(x, residual)
+        x = self.self_attn.forward(normed, context)
+        return self.mlp.forward(self.post_attention_layernorm.forward_add(x, residual))
 
 
 class CausalLM(Layer, abc.ABC):
@@ -314,10 +331,8 @@ class DecoderForCausalLM(CausalLM):
         if self.norm is None:
             # the sum is what the next stage's first norm reads
             return residual if x is None else residual.add_(x)
-        if x is None:
-            return self.norm.forward(residual)
-        self.norm.forward_add(x, residual)
-        return x
+        normed: torch.Tensor = self.norm.forward(residual) if x is None else self.norm.forward_add(x, residual)
+        return normed
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

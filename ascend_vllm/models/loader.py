@@ -7,6 +7,7 @@ form: memory stays near the model's size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 import re
@@ -22,6 +23,7 @@ from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.quantization.registry import make_scheme
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.checkpoint import WeightFile, open_checkpoint
@@ -41,7 +43,8 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
     Args:
         model_config: what to load; its `model` is a directory, unless the load format is "dummy".
         load_config: how to find and read the files.
-        context: surroundings of the layers; `context.dtype` is what weights are converted to.
+        context: surroundings of the layers; `context.dtype` is what weights are converted to. A quantized checkpoint
+            has its own scheme in the place of `context.quant`.
 
     Raises:
         ModelLoadError: an unsupported architecture or feature, or a wrong, missing or damaged file or tensor; the
@@ -49,8 +52,9 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         ConfigError: the architecture cannot be cut into stages.
     """
     start = time.monotonic()
-    if model_config.arch.quantization_config:
-        raise ModelLoadError(f"{model_config.model}: config.json has a quantization_config, which is not supported")
+    quantization = model_config.arch.quantization
+    if quantization is not None:
+        context = dataclasses.replace(context, quant=make_scheme(model_config.model, quantization))
     model_class = resolve_model_class(model_config.architecture)
     files = _open_files(model_config.model, load_config)
     with torch.no_grad():

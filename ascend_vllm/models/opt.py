@@ -20,6 +20,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import Embedding, VocabParallelEmbedding
 from ascend_vllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from ascend_vllm.layers.norm import LayerNorm
+from ascend_vllm.layers.quantization.base import Activation
 from ascend_vllm.models.blocks import CausalLM
 
 # the tokens' table in checkpoints
@@ -54,7 +55,6 @@ class OPTDecoderLayer(Layer):
         self._norm_first = arch.layers[index].norm_first
         hidden, head_size = arch.hidden_size, arch.head_size
         intermediate = required(arch.intermediate_size, "ffn_dim")
-        self.self_attn_layer_norm = LayerNorm(context, f"{prefix}.self_attn_layer_norm", hidden, affine=affine)
         self.qkv_proj = QKVParallelLinear(
             context, f"{prefix}.self_attn", hidden, head_size, arch.num_heads, arch.num_kv_heads, bias=arch.qkv_bias
         )
@@ -65,7 +65,12 @@ class OPTDecoderLayer(Layer):
         )
         self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=arch.mlp_bias)
         self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=arch.mlp_bias)
-        self.final_layer_norm = LayerNorm(context, f"{prefix}.final_layer_norm", hidden, affine=affine)
+        # a norm that comes after them gives what the next layer is added to
+        quants = (self.qkv_proj.activation_quant, self.fc1.activation_quant) if self._norm_first else (None, None)
+        self.self_attn_layer_norm, self.final_layer_norm = (
+            LayerNorm(context, f"{prefix}.{name}", hidden, affine=affine, activation_quant=quant)
+            for name, quant in zip(("self_attn_layer_norm", "final_layer_norm"), quants, strict=True)
+        )
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]; x is overwritten."""
@@ -74,13 +79,14 @@ class OPTDecoderLayer(Layer):
             x += self._mlp(self.final_layer_norm.forward(x))
             return x
         x = self.self_attn_layer_norm.forward(self._attend(x, context).add_(x))
-        return self.final_layer_norm.forward(self._mlp(x).add_(x))
+        normed: torch.Tensor = self.final_layer_norm.forward(self._mlp(x).add_(x))
+        return normed
 
-    def _attend(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _attend(self, x: Activation, context: ForwardContext) -> torch.Tensor:
         query, key, value = self.qkv_proj.project(x)
         return self.out_proj.forward(self.attention.forward(query, key, value, context))
 
-    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, x: Activation) -> torch.Tensor:
         return self.fc2.forward(self._activation(self.fc1.forward(x)))
 
 

@@ -23,6 +23,7 @@ from ascend_vllm.config.arch import (
     read_rope,
     required,
 )
+from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.errors import ModelLoadError
 
 SIZES: dict[str, Any] = {
@@ -68,7 +69,7 @@ def test_sizes_of_decoders_with_gated_mlps(name: str) -> None:
     assert (arch.vocab_size, arch.hidden_size, arch.embedding_size, arch.intermediate_size) == (100, 64, 64, 112)
     assert (arch.num_heads, arch.num_kv_heads, arch.head_size) == (4, 2, 16)
     assert (arch.activation, arch.norm_eps, arch.tie_word_embeddings) == ("silu", 1e-6, False)
-    assert (arch.num_learned_positions, arch.num_experts, arch.quantization_config) == (None, 0, None)
+    assert (arch.num_learned_positions, arch.num_experts, arch.quantization) == (None, 0, None)
     assert arch.layers == (LayerPlan(),) * 3
     assert arch.rope == RopeConfig("default", 10000.0, 16, 512, {})
     # embedding, attention with grouped queries, three matrices
@@ -238,8 +239,25 @@ def test_experts_dtype_and_ids() -> None:
     assert read("LlamaForCausalLM", eos_token_id=7).eos_token_ids == (7,)
     assert read("LlamaForCausalLM", eos_token_id=[7, 8]).eos_token_ids == (7, 8)
     assert read("LlamaForCausalLM", eos_token_id=[]).eos_token_ids == ()
-    quantized = read("LlamaForCausalLM", quantization_config={"quant_method": "awq"})
-    assert quantized.quantization_config == {"quant_method": "awq"}
+
+
+def test_quantization() -> None:
+    declared = {"quant_method": "awq", "bits": 4}
+    assert read("LlamaForCausalLM", quantization_config=declared).quantization == QuantizationConfig("awq", declared)
+    # of any reader, and without a name that is one
+    assert read("UnheardForCausalLM", quantization_config={"bits": 4}).quantization == QuantizationConfig(
+        None, {"bits": 4}
+    )
+    assert read("LlamaForCausalLM", quantization_config={"quant_method": []}).quantization is not None
+    assert read("LlamaForCausalLM", quantization_config={}).quantization is None
+    # --quantization names it where config.json does not
+    hf_config = {"architectures": ["LlamaForCausalLM"]} | SIZES
+    assert ArchConfig.from_hf(hf_config, "awq").quantization == QuantizationConfig("awq")
+    unnamed = hf_config | {"quantization_config": {"bits": 4}}
+    assert ArchConfig.from_hf(unnamed, "awq").quantization == QuantizationConfig("awq", {"bits": 4})
+    assert ArchConfig.from_hf(hf_config | {"quantization_config": declared}, "gptq").quantization == (
+        QuantizationConfig("awq", declared)
+    )
 
 
 # ---- other architectures ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Linear layers: fused outputs, shards of several ranks, and the quantisation seam."""
+"""Linear layers: fused outputs, shards of several ranks, and the quantization seam."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ascend_vllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from ascend_vllm.layers.quantization.base import QuantMethod
+from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, QuantMethod, QuantScheme
+from ascend_vllm.layers.quantization.unquantized import Unquantized
 
 HIDDEN = 24
 
@@ -134,7 +135,7 @@ def test_embedding_offset() -> None:
 class _RowScaled(QuantMethod):
     """8-bit weights with a scale per output."""
 
-    def create_weights(self, layer: Linear) -> list[WeightSlot]:
+    def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         self.levels = torch.empty(layer.out_features, layer.in_features, dtype=torch.int8)
         self.scales = torch.empty(layer.out_features)
         name = layer.outputs[0].name
@@ -143,33 +144,31 @@ class _RowScaled(QuantMethod):
             WeightSlot(f"{name}.scales", tuple(self.scales.shape), self.scales),
         ]
 
-    def after_load(self, layer: Linear) -> None:  # noqa: ARG002
+    def after_load(self, layer: LinearLayer) -> None:  # noqa: ARG002
         self.weight = self.levels.float() * self.scales[:, None]
 
-    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.weight, layer.bias)
 
 
-class _OnlyHeads:
-    """Quantises what is called a head."""
+class _OnlyHeads(QuantScheme):
+    """Quantizes heads."""
 
-    def method_for(self, layer_name: str) -> QuantMethod:
-        if layer_name.endswith("head"):
-            return _RowScaled()
-        return BuildContext(torch.float32, torch.device("cpu")).quant.method_for(layer_name)
+    def method_for(self, layer: LinearLayer) -> QuantMethod:
+        return _RowScaled() if layer.kind is LayerKind.LM_HEAD else Unquantized()
 
 
 def test_a_scheme_chooses_the_method_of_each_layer() -> None:
     context = BuildContext(torch.float32, torch.device("cpu"), quant=_OnlyHeads())
     plain = ColumnParallelLinear(context, "proj", HIDDEN, 6)
     assert [slot.name for slot in plain.slots()] == ["proj.weight"]
-    quantised = LMHead(context, "lm_head", HIDDEN, 6, bias=True)
-    assert [slot.name for slot in quantised.slots()] == ["lm_head.qweight", "lm_head.scales", "lm_head.bias"]
+    quantized = LMHead(context, "lm_head", HIDDEN, 6, bias=True)
+    assert [slot.name for slot in quantized.slots()] == ["lm_head.qweight", "lm_head.scales", "lm_head.bias"]
     levels, scales, bias = torch.ones(6, HIDDEN, dtype=torch.int8), torch.arange(6.0), torch.full((6,), 0.5)
-    for slot, value in zip(quantised.slots(), (levels, scales, bias), strict=True):
+    for slot, value in zip(quantized.slots(), (levels, scales, bias), strict=True):
         slot.fill(value)
-    quantised.after_load()
-    torch.testing.assert_close(quantised.forward(_x()), _x().sum(-1, keepdim=True) * scales + 0.5)
+    quantized.after_load()
+    torch.testing.assert_close(quantized.forward(_x()), _x().sum(-1, keepdim=True) * scales + 0.5)
 
 
 _DROP_A_TABLE = """

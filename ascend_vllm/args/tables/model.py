@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from ascend_vllm.args.fields import flag
+from ascend_vllm.config import quantization
 
 _NO_QUANTIZATION = "quantised weights are not available in this version; serve the unquantised checkpoint"
 
@@ -273,6 +274,8 @@ class LoadArgs:
         choices=QUANTIZATIONS,
         short=("-q",),
         unsupported=_NO_QUANTIZATION,
+        allowed=tuple(quantization.SCHEMES),
+        entry_points=quantization.ENTRY_POINT_GROUP,
     )
     quantization_param_path: str | None = flag(
         None,

@@ -5,8 +5,24 @@ from __future__ import annotations
 import torch
 
 from ascend_vllm.layers.base import WeightSlot
-from ascend_vllm.layers.quantization.base import LinearLayer, QuantMethod
-from ascend_vllm.ops.gemm import PackedLinear
+from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, QuantMethod, QuantScheme
+from ascend_vllm.ops.embedding import gather_rows
+from ascend_vllm.ops.gemm import PackedLinear, PackedRows, has_kernel
+from ascend_vllm.platforms.host_memory import weight_memory
+
+
+def empty_table(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for vectors [num_rows, width] to look up."""
+    if device.type == "cpu":
+        return weight_memory((num_rows, width), dtype)
+    return torch.empty(num_rows, width, dtype=dtype, device=device)
+
+
+def _slot(layer: LinearLayer, index: int, target: torch.Tensor | PackedRows) -> WeightSlot:
+    """Of one of the layer's matrices."""
+    output = layer.outputs[index]
+    shape = (output.total, layer.total_in_features)
+    return WeightSlot(f"{output.name}.weight", shape, target, (output.shard.start, layer.in_shard.start))
 
 
 class Unquantized(QuantMethod):
@@ -21,15 +37,8 @@ class Unquantized(QuantMethod):
         self._loading = PackedLinear(layer.out_features, layer.in_features, layer.dtype, layer.device)
         slots = []
         row = 0
-        for output in layer.outputs:
-            slots.append(
-                WeightSlot(
-                    f"{output.name}.weight",
-                    (output.total, layer.total_in_features),
-                    self._loading.target(row, output.shard.size),
-                    (output.shard.start, layer.in_shard.start),
-                )
-            )
+        for index, output in enumerate(layer.outputs):
+            slots.append(_slot(layer, index, self._loading.target(row, output.shard.size)))
             row += output.shard.size
         return slots
 
@@ -47,15 +56,51 @@ class Unquantized(QuantMethod):
         """x [T, in] → [T, out/2], without the product in memory where the device has a kernel for that."""
         return self._weight(layer).gated(x, layer.bias, activation)
 
+    def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:
+        """indices [T] → [T, in]. Of weights in panels only."""
+        return self._weight(layer).rows(indices)
+
     def _weight(self, layer: LinearLayer) -> PackedLinear:
         if self._packed is None:
             raise RuntimeError(f"{layer.prefix} is used before its weights are loaded")
         return self._packed
 
 
-class UnquantizedScheme:
-    """Every layer is `Unquantized`."""
+class UnquantizedTable(QuantMethod):
+    """Loads an embedding as it is in the checkpoint; a tied one is packed for products beside it."""
 
-    def method_for(self, layer_name: str) -> QuantMethod:  # noqa: ARG002 - all layers are alike
-        """A new `Unquantized`, whatever the layer."""
+    def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
+        """The table."""
+        # [out, in] in the model's dtype
+        self._table = empty_table(layer.out_features, layer.in_features, layer.dtype, layer.device)
+        self._look_up = gather_rows if has_kernel(layer.dtype, layer.device) else torch.embedding
+        self._packed: PackedLinear | None = None
+        return [_slot(layer, 0, self._table)]
+
+    def after_load(self, layer: LinearLayer) -> None:
+        """Arranges a tied table for products."""
+        if layer.kind is LayerKind.TIED_EMBEDDING:
+            self._packed = PackedLinear.of(self._table)
+
+    def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] → [T, out]."""
+        if self._packed is None:
+            raise RuntimeError("the tied LM head is used before the embedding is loaded")
+        return self._packed(x, layer.bias)
+
+    def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the table is kept here
+        """indices [T] → [T, in]."""
+        return self._look_up(self._table, indices)
+
+
+class UnquantizedScheme(QuantScheme):
+    """Every layer is unquantized."""
+
+    def method_for(self, layer: LinearLayer) -> QuantMethod:
+        """A new method that keeps weights as products or look-ups read them."""
+        if layer.kind is LayerKind.EMBEDDING:
+            return UnquantizedTable()
+        # vectors can be read from panels, too, so that a tied table is there once
+        if layer.kind is LayerKind.TIED_EMBEDDING and not has_kernel(layer.dtype, layer.device):
+            return UnquantizedTable()
         return Unquantized()
