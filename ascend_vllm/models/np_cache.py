@@ -28,10 +28,17 @@ _FOLDER = "np"
 _NAMES_FILE = "weight_names.json"
 
 # of arrays, and what torch takes them for
-_DTYPES = {
+_FLOATS = {
     np.dtype(np.float16): torch.float16,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
+}
+_INTEGERS = {
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int8): torch.int8,
+    np.dtype(np.int16): torch.int16,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
 }
 # of a name on most file systems
 _MAX_NAME_BYTES = 255
@@ -65,9 +72,10 @@ class NumpyCache(WeightFile):
         if len(self._arrays) < len(names):
             raise self.corrupt(f"{_NAMES_FILE} has a name twice")
         for name, array in self._arrays.items():
-            if array.dtype in _DTYPES:
-                self.dtypes[name] = _DTYPES[array.dtype]
-            else:
+            dtype = _FLOATS.get(array.dtype) or _INTEGERS.get(array.dtype)
+            if dtype is not None:
+                self.dtypes[name] = dtype
+            if array.dtype not in _FLOATS:
                 self.odd_dtypes[name] = str(array.dtype)
             self.shapes[name] = array.shape
 
@@ -128,7 +136,7 @@ def _make(folder: pathlib.Path, files: Sequence[WeightFile]) -> None:
                         raise ModelLoadError(
                             f"{file.path}: tensor {shown(tensor_name)} cannot be a file of this name"
                         )
-                    if tensor_name in file.odd_dtypes:
+                    if tensor_name in file.odd_dtypes and tensor.dtype not in _INTEGERS.values():
                         raise ModelLoadError(
                             f"{file.path}: tensor {tensor_name} has dtype {file.odd_dtypes[tensor_name]}, which is "
                             "not supported"

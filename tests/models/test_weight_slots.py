@@ -7,7 +7,7 @@ import math
 import pathlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ascend_vllm.config.model import LoadConfig, ModelConfig
-from ascend_vllm.distributed.parallel_context import Shard
+from ascend_vllm.distributed.parallel_context import ParallelContext, Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
@@ -32,6 +32,8 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # [experts, out, in]
 STACK = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)
+# shapes of one of four experts of width 6, in a model of width 8
+_STACKS = {"gate_up": (12, 8), "down": (8, 6)}
 
 # ---- whole models ------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class _Files:
                 raise NotImplementedError
 
         self._monkeypatch.setitem(MODELS, "Model", Model)
-        if load_format == "pt":
+        if load_format in ("pt", "npcache"):
             self.path = self.path.with_name("pytorch_model.bin")
             torch.save(tensors, self.path)
         elif load_format == "safetensors":
@@ -178,6 +180,74 @@ def test_each_expert_of_a_stack_can_be_a_matrix_of_its_own(files: _Files) -> Non
     assert [holder.num_loads for holder in holders] == [1] * 4
 
 
+def _experts_of_rank(parallel: ParallelContext, split: str) -> tuple[list[WeightSlot], Callable[[], torch.Tensor]]:
+    """Slots for a rank's part of two stacks, gate with up and down; and what the rank computes with them."""
+    num_experts, width, hidden = 4, 6, 8
+    experts, inner = Shard(0, num_experts), Shard(0, width)
+    if split == "experts":
+        experts = parallel.shard(num_experts, "experts")
+    else:
+        inner = parallel.shard(width, "width of experts")
+    # [E, gate and up, in], and [E, out, down]
+    gate_up = torch.full((experts.size, 2 * inner.size, hidden), math.nan)
+    down = torch.full((experts.size, hidden, inner.size), math.nan)
+    slots = [
+        WeightSlot(
+            "gate_up",
+            (num_experts, 2 * width, hidden),
+            gate_up[:, index * inner.size : (index + 1) * inner.size],
+            (experts.start, index * width + inner.start),
+        )
+        for index in range(2)
+    ]
+    slots.append(WeightSlot("down", (num_experts, hidden, width), down, (experts.start, 0, inner.start)))
+    x = torch.linspace(-1, 1, 3 * hidden).view(3, hidden)
+
+    def sum_of_experts() -> torch.Tensor:
+        gate, up = (x @ gate_up.transpose(1, 2)).chunk(2, dim=-1)
+        return ((gate * up) @ down.transpose(1, 2)).sum(0)
+
+    return slots, sum_of_experts
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("split", ["experts", "width"])
+def test_ranks_share_stacked_experts(files: _Files, split: str, size: int) -> None:
+    """By whole experts, or by outputs of gate and up and inputs of down: what the ranks compute adds up."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(4, *shape, generator=generator) for name, shape in _STACKS.items()}
+    found = torch.zeros(3, 8)
+    for rank in range(size):
+        slots, sum_of_experts = _experts_of_rank(ParallelContext(rank, size), split)
+        files.load(tensors, slots)
+        found += sum_of_experts()
+    x = torch.linspace(-1, 1, 3 * 8).view(3, 8)
+    expected = torch.zeros(3, 8)
+    for gate_up, down in zip(tensors["gate_up"], tensors["down"], strict=True):
+        expected += ((x @ gate_up[:6].T) * (x @ gate_up[6:].T)) @ down.T
+    torch.testing.assert_close(found, expected)
+
+
+def test_experts_of_many_tensors_fill_one_stack(files: _Files) -> None:
+    """A checkpoint with a matrix for each expert; the second rank has the last two of four, and half of each."""
+    tensors = {f"experts.{index}.weight": STACK[index].clone() for index in range(2, 4)}
+    stack = torch.full((2, 3, 8), math.nan)
+    shard = ParallelContext(1, 2).shard(4, "experts")
+    slots = [
+        WeightSlot(f"experts.{shard.start + index}.weight", (6, 8), target, (3,))
+        for index, target in enumerate(stack)
+    ]
+    files.load(tensors, slots)
+    assert torch.equal(stack, STACK[2:, 3:])
+
+
+def test_stacks_that_are_stored_transposed(files: _Files) -> None:
+    """[E, in, out] in the checkpoint, and a part of it as [E, out, in] here."""
+    stack = torch.full((4, 8, 2), math.nan)
+    files.load({"experts": STACK}, [WeightSlot("experts", (4, 6, 8), stack.transpose(1, 2), (0, 4))])
+    assert torch.equal(stack, STACK[:, 4:].transpose(1, 2))
+
+
 def test_slots_of_one_name_are_all_filled(files: _Files) -> None:
     """In one layer and in several, each of which is ready once."""
     first, second, third, other = torch.empty(2), torch.empty(3), torch.empty(6), torch.empty(())
@@ -193,7 +263,7 @@ def test_slots_of_one_name_are_all_filled(files: _Files) -> None:
     assert [holder.num_loads for holder in holders] == [1, 1]
 
 
-@pytest.mark.parametrize("load_format", ["safetensors", "pt"])
+@pytest.mark.parametrize("load_format", ["safetensors", "pt", "npcache"])
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_load_as_they_are(files: _Files, dtype: torch.dtype, load_format: str) -> None:
     limits = torch.iinfo(dtype)
