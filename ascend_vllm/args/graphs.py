@@ -12,8 +12,6 @@ logger = init_logger(__name__)
 
 GEAR_ENABLE = "PTA_TORCHAIR_DECODE_GEAR_ENABLE"
 GEAR_LIST = "PTA_TORCHAIR_DECODE_GEAR_LIST"
-# decoders like Llama's and Qwen2's: graphs are captured for them unless somebody says otherwise
-CAPTURED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DEFAULT_MAX_SEQ_LEN_TO_CAPTURE = 8192
 
 
@@ -94,7 +92,7 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
                 f"INFER_MODE=PTA does not go with {flash}, whose operators cannot be replayed: unset one of them."
             )
         return None
-    if model.architecture not in CAPTURED_ARCHITECTURES:
+    if not model.arch.captures_graphs:
         return f"{model.architecture} has them with INFER_MODE=PTA only"
     if num_stages > 1:
         return f"--pipeline-parallel-size {num_stages}, and stages run without them"

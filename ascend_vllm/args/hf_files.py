@@ -14,75 +14,12 @@ from typing import Any
 
 from ascend_vllm import envs
 from ascend_vllm.args.hf_checks import check_generation_config, check_hf_config, check_rope_spellings
+from ascend_vllm.config.hf_defaults import DEFAULTS, WITHOUT_ROPE
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, one_line, read_json, shown
 
 _DEFAULT_ROPE_THETA = 10000.0
 
-_LLAMA_LIKE = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-}
-_QWEN = _LLAMA_LIKE | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-# model_type → what transformers assumes for names that config.json leaves out
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": _LLAMA_LIKE
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "mistral": _LLAMA_LIKE
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096 * 32,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128, "attention_bias": False},
-    "opt": {
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "ffn_dim": 3072,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "num_attention_heads": 12,
-        "activation_function": "relu",
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True,
-        "pad_token_id": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-    },
-}
-_WITHOUT_ROPE = frozenset({"opt"})
 _DROPPED = ("transformers_version", "_name_or_path")
 # of interest to classification heads only, and may be large
 _DROPPED_WITHOUT_HEAD = ("id2label", "label2id")
@@ -219,7 +156,7 @@ def read_hf_config(
     if not isinstance(auto_map, dict | None):
         raise ModelLoadError(f"{path}: 'auto_map' must be an object, got {shown(auto_map)}")
     has_code = "AutoConfig" in (auto_map or {})
-    defaults = _DEFAULTS.get(model_type) if isinstance(model_type, str) else None
+    defaults = DEFAULTS.get(model_type) if isinstance(model_type, str) else None
     if has_code and trust_remote_code:
         defaults = None
     if defaults is not None:
@@ -232,7 +169,7 @@ def read_hf_config(
         config = _read_with_transformers(directory, raw, trust_remote_code)
     config = _merged(config, overrides or {})
     check_rope_spellings(path, config)
-    if model_type not in _WITHOUT_ROPE or rope_scaling is not None or rope_theta is not None:
+    if model_type not in WITHOUT_ROPE or rope_scaling is not None or rope_theta is not None:
         changed = overrides or {}
         # an override in the older spelling counts more than what the file says in the newer one
         scaling = rope_scaling if rope_scaling is not None else changed.get("rope_scaling")

@@ -145,6 +145,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         output_bias: the output projection of attention has one.
         mlp_bias: the projections of MLPs have one.
         tie_word_embeddings: the embedding's weight is the head's, too.
+        captures_graphs: decoding on NPUs is captured as graphs unless somebody says otherwise.
         rope: rotary positions; None: there are none.
         num_learned_positions: learned positions; None: there are none.
         num_experts: experts of an MLP; 0: there are none.
@@ -173,6 +174,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    captures_graphs: bool = False
     rope: RopeConfig | None = None
     num_learned_positions: int | None = None
     num_experts: int = 0
@@ -341,13 +343,14 @@ def _max_length(hf_config: Mapping[str, Any]) -> StatedLength | None:
 
 def _read_llama(hf_config: Mapping[str, Any]) -> ArchConfig:
     # no windows: this family does not heed `sliding_window`
-    return read_decoder(hf_config, layers=layer_plans(hf_config))
+    return read_decoder(hf_config, layers=layer_plans(hf_config), captures_graphs=True)
 
 
 def _read_mistral(hf_config: Mapping[str, Any]) -> ArchConfig:
     # the first models have a window in every layer, later ones a `sliding_window` of null
     layers = layer_plans(hf_config, [SLIDING_ATTENTION] * int(hf_config["num_hidden_layers"]))
-    return read_decoder(hf_config, layers=layers, qkv_bias=False, output_bias=False, mlp_bias=False)
+    biases = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+    return read_decoder(hf_config, layers=layers, captures_graphs=True, **biases)
 
 
 def _qwen_plans(hf_config: Mapping[str, Any]) -> tuple[LayerPlan, ...]:
@@ -368,11 +371,12 @@ def _qwen_plans(hf_config: Mapping[str, Any]) -> tuple[LayerPlan, ...]:
 
 def _read_qwen2(hf_config: Mapping[str, Any]) -> ArchConfig:
     # biases are not optional in this family
-    return read_decoder(hf_config, layers=_qwen_plans(hf_config), qkv_bias=True, output_bias=False, mlp_bias=False)
+    biases = {"qkv_bias": True, "output_bias": False, "mlp_bias": False}
+    return read_decoder(hf_config, layers=_qwen_plans(hf_config), captures_graphs=True, **biases)
 
 
 def _read_qwen3(hf_config: Mapping[str, Any]) -> ArchConfig:
-    return read_decoder(hf_config, layers=_qwen_plans(hf_config), qk_norm=True, mlp_bias=False)
+    return read_decoder(hf_config, layers=_qwen_plans(hf_config), captures_graphs=True, qk_norm=True, mlp_bias=False)
 
 
 def _read_opt(hf_config: Mapping[str, Any]) -> ArchConfig:
@@ -415,6 +419,11 @@ _MODEL_TYPE_READERS: Mapping[str, ArchReader] = {
 }
 
 
+def _without_graphs(reader: ArchReader) -> ArchReader:
+    """For classes of other packages: they may compute what cannot be captured."""
+    return lambda hf_config: msgspec.structs.replace(reader(hf_config), captures_graphs=False)
+
+
 def _reader(hf_config: Mapping[str, Any]) -> ArchReader:
     architecture = str((hf_config.get("architectures") or [""])[0])
     decoder = decoder_architecture(architecture)
@@ -425,7 +434,7 @@ def _reader(hf_config: Mapping[str, Any]) -> ArchReader:
     found = plugins.entry_points(ENTRY_POINT_GROUP)
     target = found.get(architecture) or found.get(decoder)
     if target is None:
-        return _MODEL_TYPE_READERS.get(str(hf_config.get("model_type")), read_decoder)
+        return _without_graphs(_MODEL_TYPE_READERS.get(str(hf_config.get("model_type")), read_decoder))
     try:
         reader: ArchReader = plugins.import_object(target)
     except (ImportError, AttributeError) as error:

@@ -50,6 +50,31 @@ class PoolerConfig(msgspec.Struct, frozen=True):
         return self.task.startswith("token_") or self.seq_pooling_type != "LAST"
 
 
+class HighPrecision(msgspec.Struct, frozen=True):
+    """What a published model needs on Ascend NPUs, where its results are wrong without, always or now and then.
+
+    Attributes:
+        model: its name.
+        prompt: attention of prompts in high precision.
+        decode: that of decoding, for long sequences.
+        prefix: that of prompts behind a cached prefix.
+    """
+
+    model: str
+    prompt: bool = False
+    decode: bool = False
+    prefix: bool = False
+
+
+# Architecture, hidden size, layers: later models of the same shape count as the same. Known from Huawei's guide to
+# serving with vLLM on Ascend.
+_HIGH_PRECISION = {
+    ("Qwen2ForCausalLM", 3584, 28): HighPrecision("Qwen2-7B", prompt=True, decode=True, prefix=True),
+    ("Qwen2MoeForCausalLM", 3584, 28): HighPrecision("Qwen2-57B", prompt=True, decode=True),
+    ("Qwen2ForCausalLM", 8192, 80): HighPrecision("Qwen2-72B", decode=True, prefix=True),
+}
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
     """What model is served.
 
@@ -102,6 +127,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
         if declared is None:
             return self.arch.eos_token_ids
         return tuple(declared) if isinstance(declared, list | tuple) else (declared,)
+
+    @property
+    def high_precision(self) -> HighPrecision | None:
+        """The attention that must be computed in high precision on Ascend NPUs; None: no need is known."""
+        return _HIGH_PRECISION.get((self.architecture, self.hidden_size, self.num_layers))
 
     @property
     def vocab_size(self) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from ascend_vllm.config.arch import READERS
+
 PACKAGE = "ascend_vllm"
 ROOT = pathlib.Path(__file__).resolve().parents[2] / PACKAGE
 
@@ -208,6 +210,18 @@ def test_config_json_is_read_in_one_room() -> None:
         if re.search(r"hf_config\b", path.read_text())
     }
     assert naming == set(RAW_CONFIG_FILES)
+
+
+def test_families_are_named_in_models_and_config() -> None:
+    """Everything else goes by what `ArchConfig` says; the demo model is one of a family, and says so."""
+    naming = [
+        f"{name}:{node.lineno}"
+        for name, path in _modules().items()
+        if not name.startswith(("models.", "config.", "tools.demo."))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in READERS
+    ]
+    assert naming == []
 
 
 def test_transformers_models_are_never_imported() -> None:
