@@ -70,10 +70,10 @@ def check(**fields: Any) -> None:
         ),
         ({"structural_tag": "{"}, "structural_tag is not valid JSON"),
         ({"structural_tag": "[" * 70 + "]" * 70}, "structural_tag is nested too deeply: the limit is 64"),
-        ({"json": {"$ref": "#"}}, "json has a $ref that comes back to itself and says nothing else: #."),
+        ({"json": {"$ref": "#"}}, "json has a circular $ref: #."),
         (
             {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
-            "says nothing else: #/$defs/b -> #/$defs/a.",
+            "circular $ref: #/$defs/b -> #/$defs/a.",
         ),
     ],
     ids=lambda value: str(value)[:40],

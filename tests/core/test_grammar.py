@@ -183,7 +183,7 @@ def test_rollback_takes_back_what_was_accepted(backend: GrammarBackend) -> None:
     grammar.rollback(1)
     assert not grammar.is_terminated and not grammar.is_accepting
     assert allowed(grammar, VOCABULARY) == {ord("a"), ord("c"), 256}
-    with pytest.raises(ValueError, match=r"3 tokens are to be taken back|3 > 2"):
+    with pytest.raises(ValueError, match=r"cannot roll back 3 tokens|3 > 2"):
         grammar.rollback(3)
     assert grammar.accept_tokens([ord("c")]) and grammar.is_terminated
 

@@ -190,9 +190,9 @@ def test_what_took_long_and_cannot_be_packed_is_refused(monkeypatch: pytest.Monk
 def test_a_grammar_that_becomes_slow_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its masks took longer and longer, up to seconds, and all other requests waited for them."""
     monkeypatch.setattr(output_constraint, "_BURST_S", 0.02)
-    monkeypatch.setattr(output_constraint, "_WATCHED_S", 0.016)
+    monkeypatch.setattr(output_constraint, "_TIMED_BELOW_S", 0.016)
     monkeypatch.setattr(output_constraint, "_TOKEN_S", 0.0002)
-    monkeypatch.setattr(output_constraint, "_LOOK_S", 0.0001)
+    monkeypatch.setattr(output_constraint, "_MIN_CHARGED_S", 0.0001)
     config = make_config(max_model_len=512)
     manager = StructuredOutputManager(
         StructuredOutputsConfig(), config.model, lambda: VOCABULARY, processes=PROCESSES

@@ -501,7 +501,7 @@ def test_without_a_tokenizer_there_are_no_constraints() -> None:
     assert not manager._entries
 
 
-def test_names_of_libraries_that_are_not_there(package_log: pytest.LogCaptureFixture) -> None:
+def test_names_of_libraries_that_are_not_available(package_log: pytest.LogCaptureFixture) -> None:
     package_log.set_level(logging.INFO)
     core, _ = make_core()
     requests = [
@@ -511,7 +511,7 @@ def test_names_of_libraries_that_are_not_there(package_log: pytest.LogCaptureFix
     for request in requests:
         core.add_request(request)
     assert_alone(run(core), requests)
-    assert len([line for line in package_log.messages if "backend outlines is not there" in line]) == 1
+    assert len([line for line in package_log.messages if "backend outlines is not available" in line]) == 1
     assert not [line for line in package_log.messages if "lm-format-enforcer is not there" in line]
 
 

@@ -1,4 +1,4 @@
-"""Grammars by llguidance."""
+"""Grammar backend on llguidance."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ascend_vllm.core.structured.grammar import (
 from ascend_vllm.core.structured.json_schema import schemas_in
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 
-# The library shares most of a grammar between matchers and does not say how large it is: so much at least, and for
-# each second of computing masks, in which it makes states of a lexer that it keeps, as many as it may.
+# The library does not report the size of a grammar. It is estimated as this minimum, plus the lexer states that
+# matchers share, which are created while masks are computed, up to a limit.
 _MIN_BYTES = 256 << 10
 _BYTES_PER_SECOND = 200 << 20
 _MAX_LEXER_STATES = 100_000
@@ -31,7 +31,7 @@ _BYTES_PER_STATE = 1 << 10
 
 
 class LLGuidance(Grammar):
-    """A matcher of the library, over a vocabulary with one more token, the library's end of text.
+    """A matcher of the library, over the vocabulary and one more token, the library's end of text.
 
     Args:
         matcher: the library's.
@@ -45,25 +45,24 @@ class LLGuidance(Grammar):
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         ids = list(token_ids)
-        # consuming what does not fit would leave the matcher in an error for good
+        # consuming tokens that do not match would put the matcher into a permanent error state
         if self.matcher.validate_tokens(ids) < len(ids) or not self.matcher.consume_tokens(ids):
             return False
         self._num_accepted += len(ids)
         return True
 
     def fill_bitmask(self, row: Bitmask) -> None:
-        words = _words_of(self._num_tokens + 1)
-        mask = np.zeros((1, words), np.int32)
+        mask = np.zeros((1, _num_words(self._num_tokens + 1)), np.int32)
         llguidance.numpy.fill_next_token_bitmask(self.matcher, mask)
         if self.matcher.is_error():
-            # it has met one of its limits, for good
+            # it has exceeded one of the library's limits, permanently
             mask[:] = 0
-        _forget_end(mask, self._num_tokens)
+        _clear_library_eos(mask, self._num_tokens)
         row[:] = mask[0, : len(row)]
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens > self._num_accepted:
-            raise ValueError(f"{num_tokens} tokens are to be taken back, {self._num_accepted} were accepted")
+            raise ValueError(f"cannot roll back {num_tokens} tokens, {self._num_accepted} were accepted")
         if num_tokens and not self.matcher.rollback(num_tokens):
             raise ValueError(self.matcher.get_error())
         self._num_accepted -= num_tokens
@@ -92,20 +91,20 @@ class _Compiled(CompiledGrammar):
         num_state_bytes = min(int(self._mask_s * _BYTES_PER_SECOND), _MAX_LEXER_STATES * _BYTES_PER_STATE)
         return self._num_compiled_bytes + num_state_bytes
 
-    def note_bytes(self, num_bytes: int) -> None:
+    def set_measured_bytes(self, num_bytes: int) -> None:
         self._num_compiled_bytes = max(num_bytes, _MIN_BYTES)
 
-    def note_work(self, seconds: float) -> None:
+    def add_mask_time(self, seconds: float) -> None:
         self._mask_s += seconds
 
 
-class _TokenizerOf:
-    """A vocabulary as the library wants it."""
+class _TokenizerAdapter:
+    """A vocabulary with the interface that the library expects."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # the library must have an end-of-text token, and masks it in with others; ours stay out of its sight
+        # the library requires an end-of-text token and includes it in masks, so it gets one of its own
         self.eos_token_id = vocabulary.size
         self.tokens = [*vocabulary.tokens, b"<end>"]
         self.special_token_ids = [self.eos_token_id]
@@ -114,13 +113,13 @@ class _TokenizerOf:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """A text in tokens. Where a grammar leaves no choice the library allows what the tokenizer would write."""
+        """Tokenises a text; where a grammar allows one text only, the library allows only its canonical tokens."""
         if self._encode is not None:
             try:
                 ids = self._encode(text.decode())
             except UnicodeDecodeError:
                 ids = []
-            # a tokenizer may put a space before a text
+            # unless the tokenizer has added a space
             if b"".join(self.tokens[id_] for id_ in ids if id_ < self.eos_token_id) == text:
                 return ids
         return self._longest_tokens(text)
@@ -146,7 +145,7 @@ class LLGuidanceBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._num_tokens = vocabulary.size
-        wrapper = llguidance.TokenizerWrapper(_TokenizerOf(vocabulary))
+        wrapper = llguidance.TokenizerWrapper(_TokenizerAdapter(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(wrapper)
         self._executor = llguidance.LLExecutor(num_threads)
         self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
@@ -160,42 +159,42 @@ class LLGuidanceBackend(GrammarBackend):
             raise GrammarError(str(error)) from None
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise GrammarError(_in_a_line(matcher.get_error()))
-        # what is too large for the library often shows no earlier than here
+            raise GrammarError(_one_line(matcher.get_error()))
+        # the library often finds a grammar too large only when it computes the first mask
         trial = matcher.deep_copy()
         trial.compute_bitmask()
         if trial.is_error():
-            raise GrammarError(_in_a_line(trial.get_error()))
+            raise GrammarError(_one_line(trial.get_error()))
         return _Compiled(matcher, self._num_tokens)
 
     def pack(self, compiled: CompiledGrammar, max_bytes: int) -> None:
-        """The library writes no grammar down."""
+        """Returns None: the library cannot serialise grammars."""
 
     def unpack(self, packed: bytes) -> CompiledGrammar:
         raise NotImplementedError
 
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
-        masks = np.zeros((len(grammars), _words_of(self._num_tokens + 1)), np.int32)
+        masks = np.zeros((len(grammars), _num_words(self._num_tokens + 1)), np.int32)
         matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, LLGuidance)]
-        places = list(zip(matchers, range(len(matchers)), strict=True))
-        llguidance.numpy.fill_next_token_bitmask_par(self._executor, places, masks)
+        indexed = list(zip(matchers, range(len(matchers)), strict=True))
+        llguidance.numpy.fill_next_token_bitmask_par(self._executor, indexed, masks)
         masks[[matcher.is_error() for matcher in matchers]] = 0
-        _forget_end(masks, self._num_tokens)
+        _clear_library_eos(masks, self._num_tokens)
         bitmask[list(rows)] = masks[:, : bitmask.shape[1]]
 
 
-def _in_a_line(error: str) -> str:
-    """What the library says, without the pictures of where it says it."""
+def _one_line(error: str) -> str:
+    """The library's error messages, without its excerpts of the grammar."""
     lines = [line.strip() for line in error.removesuffix("<non-verbose/>").strip().splitlines()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return " ".join(told) or lines[0]
+    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join(messages) or lines[0]
 
 
-def _words_of(num_tokens: int) -> int:
+def _num_words(num_tokens: int) -> int:
     return -(-num_tokens // 32)
 
 
-def _forget_end(masks: Bitmask, num_tokens: int) -> None:
+def _clear_library_eos(masks: Bitmask, num_tokens: int) -> None:
     """Clears the bit of the library's own end-of-text token."""
     masks.view(np.uint32)[:, num_tokens // 32] &= np.uint32(0xFFFFFFFF ^ 1 << num_tokens % 32)
 
@@ -220,33 +219,33 @@ def _grammar_of(constraint: Constraint) -> str:
 def _schema_grammar(constraint: Constraint) -> str:
     schema = json.loads(constraint.text)
     if schema is True:
-        # the library wants options for what is no object
+        # the library's options need an object
         schema = {}
     if not constraint.additional_properties:
         _close_objects(schema)
     options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
     if constraint.whitespace_pattern is not None:
         options["whitespace_pattern"] = constraint.whitespace_pattern
-    # the library's own class has all keys, each with a value
+    # the library's TypedDict declares all keys as required
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
 
 
 def _close_objects(schema: Any) -> None:
-    """Forbids, in place, properties that a schema does not name, in objects whose properties it names."""
+    """Adds `additionalProperties: false`, in place, to all schemas with `properties` that do not set it."""
     for part in list(schemas_in(schema)):
         if isinstance(part.get("properties"), dict):
             part.setdefault("additionalProperties", False)
 
 
 def _tags_grammar(tag: Any) -> str:
-    """Structural tags in their first form: a list of structures, and triggers that their beginnings start with."""
+    """The grammar of structural tags in their legacy form: structures, and triggers that are prefixes of `begin`."""
     if not isinstance(tag, dict) or "structures" not in tag:
         raise GrammarError("only structural tags with structures and triggers are supported")
     tags = []
     for item in tag["structures"]:
         trigger = next((trigger for trigger in tag["triggers"] if item["begin"].startswith(trigger)), None)
         if trigger is None:
-            raise GrammarError(f"no trigger begins {item['begin']!r}")
+            raise GrammarError(f"no trigger is a prefix of {item['begin']!r}")
         tags.append(
             llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
         )

@@ -1,4 +1,4 @@
-"""Grammars by xgrammar."""
+"""Grammar backend on xgrammar."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ascend_vllm.core.structured.json_schema import schemas_in
 from ascend_vllm.core.structured.regex_size import end_of_class
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 
-# Where and when the library noticed an error; not for the eyes of clients.
-_SOURCE_PLACE = re.compile(r"^\[[^]]*\] \S+:\d+: ")
+# time and source location in the library's error messages, removed for clients
+_SOURCE_LOCATION = re.compile(r"^\[[^]]*\] \S+:\d+: ")
 
-# memory for what compilations have in common, of each of the two compilers
-_SHARED_BYTES = 32 << 20
+# size of each compiler's cache of subgrammars
+_CACHE_BYTES = 32 << 20
 _USUAL_SCHEMA = """{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "c":
     {"type": "number"}, "d": {"type": "boolean"}, "e": {"type": "array", "items": {"type": "string"}}, "f": {}},
     "required": ["a"]}"""
-# measured, of the form in which the library writes a grammar down: bytes for each character of the grammar's text,
-# and for each byte of its masks in memory
+# measured size of a serialised grammar: bytes per character of the grammar's text and rule, and per byte of its masks
+# in memory
 _AUTOMATON_BYTES = 4
 _BYTES_PER_MASK_BYTE = 2
 
-# what a grammar that is written down begins with, for the vocabulary that it is of
+# first byte of a packed grammar: the vocabulary that it was compiled for
 _JSON_MARK, _TEXT_MARK = b"j", b"t"
 
 _CONTROLS = bytes({*range(0x20)} - {*b"\r\n"})
 
-# Keywords of JSON schema that the library passes over in silence, so that texts could break them.
+# keywords of JSON schema that the library silently ignores
 _IGNORED_KEYWORDS = frozenset(
     {
         "multipleOf",
@@ -56,7 +56,7 @@ _IGNORED_KEYWORDS = frozenset(
         "dependentSchemas",
         "dependencies",
         "propertyNames",
-        # taken, but its patterns are matched against whole names
+        # supported, but its patterns are matched against whole names
         "patternProperties",
     }
 )
@@ -85,12 +85,12 @@ class XGrammar(Grammar):
 
     def fill_bitmask(self, row: Bitmask) -> None:
         self.matcher.fill_next_token_bitmask(row[None])
-        # the library sets bits behind the vocabulary too
+        # the library also sets bits behind the vocabulary
         row[-1:] &= last_word(self._num_tokens)
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens > self._num_accepted:
-            raise ValueError(f"{num_tokens} tokens are to be taken back, {self._num_accepted} were accepted")
+            raise ValueError(f"cannot roll back {num_tokens} tokens, {self._num_accepted} were accepted")
         self.matcher.rollback(num_tokens)
         self._num_accepted -= num_tokens
 
@@ -111,7 +111,7 @@ class _Compiled(CompiledGrammar):
     def __init__(self, compiled: Any, num_tokens: int, *, is_json: bool) -> None:
         self.library = compiled
         self._num_tokens = num_tokens
-        # compiled for the vocabulary without control characters
+        # whether it is compiled for the vocabulary without control characters
         self.is_json = is_json
 
     def start(self) -> Grammar:
@@ -121,11 +121,11 @@ class _Compiled(CompiledGrammar):
     def num_bytes(self) -> int:
         return int(self.library.memory_size_bytes)
 
-    def note_bytes(self, num_bytes: int) -> None:
-        """The library tells itself."""
+    def set_measured_bytes(self, num_bytes: int) -> None:
+        """Ignored: the library reports its memory."""
 
-    def note_work(self, seconds: float) -> None:
-        """It keeps nothing."""
+    def add_mask_time(self, seconds: float) -> None:
+        """Ignored: masks cache nothing."""
 
 
 class XGrammarBackend(GrammarBackend):
@@ -138,16 +138,16 @@ class XGrammarBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
         self._num_tokens = vocabulary.size
-        # ends are not the library's matter, so it knows of no stop tokens; nor of special ones, whose text is empty
-        self._info = _info_of(vocabulary.tokens)
-        self._compiler = _compiler_of(self._info, num_threads)
-        # JSON has no control characters but in its whitespace, which can do without tabs; the library would let them
-        # into strings of limited length
+        # without stop tokens, which `output_constraint` handles, and special tokens, whose text is empty
+        self._info = _make_info(vocabulary.tokens)
+        self._compiler = _make_compiler(self._info, num_threads)
+        # The library allows control characters in strings of limited length, which JSON forbids. JSON needs them only
+        # as whitespace, where it can do without tabs.
         plain = [token if token == token.translate(None, _CONTROLS) else b"" for token in vocabulary.tokens]
-        self._json_info = _info_of(plain)
-        self._json_compiler = _compiler_of(self._json_info, num_threads)
+        self._json_info = _make_info(plain)
+        self._json_compiler = _make_compiler(self._json_info, num_threads)
         self._batch = xgrammar.BatchGrammarMatcher(num_threads)
-        # what most schemas have in common need not be compiled with each of them
+        # fills the cache with the parts that most schemas share
         self._json_compiler.compile_json_schema(_USUAL_SCHEMA)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -157,7 +157,7 @@ class XGrammarBackend(GrammarBackend):
         except GrammarError:
             raise
         except Exception as error:  # the library raises RuntimeError, ValueError, TypeError and classes of its own
-            raise GrammarError(_SOURCE_PLACE.sub("", str(error)).strip().partition("\n")[0]) from None
+            raise GrammarError(_SOURCE_LOCATION.sub("", str(error)).strip().partition("\n")[0]) from None
 
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
         matchers = [grammar.matcher for grammar in grammars if isinstance(grammar, XGrammar)]
@@ -166,14 +166,14 @@ class XGrammarBackend(GrammarBackend):
 
     def pack(self, compiled: CompiledGrammar, max_bytes: int) -> bytes | None:
         assert isinstance(compiled, _Compiled)
-        # The library writes the automatons of all rules down with each rule, which is a line of the grammar's text;
-        # how large they are is told by the length of the text. Beside them come the masks.
+        # The library serialises the automatons of all rules once per rule, which is a line of the grammar's text;
+        # their size is proportional to the length of the text. The masks are added to that.
         text = str(compiled.library.grammar)
         expected = _AUTOMATON_BYTES * len(text) * text.count("\n") + _BYTES_PER_MASK_BYTE * compiled.num_bytes
         if expected > max_bytes:
             return None
-        written: str = compiled.library.serialize_json()
-        return (_JSON_MARK if compiled.is_json else _TEXT_MARK) + written.encode()
+        serialised: str = compiled.library.serialize_json()
+        return (_JSON_MARK if compiled.is_json else _TEXT_MARK) + serialised.encode()
 
     def unpack(self, packed: bytes) -> CompiledGrammar:
         is_json = packed.startswith(_JSON_MARK)
@@ -203,7 +203,7 @@ class XGrammarBackend(GrammarBackend):
         ignored = sorted(ignored_keywords(json.loads(constraint.text)))
         if ignored:
             raise GrammarError(f"the schema uses keywords that are not supported: {', '.join(ignored)}")
-        # properties that a schema with properties does not name are never written, whatever the settings
+        # with `properties`, the library never generates other properties, whatever the settings
         return self._json_compiler.compile_json_schema(
             constraint.text,
             any_whitespace=constraint.any_whitespace,
@@ -220,17 +220,17 @@ class XGrammarBackend(GrammarBackend):
         return self._compiler.compile_structural_tag(tag)
 
 
-def _info_of(tokens: list[bytes]) -> Any:
+def _make_info(tokens: list[bytes]) -> Any:
     return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[])
 
 
-def _compiler_of(info: Any, num_threads: int) -> Any:
-    # grammars are kept by core/structured/manager.py; what is kept here are parts that other grammars have as well
-    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_limit_bytes=_SHARED_BYTES)
+def _make_compiler(info: Any, num_threads: int) -> Any:
+    # its cache is for subgrammars; whole grammars are cached by core/structured/manager.py
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_limit_bytes=_CACHE_BYTES)
 
 
 def ignored_keywords(schema: Any) -> set[str]:
-    """Keywords in a schema that the library would not enforce."""
+    """Keywords of a schema that the library would not enforce."""
     found: set[str] = set()
     for part in schemas_in(schema):
         found |= _IGNORED_KEYWORDS & part.keys()
@@ -244,7 +244,7 @@ def ignored_keywords(schema: Any) -> set[str]:
 
 
 def without_newline_dots(regex: str) -> str:
-    r"""A regular expression whose dots do not match line breaks, as in Python; to the library they match anything.
+    r"""Replaces dots so that they do not match line breaks, as in Python; the library's dots match anything.
 
     Example:
         >>> without_newline_dots(r"a.[.]\.")

@@ -1,4 +1,4 @@
-"""The libraries that compile grammars, by name; each is imported when it is needed."""
+"""Grammar backends by name; each library is imported on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _make_guidance(vocabulary: Vocabulary, num_threads: int) -> GrammarBackend:
     return LLGuidanceBackend(vocabulary, num_threads)
 
 
-# name → backend for a vocabulary that may use so many threads
+# name → constructor, called with the vocabulary and the number of threads
 BACKENDS: dict[str, Callable[[Vocabulary, int], GrammarBackend]] = {
     "xgrammar": _make_xgrammar,
     "guidance": _make_guidance,

@@ -1,4 +1,4 @@
-"""Constraints become grammars beside the steps: in limited processes first, then in threads of the engine core."""
+"""Compiles constraints outside of the steps: first in limited processes, then in threads of the engine core."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ from ascend_vllm.sandbox.pool import Job, LimitExceededError, ProcessBrokenError
 
 logger = init_logger(__name__)
 
-# xgrammar lets such strings hold control characters, which JSON does not, and no escapes
+# for strings with these, xgrammar allows control characters, which JSON forbids, and no escapes
 _STRING_LIMITS = re.compile(r'"(?:minLength|maxLength|pattern)":')
 
 
 class _Lane(enum.Enum):
-    """Where constraints wait to be compiled."""
+    """The queues of constraints to compile; see `GrammarCompiler`."""
 
     QUICK = "quick"
     SLOW = "slow"
 
 
-# a thread for each process
+# one thread per process
 _NUM_THREADS = {_Lane.QUICK: NUM_QUICK, _Lane.SLOW: NUM_SLOW}
 
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """A constraint on its way to a grammar.
+    """A constraint and the state of its compilation.
 
     Attributes:
         constraint: what is compiled.
-        compiled: its grammar; with `backend`, or `error`, set in the end.
+        compiled: its grammar; when `is_done`, either this and `backend` or `error` are set.
         backend: of the grammar.
-        error: why there is none.
-        is_passing: another time there may be one nevertheless.
-        is_done: it has come to its end.
-        is_begun: a process has been at it.
+        error: why it could not be compiled.
+        may_retry: whether the error may be temporary.
+        is_done: whether the compilation has ended.
+        is_started: whether a process has started to compile it.
         num_waiting: requests that wait for it.
-        job: by which it is given up.
+        job: cancels the compilation.
         candidates: libraries that have not been tried.
-        reasons: what the others said.
+        reasons: errors of the libraries that have been tried.
     """
 
     constraint: Constraint
     compiled: CompiledGrammar | None = None
     backend: GrammarBackend | None = None
     error: str | None = None
-    is_passing: bool = False
+    may_retry: bool = False
     is_done: bool = False
-    is_begun: bool = False
+    is_started: bool = False
     num_waiting: int = 0
     job: Job = dataclasses.field(default_factory=Job)
     candidates: list[str] = dataclasses.field(default_factory=list)
@@ -73,20 +73,20 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the grammar takes, about."""
+        """Approximate memory of the grammar."""
         return 0 if self.compiled is None else self.compiled.num_bytes
 
 
 class GrammarCompiler:
-    """Compiles constraints, in threads that wait for the processes which do the work.
+    """Compiles constraints in processes, with a thread waiting for each process.
 
-    A constraint that is not compiled within the time of the quick lane begins anew in the other one, so that it does
-    not keep others waiting.
+    A constraint that exceeds the time limit of the quick lane starts again in the slow one, so that it does not delay
+    others.
 
     Args:
-        vocabulary: makes the vocabulary, once.
+        vocabulary: makes the vocabulary; called once.
         config: of the server.
-        processes: whose processes are used; None: its own.
+        processes: that compile; None: its own.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GrammarCompiler:
         self._processes = processes
         self._owns_processes = processes is None
         self._backends: dict[str, GrammarBackend] = {}
-        # held while libraries and vocabularies are loaded, which takes seconds: by the compiling threads only
+        # held for seconds while libraries and vocabularies are loaded; taken by the compiling threads only
         self._load_lock = threading.Lock()
         self._queues: dict[_Lane, queue.SimpleQueue[Entry | None]] = {lane: queue.SimpleQueue() for lane in _Lane}
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class GrammarCompiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The model's; read at the first use."""
+        """The model's vocabulary, loaded on first use."""
         if self._vocabulary is None:
             with self._load_lock:
                 if self._vocabulary is None:
@@ -120,12 +120,12 @@ class GrammarCompiler:
         return self._vocabulary
 
     def submit(self, entry: Entry) -> None:
-        """Has an entry done by one of the threads."""
+        """Queues an entry."""
         entry.candidates = self._candidates(entry.constraint)
         self._submit(entry, _Lane.QUICK)
 
     def close(self) -> None:
-        """Ends the threads, and the processes if they are its own."""
+        """Ends the threads, and its own processes."""
         with self._lock:
             self._is_closed = True
             for lane, count in self._num_threads.items():
@@ -145,10 +145,9 @@ class GrammarCompiler:
 
     def _work(self, lane: _Lane) -> None:
         while (entry := self._queues[lane].get()) is not None:
-            # nobody waits for what is given up before it was begun
             if entry.job.is_given_up:
                 continue
-            entry.is_begun = True
+            entry.is_started = True
             try:
                 self._compile(entry, lane)
             except TooSlowError:
@@ -157,11 +156,11 @@ class GrammarCompiler:
             except concurrent.futures.CancelledError:
                 continue
             except AscendVllmError as error:
-                entry.error, entry.is_passing = f"structured outputs are not available: {error}", True
+                entry.error, entry.may_retry = f"structured outputs are not available: {error}", True
             except Exception as error:
                 logger.exception("A constraint could not be compiled")
                 entry.error = f"{entry.constraint.field} could not be compiled: {type(error).__name__}"
-                entry.is_passing = True
+                entry.may_retry = True
             entry.is_done = True
             self.wake.set()
 
@@ -169,8 +168,8 @@ class GrammarCompiler:
         """Tries one library after the other.
 
         Raises:
-            TooSlowError: this lane has not the time for it.
-            CancelledError: the entry was given up.
+            TooSlowError: it exceeded the time limit of the quick lane.
+            CancelledError: the entry was cancelled.
         """
         constraint = entry.constraint
         while entry.candidates:
@@ -193,25 +192,25 @@ class GrammarCompiler:
     def _try_out(self, entry: Entry, name: str, lane: _Lane) -> Trial:
         processes = self._get_processes()
         if name not in self._backends:
-            # while the processes start
+            # loads the library here while the processes start
             threading.Thread(target=self._preload, args=(name,), name="grammar-load", daemon=True).start()
         try:
             return processes.try_out(entry.job, name, entry.constraint, slow=lane is _Lane.SLOW)
         except (LimitExceededError, ProcessBrokenError) as error:
             if isinstance(error, TooSlowError) and lane is _Lane.QUICK:
                 raise
-            entry.is_passing |= isinstance(error, TooLateError | ProcessBrokenError)
+            entry.may_retry |= isinstance(error, TooLateError | ProcessBrokenError)
             raise GrammarError(f"the compilation {error}") from None
 
     def _make(self, name: str, constraint: Constraint, trial: Trial) -> tuple[CompiledGrammar, GrammarBackend]:
-        """The grammar that a process has tried out, in this process."""
+        """Makes the grammar that a process has tried out in this process too."""
         backend = self._backend(name)
         compiled = backend.compile(constraint) if trial.packed is None else backend.unpack(trial.packed)
-        compiled.note_bytes(trial.num_bytes)
+        compiled.set_measured_bytes(trial.num_bytes)
         return compiled, backend
 
     def _candidates(self, constraint: Constraint) -> list[str]:
-        """Libraries to try, one after the other."""
+        """Libraries to try, in order."""
         if constraint.backend in BACKENDS:
             return [constraint.backend]
         names = ["xgrammar", "guidance"]
@@ -219,7 +218,7 @@ class GrammarCompiler:
             return names[1:] if constraint.kind is ConstraintKind.LARK else names[:1]
         limits_strings = constraint.kind is ConstraintKind.JSON and _STRING_LIMITS.search(constraint.text)
         if constraint.kind is ConstraintKind.LARK or limits_strings:
-            # llguidance's own notation, or what it does better
+            # llguidance's own notation, or a schema that it supports better
             names.reverse()
         return names
 
@@ -233,7 +232,7 @@ class GrammarCompiler:
             return self._processes
 
     def _preload(self, name: str) -> None:
-        # who needs it hears of it
+        # `_make` raises the error again
         with contextlib.suppress(Exception):
             self._backend(name)
 

@@ -1,7 +1,6 @@
-"""What a request wants its text to look like, put in one form, so that equal wishes share a grammar.
+"""The constraint of a request, normalised so that equal constraints share a grammar.
 
-This is done between the steps: it is quick for whatever a request may hold. What takes longer to look for is checked
-in `constraint_checks`.
+This runs between steps, in time linear in the request's size. Checks that take longer are in `constraint_checks`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import MAX_BYTES, StructuredOutputsParams
 
-# Beyond these, and MAX_BYTES, a constraint is refused before anything of it is read.
+# constraints beyond these, and MAX_BYTES, are rejected before they are parsed
 MAX_REGEX_BYTES = 32 * 1024
 MAX_WHITESPACE_BYTES = 1024
 MAX_CHOICES = 8192
-# levels of JSON, looked for in `constraint_checks`
+# nesting levels of JSON, enforced by `constraint_checks`
 MAX_DEPTH = 64
 
 _FIELD = "structured_outputs"
-# how a rule begins in llama.cpp's notation, and in it alone
+# head of a rule in llama.cpp's notation, never matched by Lark
 GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 
 
 class ConstraintKind(enum.Enum):
-    """The notations a constraint may be written in; the value is the request's field."""
+    """The notation of a constraint; the value is the request's field."""
 
     JSON = "json"
     REGEX = "regex"
@@ -47,10 +46,10 @@ class Constraint:
     Attributes:
         kind: its notation.
         text: a JSON schema, regular expression, JSON list of choices, grammar or JSON of structural tags.
-        backend: library that the request or the server names; "auto": whichever can.
-        any_whitespace: JSON may be written with whitespace that has no meaning.
-        additional_properties: objects may have properties that the schema does not name, unless it forbids them.
-        whitespace_pattern: regular expression of the whitespace in JSON; None: any, or none.
+        backend: library that the request or the server names; "auto": any that supports the constraint.
+        any_whitespace: whether JSON may have insignificant whitespace.
+        additional_properties: whether objects may have properties that the schema neither names nor forbids.
+        whitespace_pattern: regular expression of the whitespace in JSON; None: `any_whitespace` decides.
     """
 
     kind: ConstraintKind
@@ -62,15 +61,15 @@ class Constraint:
 
     @property
     def field(self) -> str:
-        """The request's field that it came in."""
+        """The request's field with the constraint."""
         return "grammar" if self.kind is ConstraintKind.LARK else self.kind.value
 
 
 def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> Constraint:
-    """What a request asks for, under a server's settings.
+    """The constraint of a request under the server's settings.
 
     Raises:
-        RequestError: it is not well-formed, or too large.
+        RequestError: the constraint is malformed or too large.
     """
     kind, text = _kind_and_text(params)
     _check_size(kind.value, text, MAX_REGEX_BYTES if kind is ConstraintKind.REGEX else MAX_BYTES)
@@ -104,7 +103,7 @@ def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str
     if params.choice is not None:
         return ConstraintKind.CHOICE, _choice_text(params.choice)
     if params.grammar is not None:
-        # how its rules begin tells the notation
+        # the rules' heads show which notation it is
         _check_size("grammar", params.grammar, MAX_BYTES)
         is_gbnf = GBNF_RULE.search(params.grammar) is not None
         return ConstraintKind.GBNF if is_gbnf else ConstraintKind.LARK, params.grammar
@@ -120,7 +119,7 @@ def _schema_text(schema: str | dict[str, Any] | bool | None) -> str:
             f"json must be a JSON schema, an object or a boolean, but is {type(decoded).__name__}.", _FIELD
         )
     try:
-        # written anew, so that the layout of a schema makes no difference; the order of properties does
+        # serialised again, so that formatting makes no difference; the order of properties does
         return json.dumps(decoded, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
         raise too_deep("json") from None
@@ -142,10 +141,10 @@ def _check_size(name: str, text: str, limit: int) -> None:
 
 
 def load_json(name: str, text: str) -> Any:
-    """The value of a JSON text; errors are told in the words of the JSON parser, which vLLM passes on too.
+    """Parses JSON; as in vLLM, errors quote the JSON parser's message.
 
     Raises:
-        RequestError: it is no JSON, or too large.
+        RequestError: the text is not valid JSON, or too large.
     """
     if len(text) > MAX_BYTES:
         raise RequestError(f"{name} is too large: {len(text)} characters, the limit is {MAX_BYTES} bytes.", _FIELD)
@@ -158,5 +157,5 @@ def load_json(name: str, text: str) -> Any:
 
 
 def too_deep(name: str) -> RequestError:
-    """The error of what is nested too deeply."""
+    """The error for JSON that is nested too deeply."""
     return RequestError(f"{name} is nested too deeply: the limit is {MAX_DEPTH} levels.", _FIELD)

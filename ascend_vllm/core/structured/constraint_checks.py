@@ -1,6 +1,6 @@
-"""What is looked for in a constraint before a library sees it: a short text can ask for any amount of work.
+"""Rejects constraints that would take a library too much time or memory, before it sees them.
 
-This runs where grammars are compiled, not between the steps.
+This runs in the processes that compile grammars, not between steps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ascend_vllm.core.structured.constraint import (
 )
 from ascend_vllm.core.structured.grammar_size import gbnf_size, lark_size
 from ascend_vllm.core.structured.json_schema import depth_exceeds, find_reference_cycle, schema_size, schemas_in
-from ascend_vllm.core.structured.regex_size import written_out_size
+from ascend_vllm.core.structured.regex_size import expanded_size
 from ascend_vllm.errors import RequestError
 
-# characters of a regular expression with its counted repetitions written out
+# characters of a regular expression with its counted repetitions expanded
 MAX_REGEX_SIZE = 50_000
-# symbols of a grammar with its repetitions written out, those of rules within rules too
+# symbols of a grammar with its rules and repetitions expanded
 MAX_GRAMMAR_SIZE = 10_000_000
-# values and characters that the bounds of a schema ask for, those of arrays within arrays too
+# values and characters that the bounds of a schema allow, multiplied for nested arrays
 MAX_SCHEMA_SIZE = 1_000_000_000
 # rules of a grammar
 MAX_RULES = 1000
@@ -35,10 +35,10 @@ _LARK_RULE = re.compile(r"^[ \t]*+[?!]?\w++[^:\n\"/]*+:", re.MULTILINE)
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Refuses what is too deep, too large with its repetitions, or has no end.
+    """Checks nesting depth, size with expanded repetitions, and circular references.
 
     Raises:
-        RequestError: saying what it is and what the limit is.
+        RequestError: a limit is exceeded; names it.
     """
     text = constraint.text
     match constraint.kind:
@@ -60,14 +60,12 @@ def _check_schema(name: str, schema: Any) -> None:
         _check_patterns(part)
     cycle = find_reference_cycle(schema)
     if cycle is not None:
-        raise RequestError(
-            f"{name} has a $ref that comes back to itself and says nothing else: {' -> '.join(cycle)}.", _FIELD
-        )
+        raise RequestError(f"{name} has a circular $ref: {' -> '.join(cycle)}.", _FIELD)
     _check_limit(name, schema_size(schema, MAX_SCHEMA_SIZE), MAX_SCHEMA_SIZE, "its bounds together ask for {} values")
 
 
 def _check_tag(tag: Any) -> None:
-    """Structural tags hold schemas, expressions and grammars at any place."""
+    """Checks structural tags, which may contain schemas, expressions and grammars anywhere."""
     _check_depth("structural_tag", tag)
     for part in schemas_in(tag):
         _check_patterns(part)
@@ -95,9 +93,7 @@ def _check_grammar(name: str, grammar: str, *, is_lark: bool) -> None:
 
 
 def _check_regex(name: str, regex: str) -> None:
-    _check_limit(
-        name, written_out_size(regex), MAX_REGEX_SIZE, "with its repetitions written out it has {} characters"
-    )
+    _check_limit(name, expanded_size(regex), MAX_REGEX_SIZE, "with its repetitions written out it has {} characters")
 
 
 def _check_depth(name: str, value: Any) -> None:
@@ -107,6 +103,6 @@ def _check_depth(name: str, value: Any) -> None:
 
 def _check_limit(name: str, size: int, limit: int, what: str) -> None:
     if size > limit:
-        # a count of a million digits is nothing to read
-        told = str(size) if size < 10**12 else "more than 10^12"
-        raise RequestError(f"{name} is too large: {what.format(told)}, the limit is {limit}.", _FIELD)
+        # the size may have a million digits
+        shown = str(size) if size < 10**12 else "more than 10^12"
+        raise RequestError(f"{name} is too large: {what.format(shown)}, the limit is {limit}.", _FIELD)

@@ -1,8 +1,7 @@
-"""The seam to libraries that keep a text to a grammar.
+"""Interface of the libraries for guided decoding.
 
 A `GrammarBackend` compiles a constraint for a vocabulary; a `CompiledGrammar` is shared by all requests with that
-constraint; a `Grammar` is where one sequence stands in it. Grammars know text only: how a sequence may end is the
-matter of core/structured/manager.py.
+constraint; a `Grammar` is the matcher state of one sequence. Grammars know no stop tokens: see `output_constraint`.
 
 Letters: V tokens of the vocabulary, W = ceil(V / 32) words of a bitmask. Token t is bit t % 32 of word t // 32.
 """
@@ -21,19 +20,19 @@ Bitmask = npt.NDArray[np.int32]
 
 
 class GrammarError(ValueError):
-    """A library cannot compile a constraint; the text says why."""
+    """A library cannot compile a constraint; the message says why."""
 
 
 class Grammar(abc.ABC):
-    """Where a sequence stands. Not safe to be used by two threads at a time."""
+    """Matcher state of a sequence. Not thread-safe."""
 
     @abc.abstractmethod
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Moves on by tokens of text; False, and nothing has changed, if they do not fit."""
+        """Advances by tokens; False, with the state unchanged, if they do not match."""
 
     @abc.abstractmethod
     def fill_bitmask(self, row: Bitmask) -> None:
-        """Marks the tokens of text that may come next.
+        """Sets the bits of the tokens that may come next.
 
         Args:
             row: [W], overwritten.
@@ -41,16 +40,16 @@ class Grammar(abc.ABC):
 
     @abc.abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the tokens accepted last.
+        """Undoes the last tokens.
 
         Raises:
-            ValueError: there were not so many.
+            ValueError: fewer tokens were accepted.
         """
 
     @property
     @abc.abstractmethod
     def is_accepting(self) -> bool:
-        """Whether the text so far is complete; it may be able to go on."""
+        """Whether the text so far is complete; more tokens may be possible."""
 
     @property
     @abc.abstractmethod
@@ -59,24 +58,24 @@ class Grammar(abc.ABC):
 
 
 class CompiledGrammar(abc.ABC):
-    """A constraint compiled for a vocabulary; safe to share."""
+    """A constraint compiled for a vocabulary; shared by requests."""
 
     @abc.abstractmethod
     def start(self) -> Grammar:
-        """A sequence that has no text yet."""
+        """The state of an empty sequence."""
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Memory it takes, about."""
+        """Approximate memory use."""
 
     @abc.abstractmethod
-    def note_bytes(self, num_bytes: int) -> None:
-        """Hears what its compilation was seen to take, for a library that does not say it."""
+    def set_measured_bytes(self, num_bytes: int) -> None:
+        """Sets the memory that its compilation took, for libraries that do not report it."""
 
     @abc.abstractmethod
-    def note_work(self, seconds: float) -> None:
-        """Hears what computing its masks took: a library may keep what it has worked out."""
+    def add_mask_time(self, seconds: float) -> None:
+        """Counts time spent on masks, for libraries that cache what they compute and do not report its size."""
 
 
 class GrammarBackend(abc.ABC):
@@ -84,38 +83,38 @@ class GrammarBackend(abc.ABC):
 
     @abc.abstractmethod
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """Compiles a constraint; takes its time, and leaves other threads running.
+        """Compiles a constraint; slow, but releases the GIL.
 
         Raises:
-            GrammarError: the constraint is invalid, or asks for what the library cannot do.
+            GrammarError: the constraint is invalid or not supported.
         """
 
     @abc.abstractmethod
     def pack(self, compiled: CompiledGrammar, max_bytes: int) -> bytes | None:
-        """What `unpack` makes the grammar of in another process; None: the library cannot, or it is too large."""
+        """Serialises a grammar for `unpack` in another process; None: not supported by the library, or too large."""
 
     @abc.abstractmethod
     def unpack(self, packed: bytes) -> CompiledGrammar:
-        """The grammar that a backend for the same vocabulary has packed."""
+        """The grammar that a backend for the same vocabulary packed."""
 
     @abc.abstractmethod
     def fill_bitmasks(self, grammars: Sequence[Grammar], bitmask: Bitmask, rows: Sequence[int]) -> None:
-        """`Grammar.fill_bitmask` for several grammars of this backend at once.
+        """`Grammar.fill_bitmask` for several grammars of this backend.
 
         Args:
-            grammars: whose masks are wanted.
+            grammars: of this backend.
             bitmask: [G, W].
-            rows: of each grammar, none twice.
+            rows: row of each grammar, none twice.
         """
 
 
 def last_word(num_tokens: int) -> np.int32:
-    """The bits that the last word of a bitmask has."""
+    """The valid bits of a bitmask's last word."""
     return np.int32(-1 if num_tokens % 32 == 0 else (1 << num_tokens % 32) - 1)
 
 
 def choice_regex(choices: Sequence[str]) -> str:
-    """A regular expression that exactly these strings match, in what all dialects have in common."""
+    """A regular expression that matches exactly these strings, in the common subset of all dialects."""
     escaped = ("".join(_escape(character) for character in choice) for choice in choices)
     return "(" + "|".join(escaped) + ")"
 

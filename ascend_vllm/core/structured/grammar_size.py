@@ -1,6 +1,6 @@
-"""How large grammars become when their counted repetitions are written out, those of rules within rules too.
+"""Size of grammars with their rules and counted repetitions expanded.
 
-What is wrong in a grammar is passed over: the library that compiles it tells.
+Syntax errors are ignored here; the library that compiles the grammar reports them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from ascend_vllm.core.structured.json_schema import schema_size
 from ascend_vllm.core.structured.postorder import postorder
-from ascend_vllm.core.structured.regex_size import written_out_size
+from ascend_vllm.core.structured.regex_size import expanded_size
 
-# what is opened and never closed is taken to its end, so that nothing is looked at twice
+# unterminated strings and classes extend to the end of the text, so that matching takes linear time
 _COMMON = r"""
     (?P<string>"(?:[^"\\\n]|\\.)*+"?i?)
   | (?P<repeat>\{\s*+(?P<least>\d{0,9})\s*+(?:,\s*+(?P<most>\d{0,9})\s*+)?\}
@@ -44,12 +44,12 @@ _LARK = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 
-# a token: "(" or ")", a number of symbols, ("times", how often the part before it comes), or ("rule", its name)
+# "(" or ")", a number of symbols, ("times", repetitions of the previous element), or ("rule", its name)
 _Token = str | int | tuple[str, Any]
 
 
 def gbnf_size(grammar: str, limit: int) -> int:
-    """Symbols of a grammar in llama.cpp's notation, at most one more than the limit.
+    """Expanded size of a grammar in llama.cpp's notation, capped at limit + 1 symbols.
 
     Example:
         >>> gbnf_size('root ::= item{3} "."\\nitem ::= [a-z]{1,10} ","', 1000)
@@ -59,7 +59,7 @@ def gbnf_size(grammar: str, limit: int) -> int:
 
 
 def lark_size(grammar: str, limit: int) -> int:
-    """`gbnf_size` of a grammar in Lark's notation; the expressions and schemas in it count as what they ask for.
+    """`gbnf_size` of a grammar in Lark's notation, with the expressions and schemas in it.
 
     Example:
         >>> lark_size("start: item{1000}\\nitem: /x{20}/ | WORD\\nWORD: /[a-z]+/", 100_000)
@@ -70,13 +70,13 @@ def lark_size(grammar: str, limit: int) -> int:
 
 def _rules(notation: re.Pattern[str], grammar: str, limit: int) -> dict[str, list[_Token]]:
     rules: dict[str, list[_Token]] = {}
-    # what stands before the first rule
+    # those before the first rule are ignored
     tokens: list[_Token] = []
     for match in _matches(notation, grammar):
         if isinstance(match, dict):
             tokens.append(schema_size(match, limit))
         elif match.lastgroup == "header":
-            # alternatives of a rule may be told in several places
+            # a rule may be defined in several places
             tokens = rules.setdefault(match["rule"], [])
         elif match.lastgroup == "name":
             tokens.append(("rule", match["name"]))
@@ -84,7 +84,7 @@ def _rules(notation: re.Pattern[str], grammar: str, limit: int) -> dict[str, lis
             counts = (match["least"], match["most"], match["from"], match["to"])
             tokens.append(("times", max(int(count or 1) for count in counts) or 1))
         elif match.lastgroup == "regex":
-            tokens.append(min(written_out_size(match["pattern"]), limit + 1))
+            tokens.append(min(expanded_size(match["pattern"]), limit + 1))
         elif match.lastgroup in ("string", "class"):
             tokens.append(1)
         elif match.lastgroup in ("open", "close"):
@@ -93,7 +93,7 @@ def _rules(notation: re.Pattern[str], grammar: str, limit: int) -> dict[str, lis
 
 
 def _matches(notation: re.Pattern[str], grammar: str) -> Iterator[re.Match[str] | dict[str, Any]]:
-    """What a notation finds in a grammar, and the JSON objects that it embeds."""
+    """The tokens of a grammar, and the JSON objects embedded in it."""
     index = 0
     while (match := notation.search(grammar, index)) is not None:
         index = match.end()
@@ -103,13 +103,13 @@ def _matches(notation: re.Pattern[str], grammar: str) -> Iterator[re.Match[str] 
         try:
             value, index = json.JSONDecoder().raw_decode(grammar, index)
         except (ValueError, RecursionError):
-            return  # no grammar
+            return  # invalid
         if isinstance(value, dict):
             yield value
 
 
 def _largest(rules: dict[str, list[_Token]], limit: int) -> int:
-    """The size of the largest rule; one within itself counts as a symbol there."""
+    """The size of the largest rule; a recursive reference counts as one symbol."""
     sizes: dict[str, int] = {}
 
     def within(name: str) -> list[str]:
@@ -121,7 +121,7 @@ def _largest(rules: dict[str, list[_Token]], limit: int) -> int:
 
 
 def _rule_size(tokens: list[_Token], sizes: dict[str, int], limit: int) -> int:
-    # of each open group: its size so far, and that of its last part, which a repetition multiplies
+    # for each open group: its size so far, and that of its last element, which a repetition multiplies
     stack = [[0, 0]]
     for token in tokens:
         if token == "(":

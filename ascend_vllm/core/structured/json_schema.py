@@ -1,4 +1,4 @@
-"""Looking through JSON schemas without recursion: they come from clients."""
+"""Analyses JSON schemas from clients, without recursion since they may be nested to any depth."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Iterator
 from typing import Any
 
 from ascend_vllm.core.structured.postorder import postorder
-from ascend_vllm.core.structured.regex_size import written_out_size
+from ascend_vllm.core.structured.regex_size import expanded_size
 
-# keywords whose values map names, which are no keywords, to schemas
+# keywords whose values map names to schemas
 _NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
-# keywords whose values are no schemas
+# keywords whose values contain no schemas
 _VALUES = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired"})
-# keywords whose schemas are there to be referred to
+# keywords whose schemas are only used through $ref
 _DEFINITIONS = frozenset({"$defs", "definitions"})
-# keyword → those that say how often its schemas may come
+# keyword → keywords that bound how often its schemas may occur
 _COUNTED_BY = {
     "items": ("minItems", "maxItems"),
     "additionalProperties": ("minProperties", "maxProperties"),
     "patternProperties": ("minProperties", "maxProperties"),
 }
-# more than any bound that is taken
+# caps bounds, which may be infinite
 _HUGE = 1 << 60
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all schemas within it, booleans left out.
+    """A schema and all its subschemas, except booleans.
 
     Example:
         >>> [part["type"] for part in schemas_in({"type": "array", "items": {"type": "null"}})]
@@ -48,7 +48,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def depth_exceeds(value: Any, limit: int) -> bool:
-    """Whether lists and objects are nested more than so many levels."""
+    """Whether lists and objects are nested more than `limit` levels deep."""
     level = [value]
     for _ in range(limit + 1):
         level = [
@@ -62,33 +62,33 @@ def depth_exceeds(value: Any, limit: int) -> bool:
 
 
 def schema_size(schema: Any, limit: int) -> int:
-    """Values and characters that the bounds of a schema ask for, at most one more than `limit`.
+    """Values and characters that the bounds of a schema allow, capped at limit + 1.
 
     Example:
         >>> schema_size({"type": "array", "maxItems": 100, "items": {"type": "string", "maxLength": 20}}, 10_000)
         2001
     """
     parts = {id(part): part for part in schemas_in(schema)}
-    # of each part: the ones within it or referred to, and how often they may come
-    within = {key: [(id(inner), times) for inner, times in _within(part, schema)] for key, part in parts.items()}
+    # for each part: its direct subschemas, and how often they may occur
+    within = {key: [(id(inner), times) for inner, times in _subschemas(part, schema)] for key, part in parts.items()}
     sizes: dict[int, int] = {}
     for key in postorder(parts, lambda key: [inner for inner, _ in within[key] if inner in parts]):
-        size = max(_most(parts[key], "minLength", "maxLength"), _pattern_size(parts[key]))
-        # one that is within itself counts once
+        size = max(_largest_bound(parts[key], "minLength", "maxLength"), _pattern_size(parts[key]))
+        # a recursive reference counts as 1
         size += sum(times * sizes.get(inner, 1) for inner, times in within[key])
         sizes[key] = min(size, limit + 1)
     return sizes.get(id(schema), 1)
 
 
-def _within(part: dict[str, Any], schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """The schemas directly within one, or referred to by it, and how often each may come."""
+def _subschemas(part: dict[str, Any], schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """The direct subschemas of a schema, references included, and how often each may occur."""
     for keyword, value in part.items():
         if keyword in _VALUES or keyword in _DEFINITIONS:
             continue
         todo = [_target(schema, value) if keyword == "$ref" else value]
         if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
             todo = [*value.values()]
-        times = _most(part, *_COUNTED_BY.get(keyword, ()))
+        times = _largest_bound(part, *_COUNTED_BY.get(keyword, ()))
         while todo:
             inner = todo.pop()
             if isinstance(inner, dict):
@@ -97,8 +97,8 @@ def _within(part: dict[str, Any], schema: Any) -> Iterator[tuple[dict[str, Any],
                 todo += inner
 
 
-def _most(part: dict[str, Any], *keywords: str) -> int:
-    """The largest of some bounds, at least 1."""
+def _largest_bound(part: dict[str, Any], *keywords: str) -> int:
+    """The largest value of some keywords, at least 1."""
     values = [part.get(keyword) for keyword in keywords]
     return max(
         (int(min(value, _HUGE)) for value in values if isinstance(value, int | float) and value > 1), default=1
@@ -107,13 +107,13 @@ def _most(part: dict[str, Any], *keywords: str) -> int:
 
 def _pattern_size(part: dict[str, Any]) -> int:
     pattern = part.get("pattern")
-    return written_out_size(pattern) if isinstance(pattern, str) else 1
+    return expanded_size(pattern) if isinstance(pattern, str) else 1
 
 
 def find_reference_cycle(schema: Any) -> list[str] | None:
-    """References that lead back to where they began with nothing between them, or None.
+    """A cycle of references that describe the same value, which no text can satisfy; None: there is none.
 
-    A schema that contains itself, in a property or an item, is no such cycle: there are texts of it.
+    A schema that contains itself in a property or an item is fine: its texts are finite.
 
     Example:
         >>> find_reference_cycle({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#"}]}}})
@@ -121,7 +121,7 @@ def find_reference_cycle(schema: Any) -> list[str] | None:
     """
     done: set[int] = set()
     for start in schemas_in(schema):
-        # the way here: each schema's reference that led to it, and those that describe the same value as it
+        # depth-first search: id of each schema on the path → reference to it, and its remaining successors
         path: dict[int, tuple[str | None, Iterator[tuple[dict[str, Any], str | None]]]] = {}
         if id(start) not in done:
             path[id(start)] = None, _same_value(start, schema)
@@ -132,28 +132,28 @@ def find_reference_cycle(schema: Any) -> list[str] | None:
                 done.add(key)
                 del path[key]
             elif id(inner) in path:
-                told = [*(told for told, _ in path.values()), reference]
-                return [name for name in told[list(path).index(id(inner)) + 1 :] if name is not None]
+                references = [*(name for name, _ in path.values()), reference]
+                return [name for name in references[list(path).index(id(inner)) + 1 :] if name is not None]
             elif id(inner) not in done:
                 path[id(inner)] = reference, _same_value(inner, schema)
     return None
 
 
 def _same_value(part: dict[str, Any], schema: Any) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """The schemas that the same value must be of, and the reference to each."""
+    """The schemas that a value of this schema must match too, and the reference to each."""
     reference = part.get("$ref")
     target = _target(schema, reference)
     if isinstance(target, dict):
         yield target, reference
     for keyword in ("allOf", "anyOf", "oneOf"):
         inner = part.get(keyword)
-        # among several alternatives there may be one with an end
+        # of several alternatives another one may not be circular
         if isinstance(inner, list) and (keyword == "allOf" or len(inner) == 1):
             yield from ((each, None) for each in inner if isinstance(each, dict))
 
 
 def _target(schema: Any, reference: Any) -> Any:
-    """What a reference within a schema, such as "#/$defs/a", refers to; None: nothing there."""
+    """The target of a local reference such as "#/$defs/a"; None: there is none."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     target = schema

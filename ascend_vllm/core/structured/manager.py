@@ -1,7 +1,6 @@
-"""Requests whose text must keep to a grammar: their grammars are compiled beside the steps, and applied in them.
+"""Structured outputs: requests wait here, without delaying others, while their grammars are compiled.
 
-A request waits here, and holds nobody up, until its grammar is there; then it goes its way through the scheduler
-with an `OutputConstraint` of its own. Nothing of this is loaded before the first such request.
+Then they are scheduled with an `OutputConstraint`. Libraries and processes are loaded by the first such request.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# grammars that are kept, and the memory that they may take
+# limits of the grammar cache
 _MAX_CACHED = 256
 _MAX_CACHED_BYTES = 512 << 20
 # distinct constraints that may wait to be compiled
 _MAX_COMPILING = 256
-# seconds after which a request does not wait for its grammar any more
+# how long a request waits for its grammar
 _COMPILE_TIMEOUT_S = 60.0
 
 
 class StructuredOutputManager(Connector):
-    """Gives requests their grammars.
+    """Compiles and caches the grammars of requests.
 
     Args:
         config: of the server.
-        model: whose tokenizer has the vocabulary.
+        model: its tokenizer has the vocabulary.
         vocabulary: makes the vocabulary; None: read from the model's tokenizer.
-        compile_timeout_s: seconds after which a request does not wait for its grammar any more.
-        processes: which compile; None: its own, which the first constraint starts.
+        compile_timeout_s: how long a request waits for its grammar.
+        processes: that compile; None: its own, started by the first constraint.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class StructuredOutputManager(Connector):
         self._timeout_s = compile_timeout_s
         load = vocabulary or (lambda: Vocabulary.load(model))
         self._compiler = GrammarCompiler(load, config, processes)
-        # also at the interpreter's end, if nobody called close()
+        # at the interpreter's exit too, if close() was not called
         self._finalizer = weakref.finalize(self, self._compiler.close)
         # least recently used first
         self._entries: collections.OrderedDict[Constraint, Entry] = collections.OrderedDict()
-        # request id → it, its entry, and seconds of time.monotonic() when it came; in the order of their coming
+        # request id → request, its entry, and time.monotonic() of its arrival; in arrival order
         self._waiting: dict[str, tuple[Request, Entry, float]] = {}
-        self._told_of_backend = False
+        self._has_logged_backend = False
 
     @property
     def waiting(self) -> list[Request]:
@@ -75,7 +74,7 @@ class StructuredOutputManager(Connector):
 
     @property
     def num_waiting(self) -> int:
-        """Their number."""
+        """Number of `waiting`."""
         return len(self._waiting)
 
     def attach(self, wake: threading.Event) -> None:
@@ -83,13 +82,13 @@ class StructuredOutputManager(Connector):
         self._compiler.wake = wake
 
     def begin(self, request: Request) -> bool:
-        """Looks for a new request's grammar, or has it compiled; one without a constraint is ready.
+        """Finds a new request's grammar in the cache, or has it compiled.
 
         Returns:
-            Whether the request has its constraint now; else it waits, and `take_ready` gives it in the end.
+            True if the request is ready: it has its grammar, or needs none. Otherwise `take_ready` returns it later.
 
         Raises:
-            RequestError: the constraint is wrong, or too many others are being compiled.
+            RequestError: the constraint is invalid, or too many others are being compiled.
         """
         params = request.sampling_params.structured_outputs
         if params is None:
@@ -100,7 +99,7 @@ class StructuredOutputManager(Connector):
                 "structured_outputs",
             )
         constraint = make_constraint(params, self._config)
-        self._tell_of_backend(constraint.backend)
+        self._log_missing_backend(constraint.backend)
         entry = self._entries.get(constraint)
         if entry is None:
             if sum(not other.is_done for other in self._entries.values()) >= _MAX_COMPILING:
@@ -109,24 +108,24 @@ class StructuredOutputManager(Connector):
             self._compiler.submit(entry)
         self._entries.move_to_end(constraint)
         if entry.is_done:
-            # it may have been compiled just now
+            # its size counts from now on, if it was compiled just now
             self._evict()
-            self._give(request, entry)
+            self._attach_grammar(request, entry)
             return True
         entry.num_waiting += 1
         self._waiting[request.request_id] = request, entry, time.monotonic()
         return False
 
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
-        """Requests that wait no longer, in the order of their coming: with their constraint, or with an error."""
+        """Requests that wait no longer, in arrival order, each with the error that ends it, or None."""
         now = time.monotonic()
         ready: list[tuple[Request, RequestError | None]] = []
         for request, entry, since in self._waiting.values():
             try:
                 if entry.is_done:
-                    self._give(request, entry)
+                    self._attach_grammar(request, entry)
                 elif now - since > self._timeout_s:
-                    raise self._too_late(entry)
+                    raise self._timeout_error(entry)
                 else:
                     continue
                 ready.append((request, None))
@@ -139,7 +138,7 @@ class StructuredOutputManager(Connector):
         return ready
 
     def forget(self, request: Request) -> bool:
-        """Drops a request that waits; False: it does not. What nobody waits for any more is not compiled on."""
+        """Drops a waiting request; False if it is not waiting. A compilation that no request needs is cancelled."""
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:
             return False
@@ -154,23 +153,23 @@ class StructuredOutputManager(Connector):
         """Ends all compilations."""
         self._finalizer()
 
-    def _give(self, request: Request, entry: Entry) -> None:
+    def _attach_grammar(self, request: Request, entry: Entry) -> None:
         if entry.compiled is None or entry.backend is None:
-            if entry.is_passing:
-                # who asks next has it tried again
+            if entry.may_retry:
+                # the next request with this constraint has it compiled again
                 self._entries.pop(entry.constraint, None)
             raise RequestError(entry.error or "the grammar could not be compiled", "structured_outputs")
         request.kind = OutputConstraint(entry.compiled, entry.backend, request, self._compiler.vocabulary)
 
-    def _too_late(self, entry: Entry) -> RequestError:
-        late = f"{entry.constraint.field} was not compiled within {self._timeout_s:g} s"
-        logger.warning("%s: %.200r", late, entry.constraint.text)
-        if entry.is_begun:
-            return RequestError(f"{late}.", "structured_outputs")
-        return EngineBusyError(f"{late}: others are being compiled. Try again later.", "structured_outputs")
+    def _timeout_error(self, entry: Entry) -> RequestError:
+        message = f"{entry.constraint.field} was not compiled within {self._timeout_s:g} s"
+        logger.warning("%s: %.200r", message, entry.constraint.text)
+        if entry.is_started:
+            return RequestError(f"{message}.", "structured_outputs")
+        return EngineBusyError(f"{message}: others are being compiled. Try again later.", "structured_outputs")
 
     def _evict(self) -> None:
-        """Forgets grammars used least recently; those in use live on with their requests."""
+        """Evicts the least recently used grammars; running requests keep theirs."""
         sizes = {entry: entry.num_bytes for entry in self._entries.values() if entry.is_done}
         num_bytes = sum(sizes.values())
         # the newest stays, however large
@@ -180,8 +179,8 @@ class StructuredOutputManager(Connector):
             del self._entries[entry.constraint]
             num_bytes -= sizes.pop(entry)
 
-    def _tell_of_backend(self, name: str) -> None:
-        if name in BACKENDS or name == "auto" or self._told_of_backend:
+    def _log_missing_backend(self, name: str) -> None:
+        if name in BACKENDS or name == "auto" or self._has_logged_backend:
             return
-        self._told_of_backend = True
-        logger.info("The guided decoding backend %s is not there; xgrammar or llguidance does its work.", name)
+        self._has_logged_backend = True
+        logger.info("The guided decoding backend %s is not available; using xgrammar or llguidance.", name)

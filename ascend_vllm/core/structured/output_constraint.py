@@ -1,4 +1,4 @@
-"""What constraints do in the steps: which tokens their requests may get next, and how a constrained text ends."""
+"""Constraints in the steps: token bitmasks, and how a constrained text ends."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NO_TOKEN, StepLogprobs
 
 _GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for its library."
-# CPU seconds that the grammar of a request may take in steps, which others wait for: at first, and with each token
+# Masks are computed within steps, so each request has a budget of CPU seconds for them: at most this, refilled by so
+# much with each token.
 _BURST_S = 0.5
 _TOKEN_S = 0.005
-# one that has less left is watched
-_WATCHED_S = 0.4
-# rows of a step's masks that took less are not looked into
-_LOOK_S = 0.0005
+# below this budget a row's masks are timed individually
+_TIMED_BELOW_S = 0.4
+# masks of a batch that took less per row are not charged
+_MIN_CHARGED_S = 0.0005
 
 
 class OutputConstraint(RowKind):
-    """The kind of a constrained request: its grammar, and how it may end.
+    """The row kind of a constrained request: its grammar, and how its text ends.
 
-    A text that is complete may end, by an end-of-sequence token or a stop token; one that can only end must. That
-    comes before `ignore_eos` and `min_tokens`: a token there must be.
+    A complete text may end with an end-of-sequence or stop token; a text that nothing can follow must. This takes
+    precedence over `ignore_eos` and `min_tokens`, since the mask would be empty otherwise.
 
     Args:
-        compiled: the grammar, which other requests may have as well.
+        compiled: the grammar, possibly shared with other requests.
         backend: of the grammar.
-        request: whose text it is.
+        request: that is constrained.
         vocabulary: of the model.
 
     Attributes:
-        grammar: where the text stands.
+        grammar: matcher state of the request's text.
         backend: as given.
-        is_waiting: whether the text after which the constraint begins has not come yet.
+        is_waiting: whether the output does not contain `begin_after` yet, so that nothing is constrained.
     """
 
     __slots__ = (
-        "_allowance_s",
         "_begin_after",
+        "_budget_s",
         "_compiled",
         "_end_ids",
         "_forced_ids",
@@ -66,17 +67,17 @@ class OutputConstraint(RowKind):
         self.grammar = compiled.start()
         self.backend = backend
         self._compiled = compiled
-        self._allowance_s = _BURST_S
+        self._budget_s = _BURST_S
         self._num_words = vocabulary.num_words
         self._vocabulary = vocabulary
         self._end_ids = [id_ for id_ in request.end_token_ids if 0 <= id_ < vocabulary.size]
-        # what a text ends with that can do nothing else, although its request does not want that to be its end
+        # tokens that end a text which nothing can follow, even if the request ignores end-of-sequence tokens
         self._forced_ids = self._end_ids or vocabulary.eos_token_ids[:1]
         self._min_num_tokens = request.min_num_tokens
         params = request.sampling_params.structured_outputs
         self._begin_after = (params.begin_after if params is not None else None) or ""
         self.is_waiting = bool(self._begin_after)
-        # the end of the text while it waits
+        # while waiting, the last bytes of the output
         self._tail = b""
 
     @property
@@ -85,11 +86,11 @@ class OutputConstraint(RowKind):
         return self._num_words
 
     def finish_bitmask(self, row: Bitmask, num_tokens: int) -> None:
-        """Adds the tokens that may end the text to those that continue it.
+        """Adds the tokens that may end the text to the grammar's bitmask.
 
         Args:
-            row: [W] as the grammar filled it.
-            num_tokens: of the sequence so far.
+            row: [W] as filled by the grammar.
+            num_tokens: length of the sequence.
         """
         bits = row.view(np.uint32)
         if self.is_waiting:
@@ -107,11 +108,11 @@ class OutputConstraint(RowKind):
             _set_bits(bits, self._forced_ids, True)
 
     def params_of(self, row: Request) -> SamplingParams:
-        """Without min_tokens, which the masks mind: the text may have to end before."""
+        """Without min_tokens, which `finish_bitmask` applies: the text may have to end earlier."""
         return row.sampling_params.clone(min_tokens=0)
 
     def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> int:  # noqa: ARG002
-        """See `RowKind`: the grammar moves on with the tokens, and may want an end that the request does not."""
+        """See `RowKind`. Advances the grammar, which may end the text where the request itself would not."""
 
         def end_of(token_id: int) -> RequestStatus | None:
             end = row.end_of(token_id)
@@ -132,36 +133,36 @@ class OutputConstraint(RowKind):
         return super().failure(token_ids) if NO_TOKEN in token_ids else _GRAMMAR_FAILED
 
     def accept(self, token_id: int) -> bool:
-        """Moves on by a sampled token; False: it is not what the text goes on with."""
+        """Advances by a sampled token; False if the grammar does not allow it as a continuation."""
         if self.is_waiting:
-            self._look_for_beginning(token_id)
+            self._search_begin_after(token_id)
             return True
         if self.is_too_slow or not self._vocabulary.tokens[token_id]:
             return False
         started = time.thread_time()
         is_accepted = self.grammar.accept_tokens([token_id])
-        self._allowance_s = min(self._allowance_s + _TOKEN_S, _BURST_S)
+        self._budget_s = min(self._budget_s + _TOKEN_S, _BURST_S)
         self.charge(time.thread_time() - started)
         return is_accepted and not self.is_too_slow
 
     def charge(self, seconds: float) -> None:
-        """Counts what the grammar took in a step."""
-        self._allowance_s -= seconds
-        self._compiled.note_work(seconds)
+        """Deducts time that the grammar took in a step from its budget."""
+        self._budget_s -= seconds
+        self._compiled.add_mask_time(seconds)
 
-    def suspect(self, seconds: float) -> None:
-        """Counts what the grammar may have taken in a step; that alone does not end its request."""
-        self.charge(min(seconds, max(self._allowance_s, 0.0)))
+    def charge_share(self, seconds: float) -> None:
+        """Deducts a share of a batch's time, but no more than is left: other rows may have taken it."""
+        self.charge(min(seconds, max(self._budget_s, 0.0)))
 
     @property
-    def is_watched(self) -> bool:
-        """Whether it has taken much lately, so that it is to be known what it takes."""
-        return self._allowance_s < _WATCHED_S
+    def is_timed(self) -> bool:
+        """Whether its masks are timed individually, since it has used much of its budget."""
+        return self._budget_s < _TIMED_BELOW_S
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it has taken more than it may: the request is to end."""
-        return self._allowance_s < 0
+        """Whether it has exceeded its budget, so that its request must end."""
+        return self._budget_s < 0
 
     def may_end_with(self, token_id: int) -> bool:
         """Whether a token may end the text here."""
@@ -169,11 +170,11 @@ class OutputConstraint(RowKind):
 
     @property
     def must_end(self) -> bool:
-        """Whether the text is complete, and there is no token to end it with."""
+        """Whether nothing can follow the text and the model has no token to end it."""
         return not (self._forced_ids or self.is_waiting) and self.grammar.is_terminated
 
-    def _look_for_beginning(self, token_id: int) -> None:
-        """The constraint begins with the next token: what this one holds behind the awaited text is let pass."""
+    def _search_begin_after(self, token_id: int) -> None:
+        """Starts the constraint at the next token once the output contains `begin_after`."""
         marker = self._begin_after.encode()
         self._tail += self._vocabulary.bytes_of(token_id)
         if marker in self._tail:
@@ -183,7 +184,6 @@ class OutputConstraint(RowKind):
 
 
 def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
-    # a handful of ids
     for id_ in token_ids:
         bit = np.uint32(1 << id_ % 32)
         if value:
@@ -193,7 +193,7 @@ def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
 
 
 def fill_bitmasks(requests: Sequence[Request]) -> Bitmask:
-    """Which tokens some constrained requests may get next: [G, W], bit t % 32 of word t // 32 is token t's."""
+    """Bitmasks of constrained requests: [G, W], token t is bit t % 32 of word t // 32."""
     constraints = [request.kind for request in requests if isinstance(request.kind, OutputConstraint)]
     bitmask = np.zeros((len(constraints), constraints[0].num_words), np.int32)
     by_backend: dict[GrammarBackend, list[int]] = {}
@@ -202,7 +202,6 @@ def fill_bitmasks(requests: Sequence[Request]) -> Bitmask:
             by_backend.setdefault(constraint.backend, []).append(index)
     for backend, rows in by_backend.items():
         _fill_rows(backend, [constraints[row] for row in rows], bitmask, rows)
-    # a turn per constrained row: each ends in its own way
     for index, (constraint, request) in enumerate(zip(constraints, requests, strict=True)):
         constraint.finish_bitmask(bitmask[index], request.num_tokens)
     return bitmask
@@ -211,24 +210,24 @@ def fill_bitmasks(requests: Sequence[Request]) -> Bitmask:
 def _fill_rows(
     backend: GrammarBackend, constraints: Sequence[OutputConstraint], bitmask: Bitmask, rows: Sequence[int]
 ) -> None:
-    """Fills the rows of a backend's grammars, and charges them with it.
+    """Fills the rows of a backend's grammars and charges the time to them.
 
-    Rows that are filled together share threads, so that nobody knows which one took the time. Where it was long, all
-    of them are filled alone for a while, until it is known.
+    Rows are filled as a batch by several threads, which does not show how long each one took. A batch that took long
+    is charged to its rows in equal shares, until their budgets are so low that they are timed individually.
     """
-    together = []
+    batch = []
     for constraint, row in zip(constraints, rows, strict=True):
-        if len(rows) == 1 or constraint.is_watched:
+        if len(rows) == 1 or constraint.is_timed:
             started = time.thread_time()
             constraint.grammar.fill_bitmask(bitmask[row])
             constraint.charge(time.thread_time() - started)
         else:
-            together.append((constraint, row))
-    if not together:
+            batch.append((constraint, row))
+    if not batch:
         return
     started = time.perf_counter()
-    backend.fill_bitmasks([constraint.grammar for constraint, _ in together], bitmask, [row for _, row in together])
-    share_s = (time.perf_counter() - started) / len(together)
-    if share_s > _LOOK_S:
-        for constraint, _ in together:
-            constraint.suspect(share_s)
+    backend.fill_bitmasks([constraint.grammar for constraint, _ in batch], bitmask, [row for _, row in batch])
+    share_s = (time.perf_counter() - started) / len(batch)
+    if share_s > _MIN_CHARGED_S:
+        for constraint, _ in batch:
+            constraint.charge_share(share_s)

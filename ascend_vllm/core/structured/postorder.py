@@ -1,4 +1,4 @@
-"""Going through what refers to each other without recursion: clients choose how deep it is."""
+"""Postorder traversal without recursion, since clients choose the depth of the graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def postorder(starts: Iterable[K], within: Callable[[K], Iterable[K]]) -> list[K]:
-    """All that can be reached, each once, after what is within it; where things are within each other, in any order.
+    """All reachable items once, each after its successors; the order within cycles is undefined.
 
     Example:
         >>> postorder("a", {"a": "bc", "b": "c", "c": ""}.__getitem__)
@@ -17,11 +17,11 @@ def postorder(starts: Iterable[K], within: Callable[[K], Iterable[K]]) -> list[K
     """
     ordered: list[K] = []
     entered: set[K] = set()
-    # what is looked at, and whether all within it has been
+    # items, and whether their successors have been visited
     todo = [(start, False) for start in reversed(list(starts))]
     while todo:
-        item, is_left = todo.pop()
-        if is_left:
+        item, is_finished = todo.pop()
+        if is_finished:
             ordered.append(item)
         elif item not in entered:
             entered.add(item)

@@ -1,6 +1,6 @@
-"""How large a regular expression becomes when its counted repetitions are written out.
+"""Size of a regular expression with its counted repetitions expanded.
 
-Libraries take time and memory in proportion to that, or worse; a short text can ask for any amount of it.
+The time and memory that libraries need grow at least linearly with it, and a short expression can make it any size.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 _COUNTS = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
 
 
-def written_out_size(regex: str) -> int:
-    """Characters and classes of an expression in which x{2,3} is written as xxx; what is wrong in it is passed over.
+def expanded_size(regex: str) -> int:
+    """Number of characters and classes with x{2,3} expanded to xxx; syntax errors are ignored.
 
     Example:
-        >>> written_out_size("(ab{10}|[cd]){2,5}")
+        >>> expanded_size("(ab{10}|[cd]){2,5}")
         60
     """
-    # of each open group: its size so far, and that of its last part, which a repetition multiplies
+    # for each open group: its size so far, and that of its last element, which a repetition multiplies
     stack = [[0, 0]]
     index = 0
     while index < len(regex):
@@ -43,7 +43,7 @@ def written_out_size(regex: str) -> int:
 
 
 def end_of_class(regex: str, start: int) -> int:
-    """Where a class that begins at `start` ends; a bracket that comes first is one of its characters."""
+    """Index of the "]" of the class that begins at `start`; a "]" that comes first is one of its characters."""
     index = start + 1
     if regex[index : index + 1] == "^":
         index += 1

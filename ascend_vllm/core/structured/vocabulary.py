@@ -1,4 +1,4 @@
-"""What each token id adds to a text, in bytes: what grammars are matched against."""
+"""The bytes of each token, which grammars are matched against."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# stands for a space in the vocabularies of sentencepiece
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# stands for a space in sentencepiece vocabularies
 _SPACE_MARK = "▁"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -23,11 +23,10 @@ class Vocabulary:
     """The tokens of a model.
 
     Attributes:
-        tokens: by id, as many as the model has logits; b"" for special tokens and for ids without a token, which
-            are no part of a text.
-        special_texts: special tokens, by id, as their vocabulary writes them.
+        tokens: bytes by id, one entry per logit; b"" for special tokens and for ids without a token.
+        special_texts: special tokens by id, as written in the tokenizer's vocabulary.
         eos_token_ids: ids that end a text, the primary one first.
-        encode: how the tokenizer would write a text, without tokens around it; None: there is no tokenizer.
+        encode: tokenises a text without special tokens; None: there is no tokenizer.
     """
 
     tokens: list[bytes]
@@ -46,7 +45,7 @@ class Vocabulary:
         return -(-self.size // 32)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token looks like, special ones too."""
+        """Bytes of a token, also of a special one."""
         return self.tokens[token_id] or self.special_texts.get(token_id, "").encode()
 
     @classmethod
@@ -54,7 +53,7 @@ class Vocabulary:
         """Reads a model's tokenizer.
 
         Raises:
-            ModelLoadError: there is none, or it cannot be read.
+            ModelLoadError: the tokenizer is missing or cannot be read.
         """
         tokenizer = load_hf_tokenizer(
             model.tokenizer, slow=model.tokenizer_mode == "slow", trust_remote_code=model.trust_remote_code
@@ -71,24 +70,23 @@ class Vocabulary:
 
         Args:
             tokenizer: fast or slow.
-            size: number of logits; there may be more, or fewer, of them than tokens.
+            size: number of logits, which may be more or fewer than the tokens.
             eos_token_ids: ids that end a text.
         """
         added = {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
         special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= {*tokenizer.all_special_ids, *eos_token_ids}
         written = {id_: token for token, id_ in tokenizer.get_vocab().items()}
-        read = _reader(tokenizer)
+        to_bytes = _make_converter(tokenizer)
         tokens = [b""] * size
         special_texts = {}
-        # once per process, in a thread of its own: a turn per token
         for id_, token in written.items():
             if not 0 <= id_ < size:
                 continue
             if id_ in special:
                 special_texts[id_] = str(token)
             else:
-                tokens[id_] = added[id_].encode() if id_ in added else read(id_, token)
+                tokens[id_] = added[id_].encode() if id_ in added else to_bytes(id_, token)
         return cls(tokens, special_texts, eos_token_ids, _encoder(tokenizer))
 
 
@@ -104,34 +102,34 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return encode
 
 
-class _ByteLevelReader:
-    """Vocabularies in which each byte is a printable character."""
+class _ByteLevelConverter:
+    """For vocabularies in which each byte is a printable character."""
 
     def __call__(self, _token_id: int, token: str) -> bytes:
         return bytes_of_token(token)
 
 
-class _PieceReader:
-    """Vocabularies of sentencepiece: spaces are marked, and characters without a token are bytes like <0x0A>."""
+class _SentencePieceConverter:
+    """For sentencepiece vocabularies: spaces are marked, and characters without a token are bytes like <0x0A>."""
 
     def __call__(self, _token_id: int, token: str) -> bytes:
-        match = _BYTE_PIECE.fullmatch(token)
+        match = _BYTE_TOKEN.fullmatch(token)
         if match is not None:
             return bytes([int(match[1], 16)])
         return token.replace(_SPACE_MARK, " ").encode()
 
 
-class _BytesReader:
-    """Vocabularies of Python tokenizers whose tokens are bytes."""
+class _BytesConverter:
+    """For Python tokenizers whose tokens are bytes."""
 
     def __call__(self, _token_id: int, token: str | bytes) -> bytes:
         return token if isinstance(token, bytes) else token.encode()
 
 
-class _DecodingReader:
-    """Any other: what decoding gives behind a letter, since decoders strip the space before a text's first word.
+class _DecodingConverter:
+    """For any other: decodes each token behind a letter, since decoders strip a space at the start of a text.
 
-    Parts of characters are left out: they cannot be told from each other.
+    Tokens with partial characters become b"": decoding does not show their bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -147,21 +145,21 @@ class _DecodingReader:
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
-def _reader(tokenizer: Any) -> Any:
-    """What turns a tokenizer's tokens into bytes."""
+def _make_converter(tokenizer: Any) -> Callable[[int, str], bytes]:
+    """Makes the function (id, token) → bytes of a tokenizer."""
     backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     vocabulary = tokenizer.get_vocab()
     if any(isinstance(token, bytes) for token in vocabulary):
-        return _BytesReader()
+        return _BytesConverter()
     if backend is not None and is_byte_level(backend):
-        return _ByteLevelReader()
+        return _ByteLevelConverter()
     if "<0x0A>" in vocabulary or (backend is not None and _marks_spaces(backend)):
-        return _PieceReader()
-    return _DecodingReader(tokenizer)
+        return _SentencePieceConverter()
+    return _DecodingConverter(tokenizer)
 
 
 def _marks_spaces(backend: Any) -> bool:
-    """Whether a decoder does no more than to turn marks into spaces, and bytes into characters."""
+    """Whether a decoder turns marks into spaces."""
     if backend.decoder is None:
         return False
     state = json.loads(backend.decoder.__getstate__())
