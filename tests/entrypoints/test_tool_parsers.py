@@ -18,8 +18,8 @@ from ascend_vllm.entrypoints.parsers.tools import (
     TOOL_PARSERS,
     ToolParser,
     find_tool_parser,
-    held_back,
     load_tool_parser_plugin,
+    partial_marker_length,
 )
 from ascend_vllm.entrypoints.parsers.tools_forced import (
     NamedToolParser,
@@ -192,7 +192,7 @@ def test_long_texts_that_are_read_again(monkeypatch: pytest.MonkeyPatch, data: s
     )
     monkeypatch.undo()
     want = read(name, [text])
-    monkeypatch.setattr(tools, "_PIECE", data.draw(st.integers(1, 40)))
+    monkeypatch.setattr(tools, "_CHUNK_SIZE", data.draw(st.integers(1, 40)))
     monkeypatch.setattr(tools, "_MAX_FALSE_STARTS", 1000)
     size = data.draw(st.integers(1, 100))
     assert read(name, [text[start : start + size] for start in range(0, len(text), size)]) == want
@@ -284,11 +284,11 @@ def test_the_end_of_an_object(value: Any, rest: str) -> None:
     assert [scanner.find_end(character) for character in text] == [-1] * (len(text) - 1) + [1]
 
 
-def test_held_back() -> None:
-    assert held_back("so <thi", ("<think>",)) == 4
-    assert held_back("<think>", ("<think>",)) == 0
-    assert held_back("ab", ("b", "abc")) == 2
-    assert held_back("", ("x",)) == held_back("x", ()) == 0
+def test_partial_marker_length() -> None:
+    assert partial_marker_length("so <thi", ("<think>",)) == 4
+    assert partial_marker_length("<think>", ("<think>",)) == 0
+    assert partial_marker_length("ab", ("b", "abc")) == 2
+    assert partial_marker_length("", ("x",)) == partial_marker_length("x", ()) == 0
 
 
 def test_unknown_names() -> None:

@@ -1,8 +1,8 @@
-"""Separates a model's thoughts from its answer, piece by piece as they are generated."""
+"""Incremental parsers that separate a model's reasoning from its answer."""
 
 from __future__ import annotations
 
-from ascend_vllm.entrypoints.parsers.tools import held_back
+from ascend_vllm.entrypoints.parsers.tools import partial_marker_length
 from ascend_vllm.errors import ConfigError
 
 THOUGHTS_START = "<think>"
@@ -10,25 +10,25 @@ THOUGHTS_END = "</think>"
 
 
 class ReasoningParser:
-    """Reads the text of one choice: thoughts between ``<think>`` and ``</think>``, then the answer.
+    """Parses the text of one choice: reasoning between ``<think>`` and ``</think>``, then the answer.
 
     Args:
-        thinking: the text begins inside the thoughts, without a tag of its own.
+        thinking: whether the text begins with reasoning even without an opening tag.
     """
 
     def __init__(self, thinking: bool) -> None:
-        self._rest = ""  # text that is read but not told, behind `_blanks`
-        self._blanks: list[str] = []  # white space at the beginning, while the opening tag may come
+        self._rest = ""  # buffered text, behind `_blanks`
+        self._blanks: list[str] = []  # leading white space while an opening tag may follow
         self._thinking: bool | None = True if thinking else None  # None: not known yet
-        self._may_start = True  # the opening tag may come, even when it is not needed
+        self._may_start = True  # an opening tag may follow, whether needed or not
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Read the next piece; what of it is sure to be thoughts, and what is sure to be the answer."""
+        """Parse the next chunk; returns the reasoning and the answer that it completes."""
         self._rest += text
         return self._advance(final=False)
 
     def finish(self) -> tuple[str, str]:
-        """The text has ended: what was held back."""
+        """Returns the buffered reasoning and answer at the end of the text."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> tuple[str, str]:
@@ -38,14 +38,15 @@ class ReasoningParser:
             return "", self._take(len(self._rest))
         end = self._rest.find(THOUGHTS_END)
         if end < 0:
-            return self._take(len(self._rest) - (0 if final else held_back(self._rest, (THOUGHTS_END,)))), ""
+            num_buffered = 0 if final else partial_marker_length(self._rest, (THOUGHTS_END,))
+            return self._take(len(self._rest) - num_buffered), ""
         thoughts = self._take(end)
         self._take(len(THOUGHTS_END))
         self._thinking = False
         return thoughts, self._take(len(self._rest))
 
     def _skip_start(self, final: bool) -> bool:
-        """Drop the opening tag at the beginning; False: more text is needed to know."""
+        """Drops an opening tag at the start; False: more text is needed."""
         text = self._rest.lstrip()
         if len(text) < len(self._rest):
             self._blanks.append(self._rest[: len(self._rest) - len(text)])
@@ -67,7 +68,7 @@ class ReasoningParser:
         return text
 
 
-# name of a format → whether all of its answers begin with thoughts, tag or not
+# name of a format → whether its answers begin with reasoning even without a tag
 REASONING_PARSERS: dict[str, bool] = {"deepseek_r1": True, "qwen3": False}
 
 
@@ -83,19 +84,19 @@ def make_reasoning_parser(name: str, prompt: str) -> ReasoningParser:
 
     Args:
         name: of `REASONING_PARSERS`.
-        prompt: the rendered prompt; a template may end it with the opening tag, or with empty thoughts.
+        prompt: the rendered prompt; a template may end it with the opening tag, or with empty reasoning.
     """
     return ReasoningParser(begins_with_thoughts(name, prompt) is True)
 
 
 def begins_with_thoughts(name: str, prompt: str) -> bool | None:
-    """Whether a text begins inside of thoughts; None: it may open them itself; False: it has none.
+    """Whether an answer begins with reasoning; None: it may, with an opening tag; False: it has none.
 
     Args:
         name: of `REASONING_PARSERS`.
-        prompt: which it follows.
+        prompt: of the answer.
     """
     start, end = prompt.rfind(THOUGHTS_START), prompt.rfind(THOUGHTS_END)
     if prompt.rstrip().endswith(THOUGHTS_END):
-        return False  # the template has written the thoughts
+        return False  # the template contains the reasoning
     return REASONING_PARSERS[name] or (start > end and prompt.rstrip().endswith(THOUGHTS_START)) or None

@@ -1,11 +1,11 @@
-"""Finds tool calls in the text of a model, piece by piece as it is generated.
+"""Incremental parsers of tool calls in generated text.
 
-A parser is a machine that is fed text and tells at once what of it is sure: content, a call's name, pieces of its
-arguments. How the text is cut makes no difference to the sum of what it tells, so whole answers and streams use the
-same code. What looks like a call and turns out not to be one becomes content. The work is in proportion to the text,
-however it is cut and whatever it holds: no piece is read again and again while what follows it is waited for.
+A parser is fed chunks of text and emits what they determine: content, a call's name, parts of its arguments. The
+concatenated output does not depend on the chunks, so whole answers and streams use the same code. Text that looks
+like a call but is not one becomes content. Parsing takes linear time whatever the text and the chunks: incomplete
+text is not scanned again with every chunk.
 
-Each model family has its format; `TOOL_PARSERS` names them. A plug-in file adds more::
+Each model family has a format, named in `TOOL_PARSERS`. A plug-in file adds more::
 
     from ascend_vllm.entrypoints.parsers.tools import register_tool_parser
     from ascend_vllm.entrypoints.parsers.tools_json import JsonToolParser
@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ascend_vllm.errors import ConfigError
 
-# name of a format → where its parser is
+# name of a format → module and class of its parser
 TOOL_PARSERS: dict[str, str] = {
     "hermes": "ascend_vllm.entrypoints.parsers.tools_json:HermesToolParser",
     "internlm": "ascend_vllm.entrypoints.parsers.tools_json:InternLMToolParser",
@@ -40,24 +40,24 @@ TOOL_PARSERS: dict[str, str] = {
 }
 
 
-# Most characters of what a call begins with, up to its arguments, white space included: what goes on for longer is
-# none, so that looking at it again with every piece costs little.
+# Most characters of a call up to its arguments, white space included. Longer text is not a call, which bounds the
+# cost of matching the head again with every chunk.
 MAX_HEAD = 1024
-# a text is read in pieces of this size at most
-_PIECE = 4096
-# so many openers of something long that is no call; behind them no more calls are looked for
+# longer texts are read in chunks of this size
+_CHUNK_SIZE = 4096
+# after so many openers with long text that is not a call, the rest is content
 _MAX_FALSE_STARTS = 16
 
 
 @dataclasses.dataclass(slots=True)
 class ToolCallDelta:
-    """News of one call.
+    """Update of one call.
 
     Attributes:
-        index: the call's place among the calls of the message.
-        arguments: a piece of the arguments' JSON.
-        id: the call's id, with its first delta only.
-        name: the function's name, with its first delta only.
+        index: of the call within the message.
+        arguments: next part of the arguments' JSON.
+        id: of the call, in its first delta only.
+        name: of the function, in the first delta only.
     """
 
     index: int
@@ -68,20 +68,20 @@ class ToolCallDelta:
 
 @dataclasses.dataclass(slots=True)
 class ToolDelta:
-    """What a parser learned from a piece of text: content, and news of calls in their order."""
+    """What a parser emits for a chunk of text: content, and updates of calls in order."""
 
     content: str = ""
     calls: list[ToolCallDelta] = dataclasses.field(default_factory=list)
 
 
 class ToolParser(abc.ABC):
-    """Reads the text of one choice.
+    """Parses the text of one choice.
 
     Args:
-        tools: the request's tools as they came, ``{"type": "function", "function": {"name": ..., ...}}``.
+        tools: the request's tools, ``{"type": "function", "function": {"name": ..., ...}}``.
 
     Attributes:
-        KEEPS_SPECIAL_TOKENS: the format is written with special tokens, which must then stay in the text.
+        KEEPS_SPECIAL_TOKENS: whether the format uses special tokens, which must be kept in the text.
     """
 
     KEEPS_SPECIAL_TOKENS: ClassVar[bool] = False
@@ -93,47 +93,47 @@ class ToolParser(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, text: str, final: bool) -> None:
-        """Read more text and tell what is sure with `say`, `open_call` and `add_arguments`.
+        """Parse more text and emit the result with `add_content`, `open_call` and `add_arguments`.
 
         Args:
-            text: what follows the text before.
-            final: nothing follows; what is held back must be told now.
+            text: the next chunk.
+            final: whether the text ends here, so that buffered text must be emitted.
         """
 
     def feed(self, text: str) -> ToolDelta:
-        """Read the next piece of the text."""
+        """Parse the next chunk of the text."""
         self.advance(text, final=False)
-        return self._take()
+        return self._pop_delta()
 
     def finish(self) -> ToolDelta:
-        """The text has ended: what was held back."""
+        """Emit buffered text at the end."""
         self.advance("", final=True)
-        return self._take()
+        return self._pop_delta()
 
     def make_id(self) -> str:
         """An id for a new call."""
         return f"chatcmpl-tool-{secrets.token_hex(16)}"
 
-    def say(self, content: str) -> None:
-        """Tell text that is no part of a call."""
+    def add_content(self, content: str) -> None:
+        """Emit text outside of calls."""
         self._delta.content += content
 
     def open_call(self, name: str) -> None:
-        """Begin a call; the pieces of arguments that follow are its own."""
+        """Emit the start of a call, to which the following arguments belong."""
         self._delta.calls.append(ToolCallDelta(self.num_calls, id=self.make_id(), name=name))
         self.num_calls += 1
 
-    def add_arguments(self, piece: str) -> None:
-        """Tell a piece of the last call's arguments."""
+    def add_arguments(self, text: str) -> None:
+        """Emit the next part of the last call's arguments."""
         calls, index = self._delta.calls, self.num_calls - 1
-        if not piece:
+        if not text:
             return
         if calls and calls[-1].index == index and calls[-1].id is None:
-            calls[-1].arguments += piece
+            calls[-1].arguments += text
         else:
-            calls.append(ToolCallDelta(index, piece))
+            calls.append(ToolCallDelta(index, text))
 
-    def _take(self) -> ToolDelta:
+    def _pop_delta(self) -> ToolDelta:
         delta, self._delta = self._delta, ToolDelta()
         return delta
 
@@ -141,13 +141,13 @@ class ToolParser(abc.ABC):
 class MarkedToolParser(ToolParser):
     """A format whose calls begin with a marker.
 
-    White space alone, before the first call and between calls, is not content.
+    White space between the calls, and before the first one if there is no other content, is dropped.
 
     Attributes:
         OPENERS: markers that begin a call.
-        SEPARATORS: what may stand between or behind calls and is dropped there.
-        BARE_AT_START: a "{" that begins the message begins a call.
-        BARE_AFTER_CALL: so does a "{" right behind a call.
+        SEPARATORS: markers between or behind calls, which are dropped.
+        BARE_AT_START: whether a "{" at the start of the message begins a call.
+        BARE_AFTER_CALL: whether a "{" right behind a call begins another one.
     """
 
     OPENERS: ClassVar[tuple[str, ...]] = ()
@@ -157,69 +157,68 @@ class MarkedToolParser(ToolParser):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self.rest = ""  # text that is read but not told, behind `_blanks`
-        self.opener: str | None = None  # of the call that is being read; "" for a bare one; None: in text
-        self._lead = ""  # white space before the opener, told if the call turns out not to be one
-        self._blank = True  # nothing but white space since the beginning or the last call
-        self._blanks: list[str] = []  # pieces of that white space
-        # texts that are still to be read, and how much of the first one is
+        self.rest = ""  # buffered text, behind `_blanks`
+        self.opener: str | None = None  # of the current call; "" for a bare one; None: outside of calls
+        self._lead = ""  # white space before the opener, emitted if this is not a call
+        self._blank = True  # only white space since the start or the last call
+        self._blanks: list[str] = []  # parts of that white space
+        # texts not read yet, and the offset in the first one
         self._unread: collections.deque[str] = collections.deque()
         self._at = 0
         self._num_false_starts = 0
 
     @abc.abstractmethod
     def read_call(self, final: bool) -> bool:
-        """Read on in `rest`, which begins behind the opener, or with the "{" of a bare call.
+        """Parse `rest`, which begins behind the opener, or with the "{" of a bare call.
 
-        Ends with `end_call` or, before `open_call`, with `refuse_call`. Returns whether it should be called again
-        without more text.
+        Ends with `end_call` or, before `open_call`, with `reject_call`. Returns whether there is more to parse
+        without further text.
         """
 
     def advance(self, text: str, final: bool) -> None:
         """See `ToolParser.advance`."""
         self._unread.append(text)
-        self._read_pieces()
+        self._read_chunks()
         if final:
             self._read("", final=True)
-            while self._unread:  # what is behind an opener whose call has no end
-                self._read_pieces()
+            while self._unread:  # text behind the opener of an incomplete call, which was rejected
+                self._read_chunks()
                 self._read("", final=True)
 
     def end_call(self) -> bool:
-        """The call is complete; `rest` is what follows it."""
+        """Ends the current call; `rest` is the text behind it."""
         self.opener = None
         self._blank = True
         return True
 
-    def refuse_call(self) -> bool:
-        """It is no call: its opener is content, and so is what follows unless another opener is in it."""
+    def reject_call(self) -> bool:
+        """The current text is not a call: its opener becomes content, and so does the rest up to the next opener."""
         size = 0 if self.opener else 1
-        self.say(self._lead + (self.opener or "") + self.rest[:size])
+        self.add_content(self._lead + (self.opener or "") + self.rest[:size])
         self.rest = self.rest[size:]
         self.opener = None
         self._blank = False
-        if len(self.rest) > _PIECE:
+        if len(self.rest) > _CHUNK_SIZE:
             self._num_false_starts += 1
-            self._read_again()
+            self._unread_rest()
         return True
 
-    def _read_again(self) -> None:
-        """Give back what was read but not told, to be read in pieces."""
+    def _unread_rest(self) -> None:
+        """Puts the buffered text back, to be read in chunks."""
         if self._at:
             self._unread[0] = self._unread[0][self._at :]
             self._at = 0
         self._unread.appendleft(self.rest)
         self.rest = ""
 
-    def _read_pieces(self) -> None:
-        """Read what is to be read."""
+    def _read_chunks(self) -> None:
         while self._unread:
             text, start = self._unread[0], self._at
-            self._at += _PIECE
+            self._at += _CHUNK_SIZE
             if self._at >= len(text):
                 self._unread.popleft()
                 self._at = 0
-            self._read(text[start : start + _PIECE], final=False)
+            self._read(text[start : start + _CHUNK_SIZE], final=False)
 
     def _read(self, text: str, final: bool) -> None:
         self.rest += text
@@ -229,7 +228,7 @@ class MarkedToolParser(ToolParser):
 
     def _read_text(self, final: bool) -> bool:
         if self._num_false_starts > _MAX_FALSE_STARTS:
-            self.say(self._take_blanks() + self.rest)
+            self.add_content(self._pop_blanks() + self.rest)
             self.rest = ""
             return False
         if self._blank:
@@ -237,15 +236,15 @@ class MarkedToolParser(ToolParser):
         found = [(at, opener) for opener in self.OPENERS if (at := self.rest.find(opener)) >= 0]
         if found:
             at, opener = min(found)
-            self.say(self.rest[:at])
+            self.add_content(self.rest[:at])
             return self._begin_call("", opener, self.rest[at:])
-        end = len(self.rest) if final else len(self.rest) - held_back(self.rest, self.OPENERS)
-        self.say(self.rest[:end])
+        end = len(self.rest) if final else len(self.rest) - partial_marker_length(self.rest, self.OPENERS)
+        self.add_content(self.rest[:end])
         self.rest = self.rest[end:]
         return False
 
     def _read_blank(self, final: bool) -> bool:
-        """Read where only white space came since the beginning or the last call."""
+        """Reads while there was only white space since the start or the last call."""
         text = self.rest.lstrip()
         if len(text) < len(self.rest):
             self._blanks.append(self.rest[: len(self.rest) - len(text)])
@@ -259,21 +258,20 @@ class MarkedToolParser(ToolParser):
                     self.rest = text[len(separator) :]
                     return True
         if text.startswith("{") and (self.BARE_AFTER_CALL if self.num_calls else self.BARE_AT_START):
-            return self._begin_call(self._take_blanks(), "", text)
+            return self._begin_call(self._pop_blanks(), "", text)
         for opener in self.OPENERS:
             if text.startswith(opener):
-                return self._begin_call(self._take_blanks(), opener, text)
-        if not final and any(marker.startswith(text) for marker in markers):  # of an empty text too
+                return self._begin_call(self._pop_blanks(), opener, text)
+        if not final and any(marker.startswith(text) for marker in markers):  # true of an empty text
             return False
         if not text and self.num_calls:
             self._blanks.clear()
             return False
-        self.rest = self._take_blanks() + text
+        self.rest = self._pop_blanks() + text
         self._blank = False
         return True
 
-    def _take_blanks(self) -> str:
-        """The white space that was held back."""
+    def _pop_blanks(self) -> str:
         blanks = "".join(self._blanks)
         self._blanks.clear()
         return blanks
@@ -283,12 +281,12 @@ class MarkedToolParser(ToolParser):
         return True
 
 
-def held_back(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a marker.
+def partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest suffix of a text that is a proper prefix of a marker.
 
     Example::
 
-        held_back("so <thi", ("<think>",))  # 4
+        partial_marker_length("so <thi", ("<think>",))  # 4
     """
     longest = min(len(text), max((len(marker) - 1 for marker in markers), default=0))
     for size in range(longest, 0, -1):
@@ -302,7 +300,7 @@ _registered: dict[str, type[ToolParser]] = {}
 
 
 def register_tool_parser(name: str) -> Callable[[P], P]:
-    """Decorator of a parser in a plug-in file: the name that --tool-call-parser knows it by."""
+    """Class decorator for plug-in files: registers a parser under a name for --tool-call-parser."""
 
     def register(parser: P) -> P:
         _registered[name] = parser
@@ -315,7 +313,7 @@ def load_tool_parser_plugin(path: str) -> None:
     """Run a plug-in file, whose parsers register themselves.
 
     Raises:
-        ConfigError: it cannot be read or fails.
+        ConfigError: it cannot be read, or raises an exception.
     """
     try:
         runpy.run_path(path)
@@ -327,7 +325,7 @@ def find_tool_parser(name: str) -> type[ToolParser]:
     """The parser of a format.
 
     Raises:
-        ConfigError: there is none of this name; the text lists all.
+        ConfigError: there is none of this name; the message lists all names.
     """
     if name in _registered:
         return _registered[name]

@@ -1,8 +1,7 @@
-"""Tool calls that a request demands: the output is kept to JSON, which is read here whatever the model's own format.
+"""Forced tool calls (``tool_choice``): guided decoding makes the output JSON, whatever the model's own format.
 
-A named function: the output is the object of its arguments. "required": it is an array of calls,
-``[{"name": "f", "parameters": {...}}, ...]``. Both forms, and that a named function's finish reason stays "stop", are
-vLLM's.
+With a named function the output is the object of its arguments; with "required" it is an array of calls,
+``[{"name": "f", "parameters": {...}}, ...]``. As in vLLM, a named function's finish reason stays "stop".
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from ascend_vllm.entrypoints.parsers.tools import ToolParser
 from ascend_vllm.entrypoints.parsers.tools_json import JsonToolParser
 
-# what a function without a schema takes
+# the schema of functions without one
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -24,12 +23,12 @@ class RequiredToolParser(JsonToolParser):
     SEPARATORS = (",", "]")
     BARE_AFTER_CALL = True
 
-    def say(self, content: str) -> None:
-        """Nothing is content: what is no call is one cut short before its name."""
+    def add_content(self, content: str) -> None:
+        """Drops the text: it is a call that was truncated before its name."""
 
 
 class NamedToolParser(ToolParser):
-    """The arguments of one function.
+    """Parses the arguments of one function.
 
     Args:
         tools: the request's tools.
@@ -40,7 +39,7 @@ class NamedToolParser(ToolParser):
         super().__init__(tools)
         self._name = name
 
-    def advance(self, text: str, final: bool) -> None:  # noqa: ARG002 - the end tells nothing new
+    def advance(self, text: str, final: bool) -> None:  # noqa: ARG002 - nothing is buffered
         """See `ToolParser.advance`."""
         if self.num_calls == 0 and text:
             self.open_call(self._name)
@@ -55,11 +54,11 @@ def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
     """JSON schema of an array of calls.
 
-    Definitions of a function's own schema move to the root, where their references look for them.
+    Definitions in the functions' schemas move to the root, which their references are relative to.
 
     Args:
         tools: the functions that may be called.
-        parallel: more than one call is allowed.
+        parallel: whether more than one call is allowed.
 
     Raises:
         ValueError: two functions define the same name differently.

@@ -1,7 +1,7 @@
-"""Tool calls that models write as JSON objects: name and arguments.
+"""Tool calls written as JSON objects with name and arguments.
 
-The usual order, the name first, is told while it is written: the arguments go out as the model writes them. A call in
-another order is told when it is complete.
+If the name comes first, the arguments are streamed as the model writes them. Otherwise a call is emitted when it is
+complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from ascend_vllm.entrypoints.parsers.tools import MAX_HEAD, MarkedToolParser
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
-# an object up to the "{" of its arguments, if it begins in the usual order
+# an object up to the "{" of its arguments, with the name first
 _HEAD = re.compile(
     rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{_STRING}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)',
     re.DOTALL,
@@ -28,10 +28,10 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class BracketScanner:
-    """Finds where a JSON object ends in text that comes in pieces.
+    """Finds the end of a JSON object in text that comes in chunks.
 
     Args:
-        depth: brackets that are open already.
+        depth: number of open brackets at the start.
     """
 
     def __init__(self, depth: int = 0) -> None:
@@ -40,7 +40,7 @@ class BracketScanner:
         self._escaped = False
 
     def find_end(self, text: str) -> int:
-        """The index behind the bracket that closes the outermost one; -1: it is not in this piece."""
+        """The index behind the bracket that closes the outermost one; -1: not in this chunk."""
         at = 0
         while at < len(text):
             if self._escaped:
@@ -67,9 +67,9 @@ class JsonToolParser(MarkedToolParser):
     """Calls of the form ``{"name": "f", "arguments": {...}}`` behind a marker.
 
     Attributes:
-        PRELUDE: what may stand between the marker and the object.
-        NAMED_HEAD: another form: a bare name (group 1) before the object of arguments; None: there is none.
-        NAMED_START: matches all of a text that may become a `NAMED_HEAD`.
+        PRELUDE: text allowed between the marker and the object.
+        NAMED_HEAD: for formats with a bare name (group 1) before the object of arguments; else None.
+        NAMED_START: fully matches every prefix of a `NAMED_HEAD`.
     """
 
     PRELUDE: ClassVar[re.Pattern[str]] = re.compile(r"\s*")
@@ -80,11 +80,11 @@ class JsonToolParser(MarkedToolParser):
         super().__init__(tools)
         self._state: Callable[[bool], bool] = self._read_head
         self._scanner: BracketScanner | None = None
-        self._scanned = 0  # characters of `rest` that the scanner has seen
-        # of an object whose end is waited for: what was read before `rest`, and where in it the object begins
-        self._pieces: list[str] = []
+        self._scanned = 0  # characters of `rest` that were scanned
+        # of an incomplete object: the text before `rest`, and the object's offset in it
+        self._parts: list[str] = []
         self._start = 0
-        self._in_object = False  # arguments are a member of an object that must be closed, too
+        self._in_object = False  # the arguments are a member of an object, which must be closed too
 
     def read_call(self, final: bool) -> bool:
         """See `MarkedToolParser.read_call`."""
@@ -101,52 +101,52 @@ class JsonToolParser(MarkedToolParser):
         if start == len(self.rest) and not final:
             return False
         if not self.rest.startswith("{", start):
-            return self._leave(self.refuse_call)
+            return self._leave(self.reject_call)
         if head := _HEAD.match(self.rest, start, start + MAX_HEAD):
             name = _load(f'"{head[1]}"')
             if not isinstance(name, str) or not name:
-                return self._leave(self.refuse_call)
+                return self._leave(self.reject_call)
             return self._begin_arguments(name, head.end(), in_object=True)
         first_key = _FIRST_KEY.match(self.rest, start, start + MAX_HEAD)
         if first_key and first_key[1] not in _FIRST_KEYS:
-            return self._leave(self.refuse_call)
+            return self._leave(self.reject_call)
         if self._scanner is None:
             self._scanner, self._scanned, self._start = BracketScanner(), start, start
         if len(self.rest) >= start + MAX_HEAD:
-            self._state = self._read_whole  # it cannot be in the usual order any more
+            self._state = self._read_whole  # the name cannot come first any more
         return self._read_whole(final)
 
     def _read_whole(self, final: bool) -> bool:
-        """Wait for the end of an object in another order."""
+        """Buffers an object until its end."""
         assert self._scanner is not None
         found = self._scanner.find_end(self.rest[self._scanned :])
         if found < 0:
             self._scanned = len(self.rest)
             if final:
-                return self._refuse_whole()
+                return self._reject_whole()
             if self._state == self._read_whole:
-                self._pieces.append(self.rest)
+                self._parts.append(self.rest)
                 self.rest, self._scanned = "", 0
             return False
         end = self._scanned + found
-        text = "".join([*self._pieces, self.rest[:end]])
+        text = "".join([*self._parts, self.rest[:end]])
         call = self._call_of(_load(text[self._start :]))
         if call is None:
-            return self._refuse_whole()
+            return self._reject_whole()
         name, arguments = call
         self.open_call(name)
         self.add_arguments(arguments)
-        self._pieces.clear()
+        self._parts.clear()
         self.rest = self.rest[end:]
         return self._leave(self.end_call)
 
-    def _refuse_whole(self) -> bool:
-        self.rest = "".join([*self._pieces, self.rest])
-        self._pieces.clear()
-        return self._leave(self.refuse_call)
+    def _reject_whole(self) -> bool:
+        self.rest = "".join([*self._parts, self.rest])
+        self._parts.clear()
+        return self._leave(self.reject_call)
 
     def _call_of(self, value: Any) -> tuple[str, str] | None:
-        """Name and arguments of an object, if it is a call; a bare one must have arguments."""
+        """Name and arguments of an object; None if it is not a call. A bare one must have arguments."""
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or not name:
             return None
@@ -182,7 +182,7 @@ class JsonToolParser(MarkedToolParser):
         return True
 
     def _read_tail(self, _final: bool) -> bool:
-        """Skip what follows the arguments in their object. Models forget its bracket now and then."""
+        """Skips the rest of the object behind its arguments; models sometimes omit the closing bracket."""
         text = self.rest.lstrip()
         if self._scanner is None:
             if not text and len(self.rest) < MAX_HEAD:
@@ -197,15 +197,15 @@ class JsonToolParser(MarkedToolParser):
         self.rest = self.rest[end:]
         return self._leave(self.end_call)
 
-    def _leave(self, how: Callable[[], bool]) -> bool:
-        """Back to text."""
+    def _leave(self, end: Callable[[], bool]) -> bool:
+        """Resets the state for the next call."""
         self._scanner = None
         self._state = self._read_head
-        return how()
+        return end()
 
 
 def _load(text: str) -> Any:
-    """JSON's value, or None if it is none or too deep; control characters in strings are let pass."""
+    """Parses JSON, allowing control characters in strings; None if it is invalid or nested too deeply."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -228,7 +228,7 @@ class InternLMToolParser(JsonToolParser):
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """Llama 3.1: ``{"name": "f", "parameters": {...}}`` and nothing else, perhaps behind ``<|python_tag|>``.
+    """Llama 3.1: the message is ``{"name": "f", "parameters": {...}}``, optionally behind ``<|python_tag|>``.
 
     Several calls are separated by ";".
     """
@@ -252,5 +252,5 @@ class MistralToolParser(JsonToolParser):
     NAMED_START = re.compile(r"\s*[\w.-]+(?:\[[A-Z_]*\]?\w*){0,2}\s*")
 
     def make_id(self) -> str:
-        """Nine letters and digits: the templates of these models take no other ids."""
+        """Nine letters and digits, which the templates of these models require."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

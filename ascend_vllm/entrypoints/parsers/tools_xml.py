@@ -1,4 +1,4 @@
-"""Tool calls that models write with tags for the function and each parameter."""
+"""Tool calls written with tags for the function and each parameter."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ascend_vllm.entrypoints.parsers.tools import MAX_HEAD, MarkedToolParser, held_back
+from ascend_vllm.entrypoints.parsers.tools import MAX_HEAD, MarkedToolParser, partial_marker_length
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)\s*>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>")
 _PARAMETER_END = "</parameter>"
 _END = re.compile(r"\s*</(?:function|tool_call)>")
-# what a call may go on with behind its head
+# tags that may follow the head of a call
 _TAGS = ("<parameter=", "</function>", "</tool_call>")
 
 
 class Qwen3XmlToolParser(MarkedToolParser):
     """Qwen3-Coder: ``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``.
 
-    A parameter is told when it is complete. Its value is JSON unless the function's schema calls it a string.
+    A parameter is emitted when it is complete. Its value is JSON unless its type in the function's schema is string.
     """
 
     OPENERS = ("<tool_call>",)
@@ -29,15 +29,15 @@ class Qwen3XmlToolParser(MarkedToolParser):
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self._schemas = {function.get("name"): _properties(function) for function in map(_function_of, tools)}
-        self._name: str | None = None  # of the call that is being read
+        self._name: str | None = None  # of the current call
         self._num_parameters = 0
-        self._parameter: str | None = None  # name of the parameter whose value is being read
-        self._pieces: list[str] = []  # of the value
-        self._is_lost = False  # behind a parameter's tag that never ends
+        self._parameter: str | None = None  # name of the current parameter
+        self._value_parts: list[str] = []
+        self._is_malformed = False  # behind a parameter's tag that never ends
 
     def read_call(self, final: bool) -> bool:
         """See `MarkedToolParser.read_call`."""
-        if self._is_lost:
+        if self._is_malformed:
             self.rest = ""
             return False
         if self._name is None:
@@ -51,11 +51,12 @@ class Qwen3XmlToolParser(MarkedToolParser):
             self.rest = self.rest[head.end() :]
             return True
         text = self.rest.lstrip()
-        begun = "<function=".startswith(text) or (text.startswith("<function=") and not re.search(r"[<>]", text[10:]))
-        return False if begun and not final and len(self.rest) < MAX_HEAD else self.refuse_call()
+        has_tag = text.startswith("<function=") and not re.search(r"[<>]", text[10:])
+        is_partial = "<function=".startswith(text) or has_tag
+        return False if is_partial and not final and len(self.rest) < MAX_HEAD else self.reject_call()
 
     def _read_tag(self, final: bool) -> bool:
-        """Read the next parameter's head, or the end of the call."""
+        """Reads the next parameter's tag, or the end of the call."""
         if head := _PARAMETER.match(self.rest, 0, MAX_HEAD):
             self._parameter = head[1]
             self.rest = self.rest[head.end() :]
@@ -66,27 +67,27 @@ class Qwen3XmlToolParser(MarkedToolParser):
         if not text and len(self.rest) >= MAX_HEAD:
             return self._end(self.rest)
         if any(tag.startswith(text) or text.startswith(tag) for tag in _TAGS):
-            if final:  # the answer was cut short, and so are the arguments
+            if final:  # the answer was truncated, and the arguments stay so
                 self.rest = ""
-            self._is_lost = len(self.rest) >= MAX_HEAD
+            self._is_malformed = len(self.rest) >= MAX_HEAD
             return False
         return self._end(self.rest)
 
     def _read_value(self, parameter: str, final: bool) -> bool:
-        """Read on in a parameter's value; it is told when it is complete."""
+        """Reads a parameter's value and emits it when it is complete."""
         end = self.rest.find(_PARAMETER_END)
         if end < 0:
-            kept = len(self.rest) - held_back(self.rest, (_PARAMETER_END,))
-            self._pieces.append(self.rest[:kept])
-            # without its end, the answer was cut short, and so are the arguments
-            self.rest = "" if final else self.rest[kept:]
+            size = len(self.rest) - partial_marker_length(self.rest, (_PARAMETER_END,))
+            self._value_parts.append(self.rest[:size])
+            # at the end the answer was truncated, and the arguments stay so
+            self.rest = "" if final else self.rest[size:]
             return False
-        value = self._value_of(parameter, "".join([*self._pieces, self.rest[:end]]))
+        value = self._value_of(parameter, "".join([*self._value_parts, self.rest[:end]]))
         start = ", " if self._num_parameters else "{"
         self.add_arguments(f"{start}{json.dumps(parameter, ensure_ascii=False)}: {value}")
         self._num_parameters += 1
         self._parameter = None
-        self._pieces.clear()
+        self._value_parts.clear()
         self.rest = self.rest[end + len(_PARAMETER_END) :]
         return True
 
@@ -97,7 +98,7 @@ class Qwen3XmlToolParser(MarkedToolParser):
         return self.end_call()
 
     def _value_of(self, parameter: str, text: str) -> str:
-        """A parameter's value as JSON; the line breaks next to its tags are not part of it."""
+        """A parameter's value as JSON, without the line breaks next to its tags."""
         text = text.removeprefix("\n").removesuffix("\n")
         schema = self._schemas.get(self._name, {}).get(parameter)
         kind = schema.get("type") if isinstance(schema, Mapping) else "string"
@@ -108,7 +109,7 @@ class Qwen3XmlToolParser(MarkedToolParser):
             try:
                 return json.dumps(json.loads(candidate), ensure_ascii=False)
             except (ValueError, RecursionError):
-                pass  # the model did not keep to the schema: its text is all there is
+                pass  # not of the schema's type: passed as a string
         return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Conversations as prompts: which template is used, what messages look like to it, and what its errors become."""
+"""Renders conversations as prompts: choice of the template, normalised messages, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ascend_vllm.errors import ConfigError, RequestError
 
 ContentFormat = Literal["auto", "string", "openai"]
 
-# kind of a part → the key of its text
+# type of a content part → key of its text
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -26,7 +26,7 @@ _TEXT_PARTS = {
 _MEDIA_PARTS = frozenset(
     {"image_url", "input_image", "image", "audio_url", "input_audio", "audio", "video_url", "video"}
 )
-# what a template gets from other fields; `self`, `conversation` and `tokenize` are arguments of the rendering itself
+# set by other fields of a request; `self`, `conversation` and `tokenize` are arguments of `apply_chat_template`
 _RESERVED_KWARGS = frozenset(
     {
         "add_generation_prompt",
@@ -42,21 +42,21 @@ _RESERVED_KWARGS = frozenset(
 
 
 class Renderer(Protocol):
-    """What renders templates: a `Tokenizer`, or the process for the templates of requests."""
+    """Renders templates: a `Tokenizer`, or the process that renders templates from requests."""
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The model's own template, or several by name; None: it has none."""
+        """The model's template, or several by name; None: it has none."""
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
         """The prompt's text; see `Tokenizer.apply_chat_template`."""
 
 
 def load_chat_template(value: str | None) -> str | None:
-    """The template that --chat-template means: a file's contents, or the value itself with its escapes resolved.
+    """The template given by --chat-template: a file's contents, or the value itself with its escapes resolved.
 
     Raises:
-        ConfigError: it looks like the path of a file that does not exist.
+        ConfigError: the value looks like a path, but the file does not exist.
 
     Example::
 
@@ -69,27 +69,27 @@ def load_chat_template(value: str | None) -> str | None:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     except OSError as error:
-        # A template is too long for a path; anything else is a file that cannot be read.
+        # a template may be too long for a path; other values are files that cannot be read
         if not set("{}\n") & set(value):
             raise ConfigError(f"The chat template {value} cannot be read: {error}") from error
     if not set("{}\n") & set(value):
         raise ConfigError(f"The supplied chat template string ({value}) appears path-like, but doesn't exist!")
-    # Characters beyond Latin-1 become escapes first, so that resolving escapes brings them back.
+    # characters beyond Latin-1 are escaped first and restored with the other escapes
     return value.encode("latin-1", "backslashreplace").decode("unicode_escape")
 
 
 def parse_messages(
     messages: Sequence[Mapping[str, Any]], content_format: Literal["string", "openai"], model_name: str
 ) -> list[dict[str, Any]]:
-    """Messages in the form templates expect.
+    """Messages in the form that templates expect.
 
     Args:
-        messages: with a role; content is a string, a list of text parts, or nothing. Other keys are kept.
-        content_format: "string" joins parts with newlines, "openai" makes a list of parts of every content.
-        model_name: for the text of errors.
+        messages: with a role; the content is a string, a list of text parts, or None. Other keys are kept.
+        content_format: "string" joins parts with newlines; "openai" makes every content a list of parts.
+        model_name: for error messages.
 
     Raises:
-        RequestError: there is no message, or one is not understood.
+        RequestError: there are no messages, or one is invalid.
     """
     if not messages:
         raise RequestError(
@@ -110,22 +110,21 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt's text for a conversation; it holds its special tokens, so tokenise it without adding any.
+    """Renders a conversation as a prompt, with its special tokens: tokenise it without adding any.
 
     Args:
-        tokenizer: brings the model's own template.
+        tokenizer: with the model's template.
         messages: see `parse_messages`.
-        model_name: for the text of errors.
-        chat_template: used instead of the model's own.
-        content_format: what the template expects of a content; "auto" looks into the template.
-        add_generation_prompt: end with the beginning of an answer.
+        model_name: for error messages.
+        chat_template: used instead of the model's.
+        content_format: form of the contents; "auto" detects what the template expects.
+        add_generation_prompt: append the start of an assistant message.
         continue_final_message: leave the last message open, so that the output continues it.
-        tools: functions the model may call.
+        tools: functions that the model may call.
         template_kwargs: further variables of the template.
 
     Raises:
-        RequestError: the messages are wrong, there is no template, the template refuses them, or one of the further
-            variables has a field of its own.
+        RequestError: the messages or variables are invalid, there is no template, or the template raises an error.
     """
     if reserved := sorted(_RESERVED_KWARGS.intersection(template_kwargs or ())):
         raise RequestError(f"chat_template_kwargs must not contain {', '.join(reserved)}", "chat_template_kwargs")
@@ -153,39 +152,39 @@ def render_chat(
             **(template_kwargs or {}),
         )
     except Exception as error:
-        # A template is a program of the model's author, run in a sandbox: what it raises is about its input.
+        # templates run in a sandbox and raise exceptions to reject their input
         raise RequestError(str(error) or type(error).__name__, "messages") from error
 
 
 def described_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool of a request as templates print it: with its description and parameters, null if it has none."""
+    """A tool with `description` and `parameters`, null if the request has none, since templates print them."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return dict(tool)
-    usual = {"name": function.get("name"), "description": None, "parameters": None}
-    return {**tool, "function": {**usual, **function}}
+    defaults = {"name": function.get("name"), "description": None, "parameters": None}
+    return {**tool, "function": {**defaults, **function}}
 
 
 def _without_developer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages for a template that does not know the developer's role: what it says belongs to the system's."""
-    said = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "developer"]
-    if not said:
+    """Merges developer messages into the system message, for templates without the developer role."""
+    system = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "developer"]
+    if not system:
         return list(messages)
     rest = [message for message in messages if not isinstance(message, Mapping) or message.get("role") != "developer"]
     if rest and isinstance(rest[0], Mapping) and rest[0].get("role") == "system":
-        said.insert(0, rest.pop(0))
-    texts = ["\n".join(_parse_content(message.get("content"), "this model")) for message in said]
+        system.insert(0, rest.pop(0))
+    texts = ["\n".join(_parse_content(message.get("content"), "this model")) for message in system]
     return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
 
 
 @functools.lru_cache(maxsize=16)
 def detect_content_format(template: str) -> Literal["string", "openai"]:
-    """What a template expects of a message's content: "openai" if it loops over the parts of contents."""
+    """Form of the contents that a template expects: "openai" if it loops over the parts of a content."""
     try:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError:  # extensions of transformers; rendering will tell if it is really wrong
+    except jinja2.TemplateSyntaxError:  # may use extensions of transformers; rendering reports real errors
         return "string"
-    # variables that hold a content, like x in {% set x = message['content'] %}
+    # variables with a content, like x in {% set x = message['content'] %}
     names = {
         node.target.name
         for node in tree.find_all(nodes.Assign)
@@ -196,7 +195,7 @@ def detect_content_format(template: str) -> Literal["string", "openai"]:
 
 
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    """Whether an expression is a message's content, filters aside."""
+    """Whether an expression is a message's content, possibly filtered."""
     while isinstance(node, nodes.Filter):
         node = node.node
     match node:
@@ -247,7 +246,7 @@ def _parse_part(part: Any, model_name: str) -> str:
     if not isinstance(part, Mapping):
         raise RequestError(f"A content part must be an object, but is {type(part).__name__}", "messages")
     kind = part.get("type", "text" if "text" in part else None)
-    # before it is looked up: a list, say, cannot be
+    # unhashable values cannot be looked up below
     if not isinstance(kind, str):
         raise RequestError(f"Unknown part type: {kind}", "messages")
     if kind in _MEDIA_PARTS:
@@ -261,7 +260,7 @@ def _parse_part(part: Any, model_name: str) -> str:
 
 
 def _parse_tool_call(call: Any) -> Any:
-    """A past tool call; its arguments, a string of JSON on the wire, become the object that templates print."""
+    """Decodes the arguments of a past tool call, a JSON string in requests, into the object that templates print."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str):
