@@ -1,4 +1,4 @@
-"""The whole configuration of an engine: frozen, plain data, sent to the engine core as it is."""
+"""The configuration of an engine: frozen, plain data, sent to the engine core unchanged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         tensor_parallel_size: workers that share each layer.
-        distributed_executor_backend: "uni": the worker lives in the engine core; "mp": each in a process of its own;
-            "ray": each in an actor of Ray, on this machine or another.
+        distributed_executor_backend: "uni": the worker runs in the engine core's process; "mp": each in a process of
+            its own; "ray": each in a Ray actor, on any machine of the cluster.
         data_parallel_size: engine cores, each with workers of its own, that share the requests.
-        data_parallel_rank: number of the engine core that has this configuration; 0 in that of the whole.
-        pipeline_parallel_size: stages, one after another, that the layers are cut into.
-        stage_layers: layers of each stage; empty: they are parted as evenly as can be.
+        data_parallel_rank: number of the engine core with this configuration; 0 in the API server's.
+        pipeline_parallel_size: number of pipeline stages.
+        stage_layers: layers of each stage; empty: distributed evenly.
         nnodes: machines that the workers run on, an equal share on each, in the order of their ranks.
-        node_rank: number of the machine that has this configuration; the engine core is on 0.
-        master_addr: name or address of machine 0, at which the others reach it.
-        master_port: where it listens to them.
-        node_secret_file: path of the secret that the machines share; None: it is in the environment, or is made. The
-            secret itself is no part of a configuration, which is logged and shown.
+        node_rank: number of the machine with this configuration; the engine core runs on 0.
+        master_addr: name or address of machine 0, as the others reach it.
+        master_port: port on which machine 0 listens for the others.
+        node_secret_file: path of the secret that the machines share; None: read from the environment, or generated.
+            The secret itself is not part of the configuration, which is logged.
     """
 
     tensor_parallel_size: int = 1
@@ -44,17 +44,17 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine core."""
+        """Number of workers of one engine core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def local_world_size(self) -> int:
-        """Workers of one engine core on each machine."""
+        """Number of workers of one engine core on each machine."""
         return self.world_size // self.nnodes
 
     @property
     def output_rank(self) -> int:
-        """The worker that tells what steps gave: the first of the last stage."""
+        """Rank of the worker that returns the outputs of steps: the first of the last stage."""
         return self.world_size - self.tensor_parallel_size
 
 
@@ -72,9 +72,9 @@ class ObservabilityConfig(msgspec.Struct, frozen=True):
     """What is measured and logged.
 
     Attributes:
-        log_stats: metrics and the periodic log line.
-        otlp_traces_endpoint: where OpenTelemetry traces of requests go; None: there are none.
-        log_requests: a line when a request comes, or is aborted.
+        log_stats: whether there are metrics and the periodic log line.
+        otlp_traces_endpoint: receiver of OpenTelemetry traces of requests; None: none are sent.
+        log_requests: whether arriving and aborted requests are logged.
     """
 
     log_stats: bool = True
@@ -83,7 +83,7 @@ class ObservabilityConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """All sections. Made by `EngineArgs.create_engine_config`, which checks across sections."""
+    """All sections. `EngineArgs.create_engine_config` makes it and checks it across sections."""
 
     model: ModelConfig
     load: LoadConfig

@@ -1,4 +1,4 @@
-"""What a node of --nnodes that has no engine of its own is started with."""
+"""Start-up data of a node of --nnodes other than node 0."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class NodeStart(msgspec.Struct, frozen=True):
 
     Attributes:
         node_rank: its number.
-        nnodes: how many nodes there are.
+        nnodes: number of nodes.
         master_addr: name or address of node 0.
-        master_port: where node 0 listens.
-        tensor_parallel_size: as its flags say.
-        pipeline_parallel_size: as its flags say.
+        master_port: port on which node 0 listens.
+        tensor_parallel_size: from its flags.
+        pipeline_parallel_size: from its flags.
         secret_file: path of the secret that the nodes share; None: it is in the environment.
-        config: what its flags and its copy of the model make; None: they cannot be used.
-        problem: why not, for people.
-        exit_code: of the process if they cannot.
+        config: made of its flags and its copy of the model; None: they are invalid.
+        problem: the error message if they are invalid.
+        exit_code: of the process if they are invalid.
     """
 
     node_rank: int
@@ -42,7 +42,7 @@ class NodeStart(msgspec.Struct, frozen=True):
 
 
 def model_digest(directory: str) -> str:
-    """A text that is the same for the same config.json, whatever directory it is in; empty if there is none."""
+    """Digest of a model's config.json; empty if there is none."""
     try:
         contents = read_json(pathlib.Path(directory) / "config.json", dict)
     except ModelLoadError:

@@ -1,4 +1,4 @@
-"""The secret that the machines of --nnodes share: where it comes from, and what it must be."""
+"""Reads and checks the secret that the machines of --nnodes share."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ascend_vllm.errors import ConfigError
 VARIABLE = "ASCEND_VLLM_NODE_SECRET"
 FLAG = "--node-secret-file"
 
-# what is said on the wire lets guesses be tried elsewhere, as often as one likes
+# the handshake allows offline guessing
 _MIN_BYTES = 16
 _MAX_BYTES = 4096
 _HOW_TO_MAKE = "Make one with `openssl rand -hex 32`, and give the same to all nodes."
 
 
 def read_secret(path: str | None) -> bytes | None:
-    """The secret of a file, else of ASCEND_VLLM_NODE_SECRET; None: there is none.
+    """The secret from a file or else from ASCEND_VLLM_NODE_SECRET; None: neither is given.
 
     Args:
-        path: what --node-secret-file says.
+        path: value of --node-secret-file.
 
     Raises:
-        ConfigError: it cannot be read, others may read it, or it is too short or too long.
+        ConfigError: the file cannot be read or is accessible to others, or the secret is too short or too long.
     """
     source, value = VARIABLE, envs.node_secret().encode(errors="surrogateescape")
     if path is not None:
@@ -42,7 +42,7 @@ def read_secret(path: str | None) -> bytes | None:
 
 
 def require_secret(path: str | None, node_rank: int) -> bytes:
-    """The secret that a node above 0 must have been given.
+    """`read_secret` for a node above 0, which needs one.
 
     Raises:
         ConfigError: there is none, or see `read_secret`.
@@ -58,25 +58,24 @@ def require_secret(path: str | None, node_rank: int) -> bytes:
 
 
 def make_secret() -> str:
-    """A secret for one start."""
+    """A random secret for one run."""
     return secrets.token_hex(32)
 
 
 def _read(path: str) -> bytes:
     try:
-        # a pipe would block, and be empty when it is read again
+        # O_NONBLOCK: opening a pipe would block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG} {path}: {getattr(error, 'strerror', None) or error}.") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{FLAG} {path}: it is no regular file.")
+            raise ConfigError(f"{FLAG} {path}: not a regular file.")
         mode = stat.S_IMODE(status.st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(
-                f"{FLAG} {path}: others than its owner have rights to the file (mode {mode:04o}): run "
-                f"`chmod 600 {path}`."
+                f"{FLAG} {path}: the file is accessible to other users (mode {mode:04o}): run `chmod 600 {path}`."
             )
         return os.read(descriptor, _MAX_BYTES + 2)
     finally:

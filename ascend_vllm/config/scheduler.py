@@ -9,28 +9,29 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Limits and policy of the scheduler.
 
     Attributes:
-        max_num_batched_tokens: most tokens of a step.
-        max_num_seqs: most running sequences; also the number of slots. Others wait.
-        max_model_len: most tokens of a sequence, prompt and output together.
-        enable_chunked_prefill: prompts may be cut to fit the step's budget, and run beside decodes.
-        max_num_queued_reqs: waiting requests beyond which new ones are refused (503); None: no limit.
-        max_num_queued_tokens: prompt tokens without an answer yet, beyond which new requests are refused (503).
-        num_scheduler_steps: forward steps of one scheduler call while all rows decode.
-        multi_step_stream_outputs: the tokens of such a call are streamed one by one.
-        stream_interval: tokens that are gathered before a stream goes on; the first one never waits.
+        max_num_batched_tokens: maximum tokens of a step.
+        max_num_seqs: maximum running sequences, which is also the number of batch slots; others wait.
+        max_model_len: maximum tokens of a sequence, prompt and output together.
+        enable_chunked_prefill: whether prompts may be split to fit the step's budget, and run beside decodes.
+        max_num_queued_reqs: waiting requests beyond which new ones are rejected (503); None: no limit.
+        max_num_queued_tokens: prompt tokens without an answer yet, beyond which new requests are rejected (503).
+        num_scheduler_steps: forward passes of a step while all rows decode.
+        multi_step_stream_outputs: whether the tokens of such a step are streamed one by one.
+        stream_interval: number of tokens that are streamed together; the first one is streamed at once.
         policy: "fcfs" or "priority".
         preemption_mode: "recompute", "swap", or None: beam searches and sequences of n > 1 are swapped, others
             recomputed.
-        delay_factor: prompts wait for this many times the duration of the last prompt step.
-        max_num_partial_prefills: most prompts that are cut at a time.
-        max_long_partial_prefills: most of them that are long.
-        long_prefill_token_threshold: tokens beyond which a prompt is long, and most tokens of it a step; 0: none is.
-        async_scheduling: the next step is made while one runs.
-        max_decode_pause_s: seconds that a step may take in which prompts are read beside decoding rows, whose pieces
-            are as small as that needs; None: any.
-        max_scored_tokens: prompt tokens whose log-probabilities a step computes; prompts that ask for more are cut,
-            also without chunked prefill.
-        queue_timeout_s: seconds a request may wait for its first step before it is refused (503); None: for ever.
+        delay_factor: prompts are delayed by this many times the duration of the last prompt step.
+        max_num_partial_prefills: maximum prompts that are split at a time.
+        max_long_partial_prefills: maximum of them that are long.
+        long_prefill_token_threshold: tokens beyond which a prompt is long, and its maximum tokens in a step; 0: no
+            prompt is long.
+        async_scheduling: whether the next step is scheduled while one runs.
+        max_decode_pause_s: maximum duration of a step with prompts and decoding rows, kept by the size of the chunks;
+            None: no limit.
+        max_scored_tokens: maximum prompt tokens whose log-probabilities a step computes; prompts with more are split,
+            even without chunked prefill.
+        queue_timeout_s: how long a request may wait for its first step before it is rejected (503); None: no limit.
     """
 
     max_num_batched_tokens: int

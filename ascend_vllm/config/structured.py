@@ -6,14 +6,14 @@ import msgspec
 
 
 class StructuredOutputsConfig(msgspec.Struct, frozen=True):
-    """How texts are kept to schemas and grammars.
+    """Defaults for structured outputs.
 
     Attributes:
-        backend: library that does it unless a request says otherwise; "auto" takes xgrammar, and llguidance for what
-            xgrammar cannot do. The names of libraries that are not there mean "auto".
-        disable_fallback: "auto" and requests without a backend of their own take one library only.
-        disable_any_whitespace: JSON is written without whitespace that has no meaning.
-        disable_additional_properties: objects have no properties that the schema does not name.
+        backend: library for requests that name none; "auto" uses xgrammar, and llguidance for what xgrammar does not
+            support. The names of other libraries mean "auto".
+        disable_fallback: "auto" uses one library only.
+        disable_any_whitespace: JSON has no insignificant whitespace.
+        disable_additional_properties: objects have only the properties that the schema names.
     """
 
     backend: str = "auto"

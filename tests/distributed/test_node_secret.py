@@ -513,9 +513,9 @@ def test_the_file_comes_before_the_variable(tmp_path: pathlib.Path, monkeypatch:
 @pytest.mark.parametrize(
     ("contents", "mode", "message"),
     [
-        ("a secret that is in a file", 0o640, r"others than its owner .*mode 0640.* run `chmod 600 .*/secret`"),
-        ("a secret that is in a file", 0o604, "others than its owner"),
-        ("a secret that is in a file", 0o620, "others than its owner"),
+        ("a secret that is in a file", 0o640, r"accessible to other users .*mode 0640.* run `chmod 600 .*/secret`"),
+        ("a secret that is in a file", 0o604, "accessible to other users"),
+        ("a secret that is in a file", 0o620, "accessible to other users"),
         ("too short", 0o600, "has 16 to 4096 bytes, got 9. Make one with `openssl rand -hex 32`"),
         ("", 0o600, "got 0"),
         ("x" * 5000, 0o600, "has 16 to 4096 bytes"),
@@ -532,7 +532,7 @@ def test_what_is_no_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
         read_secret(str(tmp_path / "absent"))
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match="it is no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             read_secret(str(path))
     monkeypatch.setenv("ASCEND_VLLM_NODE_SECRET", "hunter2")
     with pytest.raises(ConfigError, match="ASCEND_VLLM_NODE_SECRET: the secret of the nodes has 16") as caught:
