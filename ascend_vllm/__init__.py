@@ -7,12 +7,12 @@ from typing import Any
 
 from ascend_vllm import envs as _envs
 
-# before anything imports torch; the platform imports the backend it has chosen
+# before anything imports torch; later the platform imports the backend of its device
 _envs.keep_device_backends_out()
 
 __version__ = "0.1.0"
 
-# public name → module that defines it; imported on first use, so that `import ascend_vllm` stays instant
+# public name → module that defines it; imported on first use, so that `import ascend_vllm` is fast
 _EXPORTS = {
     "LLM": "ascend_vllm.entrypoints.offline.llm",
     "LLMEngine": "ascend_vllm.engine.llm_engine",

@@ -1,18 +1,16 @@
-"""The exceptions of ascend-vllm.
+"""The exceptions of ascend-vllm::
 
-The tree::
-
-    AscendVllmError
-    ├── ConfigError (also ValueError)       a flag or a cross-check of flags is wrong; start-up ends with exit code 2
-    │   └── UnsupportedFlagError            the flag is known, its feature is not there yet
-    ├── ModelLoadError                      a model directory cannot be served; names the file and the tensor
-    ├── RequestError (also ValueError)      a request is wrong; HTTP 400
-    │   ├── ModelNotFoundError              HTTP 404
-    │   ├── DuplicateRequestError (also KeyError)   its id is that of a request that runs; HTTP 409
-    │   ├── EngineBusyError                 the queue is full, or too slow; HTTP 503
-    │   └── ServerStoppingError             the server ends before the answer is complete; HTTP 503
-    ├── WorkerCallError                     a method of the workers that a client called has failed; HTTP 500
-    └── EngineDeadError                     the engine core or a worker is gone; HTTP 500, /health answers 503
+AscendVllmError
+├── ConfigError (also ValueError)       invalid flags or combination of flags; start-up ends with exit code 2
+│   └── UnsupportedFlagError            the flag is known, but its feature is not implemented
+├── ModelLoadError                      a model directory cannot be served; names the file and the tensor
+├── RequestError (also ValueError)      invalid request; HTTP 400
+│   ├── ModelNotFoundError              HTTP 404
+│   ├── DuplicateRequestError (also KeyError)   a running request has the same id; HTTP 409
+│   ├── EngineBusyError                 the queue is full, or too slow; HTTP 503
+│   └── ServerStoppingError             the server stops before the answer is complete; HTTP 503
+├── WorkerCallError                     a worker method called by a client has failed; HTTP 500
+└── EngineDeadError                     the engine core or a worker has died; HTTP 500, /health answers 503
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ class AscendVllmError(Exception):
 
 
 class ConfigError(AscendVllmError, ValueError):
-    """A command-line flag, an engine argument or a combination of them is wrong."""
+    """A command-line flag, an engine argument or a combination of them is invalid."""
 
 
 class UnsupportedFlagError(ConfigError):
-    """A flag that parses, but whose feature this version does not have.
+    """A flag that parses, but whose feature is not implemented.
 
     Args:
-        flag: the flag as typed on the command line, for example ``--enable-lora``.
+        flag: as typed on the command line, for example ``--enable-lora``.
         reason: what is missing and what to do instead.
     """
 
@@ -44,16 +42,16 @@ class ModelLoadError(AscendVllmError):
 
 
 class RequestError(AscendVllmError, ValueError):
-    """A request is wrong.
+    """A request is invalid.
 
     Args:
         message: what is wrong, naming the field.
-        param: the name of the request field at fault, if one is.
+        param: name of the invalid field, if it is one field.
     """
 
     status_code = 400
     error_type = "BadRequestError"
-    # seconds after which it may be tried again; None: it is no use
+    # when to retry; None: retrying does not help
     retry_after_s: int | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -69,14 +67,14 @@ class ModelNotFoundError(RequestError):
 
 
 class EngineBusyError(RequestError):
-    """The queue of waiting requests is full, or the request waited in it for longer than it may."""
+    """The queue of waiting requests is full, or the request waited in it for too long."""
 
     status_code = 503
     error_type = "ServiceUnavailableError"
 
 
 class ServerStoppingError(RequestError):
-    """The server was told to stop, and the time that open requests get is over."""
+    """The server is shutting down, and the time limit for open requests is over."""
 
     status_code = 503
     error_type = "ServiceUnavailableError"
@@ -86,16 +84,16 @@ class ServerStoppingError(RequestError):
 
 
 class DuplicateRequestError(RequestError, KeyError):
-    """A request of the same id runs; vLLM 0.6.3 raises a KeyError here."""
+    """A request with the same id is running; vLLM 0.6.3 raises a KeyError."""
 
     status_code = 409
     error_type = "ConflictError"
-    # a KeyError's would quote the sentence
+    # KeyError.__str__ would put the message in quotes
     __str__ = Exception.__str__
 
 
 class WorkerCallError(AscendVllmError):
-    """A method of the workers, called by its name, has failed."""
+    """A worker method that was called by name (`collective_rpc`) has failed."""
 
     status_code = 500
     error_type = "InternalServerError"

@@ -1,8 +1,7 @@
-"""Reading a model's tokenizer with transformers, for all processes that need one.
+"""Loads a model's tokenizer with transformers.
 
-Where a directory holds a self-contained `tokenizer.json`, its `tokenizers` backend is loaded without going through
-`AutoTokenizer`, whose import brings torch into the API-server process (seconds and hundreds of megabytes that serve
-nothing there).
+A self-contained `tokenizer.json` is loaded without `AutoTokenizer`, which would import torch into the API server
+(seconds and hundreds of megabytes).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
 
 _CONFIG_FILE = "tokenizer_config.json"
-# what transformers opens, if it is there
+# files that transformers opens if they exist
 _FILES = (
     _CONFIG_FILE,
     "tokenizer.json",
@@ -36,7 +35,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    """A chat template, or a list of several with names."""
+    """Whether a value is a chat template, or a list of named ones."""
     if isinstance(value, str):
         return True
     return isinstance(value, list) and all(
@@ -45,17 +44,17 @@ def _is_template(value: Any) -> bool:
     )
 
 
-def _is_table_of_tokens(value: Any) -> bool:
+def _is_token_table(value: Any) -> bool:
     return isinstance(value, dict) and all(name.isdecimal() and _is_token(token) for name, token in value.items())
 
 
 _TOKEN = ("a text, or an object with a text as its content", _is_token)
 _OBJECT = ("an object", lambda value: isinstance(value, dict))
-# of tokenizer_config.json, each of which may be null: what it may be, in words and as a test
+# fields of tokenizer_config.json, each of which may be null: description of the valid values, and a test
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "chat_template": ("a text, or a list of objects with a name and a template", _is_template),
     **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"), _TOKEN),
-    "added_tokens_decoder": ("an object of tokens by their ids", _is_table_of_tokens),
+    "added_tokens_decoder": ("an object of tokens by their ids", _is_token_table),
     "auto_map": _OBJECT,
     "tokenizer_class": ("a text", lambda value: isinstance(value, str)),
     "extra_special_tokens": ("an object or a list", lambda value: isinstance(value, dict | list)),
@@ -67,12 +66,12 @@ def load_hf_tokenizer(directory: str, *, slow: bool = False, trust_remote_code: 
     """The transformers tokenizer, fast or slow, in a directory.
 
     Args:
-        directory: where tokenizer.json, tokenizer_config.json and so on are.
-        slow: take the Python implementation where transformers has one.
+        directory: with tokenizer.json, tokenizer_config.json and so on.
+        slow: use the Python implementation where transformers has one.
         trust_remote_code: run the directory's own tokenizer code, if it has any.
 
     Raises:
-        ModelLoadError: no tokenizer there, a broken file, or one that needs code which is not trusted.
+        ModelLoadError: there is no tokenizer, a file is broken, or the tokenizer needs code which is not trusted.
     """
     path = pathlib.Path(directory)
     if not path.is_dir():
@@ -90,15 +89,15 @@ def load_hf_tokenizer(directory: str, *, slow: bool = False, trust_remote_code: 
         )
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # transformers raises anything, and a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic in tokenizers is a BaseException
         raise _diagnosis(path, error) from error
 
 
 def _read_config(directory: pathlib.Path) -> dict[str, Any]:
-    """tokenizer_config.json, {} if there is none; nothing that transformers will open keeps it waiting.
+    """tokenizer_config.json, {} if there is none; also checks that transformers will open regular files only.
 
     Raises:
-        ModelLoadError: a file is none, or a field is of another type than it may be.
+        ModelLoadError: something is not a regular file, or a field has the wrong type.
     """
     for name in _FILES:
         if is_there(directory / name):
@@ -115,7 +114,7 @@ def _read_config(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _diagnosis(directory: pathlib.Path, error: BaseException) -> ModelLoadError:
-    """What is wrong with a directory whose tokenizer cannot be loaded: the file that is no JSON, if one is."""
+    """The error for a tokenizer that cannot be loaded; names the invalid file if there is one."""
     present = [name for name in _FILES if is_there(directory / name)]
     for name in present:
         try:
@@ -133,21 +132,21 @@ def _diagnosis(directory: pathlib.Path, error: BaseException) -> ModelLoadError:
 
 
 def _is_self_contained(directory: pathlib.Path, config: dict[str, Any]) -> bool:
-    """Whether tokenizer.json and tokenizer_config.json say all that there is to know.
+    """Whether tokenizer.json and tokenizer_config.json define the tokenizer completely.
 
-    They do not where the directory brings tokenizer code of its own, nor where the configuration leaves the
-    end-of-text token to the defaults of a tokenizer class.
+    They do not if the directory has its own tokenizer code, or if the end-of-sequence token is a tokenizer class's
+    default.
     """
     return (directory / "tokenizer.json").is_file() and "auto_map" not in config and "eos_token" in config
 
 
 def is_byte_level(backend: Any) -> bool:
-    """Whether the tokens of a `tokenizers.Tokenizer` are written in the characters that stand for bytes."""
+    """Whether a `tokenizers.Tokenizer` has a byte-level vocabulary."""
     return backend.decoder is not None and json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel"
 
 
 def bytes_of_token(token: str) -> bytes:
-    """Bytes that a token of a byte-level vocabulary stands for; added tokens are written as they are."""
+    """Bytes of a token of a byte-level vocabulary; added tokens are plain text."""
     characters = _byte_characters()
     if all(character in characters for character in token):
         return bytes(characters[character] for character in token)
@@ -156,9 +155,9 @@ def bytes_of_token(token: str) -> bytes:
 
 @functools.cache
 def _byte_characters() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (the GPT-2 paper's code).
+    """Character → byte of byte-level vocabularies, as in GPT-2's code.
 
-    Printable Latin-1 bytes stand for themselves, the other 68 are numbered from U+0100.
+    Printable Latin-1 bytes are their own characters; the other 68 are numbered from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

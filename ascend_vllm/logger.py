@@ -40,10 +40,10 @@ def _configure_root() -> None:
 
 
 def _configure_from(path: pathlib.Path) -> None:
-    """Sets logging up as a file says.
+    """Configures logging from a JSON file (`logging.config.dictConfig`).
 
     Raises:
-        ConfigError: the file is missing or wrong, or logging is not to be configured at all.
+        ConfigError: the file is missing or invalid, or VLLM_CONFIGURE_LOGGING=0.
     """
     if not envs.configure_logging():
         raise ConfigError("VLLM_LOGGING_CONFIG_PATH is given, but VLLM_CONFIGURE_LOGGING=0 says to leave logging.")
@@ -52,22 +52,22 @@ def _configure_from(path: pathlib.Path) -> None:
         logging.config.dictConfig({"disable_existing_loggers": False} | settings)
     except OSError as err:
         raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path} cannot be read: {err.strerror}") from err
-    # dictConfig raises all kinds for wrong contents
+    # dictConfig raises many types of exceptions
     except Exception as err:
         raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path} does not configure logging: {err}") from err
 
 
 def name_process(name: str) -> None:
-    """Puts a name and this process's id in front of the lines of the log, unless somebody else formats them."""
+    """Prefixes log lines with a name and this process's id, unless the user configures logging."""
     if envs.logging_config_path() is None and envs.configure_logging():
         for handler in logging.getLogger("ascend_vllm").handlers:
             handler.setFormatter(logging.Formatter(f"({name} pid={os.getpid()}) {_FORMAT}", _DATE_FORMAT))
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module; pass ``__name__``. The package's handler is set up once.
+    """The logger of a module; pass ``__name__``. Configures the package's handler once.
 
-    Each message becomes one line, see `log_lines`; a traceback behind it keeps its lines.
+    Messages are logged as single lines, see `log_lines`; tracebacks keep their lines.
     """
     _configure_root()
     keep_safe(name)

@@ -1,7 +1,6 @@
-"""Reading the small files of a model directory, which came from anywhere: whatever is in them, the error is one line.
+"""Reads the small files of a model directory; whatever untrusted files contain, errors are single lines.
 
-Nothing is waited for that never comes, and nothing is read that has no end: a pipe or a device in the place of a file
-is refused before it is opened.
+Pipes and devices are rejected before they are opened, since reading them may block or never end.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from ascend_vllm.errors import ModelLoadError
 
 T = TypeVar("T", dict[str, Any], list[Any])
 
-# of a JSON file; tokenizers of a million tokens have less
+# of a JSON file; tokenizers with a million tokens are smaller
 MAX_JSON_BYTES = 256 << 20
-# of an error that another library has worded
+# of another library's error message
 _MAX_CHARACTERS = 300
 
 
 def one_line(error: object) -> str:
-    """What an exception says, as one line that is not too long."""
+    """The message of an exception as one line of limited length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
 
 def shown(value: object) -> str:
-    """A value of a file, as far as an error repeats it."""
+    """A value for an error message, truncated."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def check_file(path: pathlib.Path) -> int:
-    """Bytes of a file.
+    """Size of a file in bytes.
 
     Raises:
-        ModelLoadError: there is none, or something else, which may have no end.
+        ModelLoadError: it does not exist, or is not a regular file.
     """
     try:
         status = path.stat()
@@ -52,21 +51,21 @@ def check_file(path: pathlib.Path) -> int:
 
 
 def is_there(path: pathlib.Path) -> bool:
-    """Whether a directory has an entry of this name, even if it is no file, or leads nowhere."""
+    """Whether a path exists, even if it is not a file or is a broken link."""
     return os.path.lexists(path)
 
 
 def shown_path(path: pathlib.Path) -> str:
-    """A path that a file names, as far as an error repeats it."""
+    """A path for an error message, truncated."""
     text = str(path)
     return text if text.isprintable() and len(text) <= _MAX_CHARACTERS else shown(text)
 
 
 def read_json(path: pathlib.Path, kind: type[T]) -> T:
-    """The object or list that a JSON file holds.
+    """The object or list in a JSON file.
 
     Raises:
-        ModelLoadError: the file cannot be read, or holds something else.
+        ModelLoadError: the file cannot be read, or contains something else.
     """
     size = check_file(path)
     if size > MAX_JSON_BYTES:

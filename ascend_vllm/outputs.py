@@ -1,4 +1,4 @@
-"""What a caller of the engine gets: `RequestOutput` and its parts, with vLLM's names."""
+"""Outputs of the engine: `RequestOutput` and its parts, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of the probability.
         rank: 1 + number of vocabulary entries more likely than it.
-        decoded_token: the token's text at its place.
+        decoded_token: the token's text at this position.
     """
 
     logprob: float
@@ -36,14 +36,14 @@ class CompletionOutput:
     Attributes:
         index: order of creation among the request's sequences; with best_of above n and with beam search the rank,
             0 is the best.
-        text: the text so far, or what is new of it (RequestOutputKind.DELTA).
-        token_ids: likewise; the stop token is part of it.
-        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for or
+        text: the text so far, or its new part (RequestOutputKind.DELTA).
+        token_ids: likewise, with the stop token.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were requested or
             decide which sequences are returned.
-        logprobs: one entry per token of token_ids; None unless asked for.
+        logprobs: one entry per token of token_ids; None unless requested.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
-        lora_request: None, there are no adapters.
+        lora_request: None, since adapters are not supported.
     """
 
     index: int
@@ -66,7 +66,7 @@ class RequestMetrics:
 
     Attributes:
         time_in_queue: seconds from arrival to first being scheduled.
-        scheduler_time, model_forward_time, model_execute_time: 0.6.3's, which nobody measures: None.
+        scheduler_time, model_forward_time, model_execute_time: vLLM 0.6.3's fields, not measured: None.
     """
 
     arrival_time: float
@@ -88,14 +88,14 @@ class RequestOutput:
         request_id: the id it was added with.
         prompt: the prompt's text; None when token ids were given.
         prompt_token_ids: the prompt's ids.
-        prompt_logprobs: per prompt token, None for the first; None unless asked for. With
+        prompt_logprobs: per prompt token, None for the first; None unless requested. With
             RequestOutputKind.DELTA only the first output has them.
-        outputs: the sequences; with RequestOutputKind.DELTA only those that got something new.
+        outputs: the sequences; with RequestOutputKind.DELTA only those with new tokens.
         finished: whether all sequences have ended.
         metrics: times.
-        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None, their features are missing.
+        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None, not supported.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        pooled: of a pooling request, what `PoolingRequestOutput` carries; float32.
+        pooled: of a pooling request, the data of its `PoolingRequestOutput`; float32.
     """
 
     request_id: str
@@ -118,9 +118,9 @@ class BeamSearchSequence:
     """One sequence of `LLM.beam_search`.
 
     Attributes:
-        tokens: the prompt's ids, then the generated ones; an end-of-sequence token is part of them.
+        tokens: ids of the prompt and the generated ones, with the end-of-sequence token.
         cum_logprob: sum of the generated tokens' log-probabilities.
-        text: text of all tokens, special ones too; None without a tokenizer.
+        text: text of all tokens, also special ones; None without a tokenizer.
         finish_reason: "stop" or "length".
         stop_reason: the stop token id that ended it; None for the end-of-sequence token.
     """
@@ -137,7 +137,7 @@ class BeamSearchOutput:
     """What `LLM.beam_search` returns for a prompt.
 
     Attributes:
-        sequences: as many as there were beams, the best first.
+        sequences: one per beam, the best first.
     """
 
     sequences: list[BeamSearchSequence]
@@ -145,11 +145,11 @@ class BeamSearchOutput:
 
 @dataclasses.dataclass(slots=True)
 class PoolingOutput:
-    """What the pooler made of a prompt.
+    """The pooler's result for a prompt.
 
     Attributes:
-        data: float32, [D] of the prompt or [P, D] of each of its P tokens: a torch tensor from `LLM`, a numpy array
-            from `AsyncLLM`, whose process does without torch.
+        data: float32, [D] for the prompt or [P, D] for its P tokens: a torch tensor from `LLM`, a numpy array from
+            `AsyncLLM`, whose process does not import torch.
     """
 
     data: Any
@@ -157,13 +157,13 @@ class PoolingOutput:
 
 @dataclasses.dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of a prompt."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """Entries of the vector."""
+        """Length of the embedding."""
         return len(self.embedding)
 
 
@@ -181,7 +181,7 @@ class ClassificationOutput:
 
 @dataclasses.dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts fit each other."""
+    """Similarity or relevance score of two texts."""
 
     score: float
 

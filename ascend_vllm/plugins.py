@@ -1,4 +1,4 @@
-"""Entry points of other packages, limited to those that VLLM_PLUGINS names if it is set."""
+"""Entry points of other packages, filtered by VLLM_PLUGINS if it is set."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ascend_vllm import envs
 
 
 def entry_points(group: str) -> dict[str, str]:
-    """Name → "module:object" of a group. Installed packages are searched, which takes tens of milliseconds."""
-    # most models need none, and importing this takes time as well
+    """Name → "module:object" of a group. Searching the installed packages takes tens of milliseconds."""
+    # imported late since it is slow, and most models need no entry points
     import importlib.metadata
 
     allowed = envs.plugins()
@@ -19,7 +19,7 @@ def entry_points(group: str) -> dict[str, str]:
 
 
 def import_object(target: str) -> Any:
-    """The object that "module:object" names.
+    """Imports the object named "module:object".
 
     Raises:
         ImportError, AttributeError: there is none.

@@ -1,4 +1,4 @@
-"""What is made of a prompt on a pooling model: `PoolingParams`, with vLLM's fields."""
+"""Parameters of a request to a pooling model: `PoolingParams`, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Pooling parameters of one request.
 
     Args:
-        use_activation: normalise an embedding to length 1, or turn a head's outputs into probabilities. None: as the
-            model's pooler is configured.
+        use_activation: normalise an embedding to length 1, or turn a head's outputs into probabilities. None: the
+            configuration of the model's pooler.
         dimensions: entries of an embedding to return, for Matryoshka models; None: all.
-        task: what is asked for; None: what the engine serves.
-        skip_reading_prefix_cache: compute the whole prompt, also what is cached of it. None: only if the pooler needs
+        task: result to compute; None: the engine's task.
+        skip_reading_prefix_cache: compute the whole prompt without the prefix cache. None: only if the pooler needs
             every token.
-        truncate_prompt_tokens: keep so many tokens at the end of the prompt; -1: as many as the model takes.
+        truncate_prompt_tokens: keep this many tokens at the end of the prompt; -1: as many as the model takes.
 
     Raises:
-        ValueError: a value is out of range; the text names the field.
+        ValueError: a value is out of range; the message names the field.
 
     Example::
 

@@ -1,7 +1,7 @@
-"""How a request is sampled: `SamplingParams`, with vLLM's fields, defaults and validation texts.
+"""`SamplingParams`, with vLLM's fields, defaults and error messages.
 
 The positional order of the fields is vLLM 0.6.3's; fields of other versions follow, keyword-only in practice.
-Where 0.6.3 and today's vLLM disagree on a range, the wider one holds (top_k 0 disables, repetition_penalty
+Where 0.6.3 and today's vLLM disagree on a range, the wider one applies (top_k 0 disables, repetition_penalty
 above 2 is allowed). The fields of beam search are 0.6.0's.
 """
 
@@ -20,13 +20,13 @@ from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 logger = init_logger(__name__)
 
-# Below this temperature sampling is greedy; between it and MAX_TEMP_CLAMP it is raised, since logits divided
-# by less lose their precision (both values are vLLM's).
+# Below SAMPLING_EPS sampling is greedy; temperatures between it and MIN_TEMPERATURE are raised to that, since
+# dividing logits by less loses precision (both values are vLLM's).
 SAMPLING_EPS = 1e-5
 MIN_TEMPERATURE = 1e-2
 
-# Fields that change a distribution, or need the text while beams are chosen, and the values that do not: the only
-# ones that beam search, which compares the model's own log-probabilities of token ids, can take.
+# Fields that change the distribution or need text, with the values that have no effect. Beam search allows only these
+# values: it compares the model's own log-probabilities of token ids.
 _NEUTRAL_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -57,7 +57,7 @@ class SamplingType(enum.IntEnum):
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each RequestOutput of a running request holds."""
+    """Contents of each RequestOutput of a running request."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -81,36 +81,36 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         seed: makes the request's samples repeat; −1 is None.
         stop: strings that end the text (they are not part of it).
         stop_token_ids: ids that end the text.
-        ignore_eos: go on after the end-of-sequence token.
-        max_tokens: most tokens to generate; None: up to the model's limit.
-        min_tokens: no end before this many tokens.
+        ignore_eos: continue after the end-of-sequence token.
+        max_tokens: maximum tokens to generate; None: up to the model's limit.
+        min_tokens: minimum tokens before the text may end.
         logprobs: return this many most likely tokens' log-probabilities beside the sampled one's.
         prompt_logprobs: the same for each prompt token.
         detokenize: return text as well as ids.
-        skip_special_tokens: leave special tokens out of the text.
-        logits_processors: functions that change a row's logits, [V] float32, before anything else does: of
-            (output_ids, logits) or (prompt_ids, output_ids, logits), they return the logits. For `LLM` and
-            `LLMEngine`, whose model runs in the same process.
+        skip_special_tokens: omit special tokens from the text.
+        logits_processors: functions (output_ids, logits) or (prompt_ids, output_ids, logits) that return changed
+            logits of a row, [V] float32, before any other processing. For `LLM` and `LLMEngine`, whose model runs in
+            the same process.
         include_stop_str_in_output: keep the stop string in the text.
         logit_bias: added to the logits of these ids, each within −100 … 100.
         allowed_token_ids: only these ids can be sampled.
         bad_words: texts that are not generated: the last token of each, with or without a space before it, cannot
             follow the others.
-        structured_outputs: what the text must look like.
+        structured_outputs: constraint on the text.
         guided_decoding: the same, with vLLM 0.6.3's name.
         use_beam_search: search for the most likely sequences instead of sampling. Needs temperature=0 and at least 2
-            beams; the fields that change probabilities, `stop` and log-probabilities cannot be used with it.
+            beams, and excludes log-probabilities, `stop` and the fields that change probabilities.
         length_penalty: beams are compared by cumulative log-probability / length ** length_penalty, the length being
             that of prompt and output.
         early_stopping: when to stop once as many sequences as beams have ended: True: at once; False: when no beam is
-            better now; "never": when none can become better; None: not before the beams are at their end, as vLLM
-            0.6.3's beam search does it, which also takes a single beam.
-        stream_interval: so many tokens of a sequence are told together, after its first one; the engine's own
-            interval if that is larger.
+            better now; "never": when none can become better; None: when all beams have ended, as in vLLM 0.6.3's
+            `LLM.beam_search`, which also allows a single beam.
+        stream_interval: number of tokens that are streamed together, after the first one; at least the engine's own
+            interval.
 
     Raises:
-        ValueError: a value is out of range; the text names the field.
-        TypeError: a value is of the wrong type; likewise.
+        ValueError: a value is out of range; the message names the field.
+        TypeError: a value has the wrong type; likewise.
 
     Example::
 
@@ -209,7 +209,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.temperature = MIN_TEMPERATURE
 
     def _join_structured_outputs(self) -> None:
-        """Both names of the constraint hold the same afterwards under `structured_outputs`."""
+        """Moves `guided_decoding` to `structured_outputs`, and drops it if it has no constraint."""
         for name in ("structured_outputs", "guided_decoding"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, StructuredOutputsParams):
@@ -347,19 +347,19 @@ class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with vLLM's names and order.
 
     Args:
-        beam_width: beams, and sequences to return.
-        max_tokens: most tokens to generate.
-        ignore_eos: go on after the end-of-sequence token.
+        beam_width: number of beams, and of sequences to return.
+        max_tokens: maximum tokens to generate.
+        ignore_eos: continue after the end-of-sequence token.
         temperature: must be 0, since beams are compared by the model's own probabilities.
         length_penalty: sequences are compared by cumulative log-probability / length ** length_penalty.
-        include_stop_str_in_output, skip_special_tokens: of texts that the engine makes; `LLM.beam_search` gives the
-            text of all tokens, as vLLM's does.
-        early_stopping: when to stop once `beam_width` sequences have ended, see `SamplingParams`; None, vLLM's
-            present rule: not before the beams are at their end.
+        include_stop_str_in_output, skip_special_tokens: of the engine's texts; `LLM.beam_search` returns the text of
+            all tokens, as vLLM's does.
+        early_stopping: when to stop once `beam_width` sequences have ended, see `SamplingParams`; None, as in today's
+            vLLM: when all beams have ended.
 
     Raises:
-        ValueError: a value is out of range; the text names the field.
-        TypeError: a value is of the wrong type; likewise.
+        ValueError: a value is out of range; the message names the field.
+        TypeError: a value has the wrong type; likewise.
 
     Example::
 
@@ -384,7 +384,7 @@ class BeamSearchParams:
         self.to_sampling_params()
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same search as the engine takes it."""
+        """The same search as `SamplingParams`."""
         return SamplingParams(
             use_beam_search=True,
             n=self.beam_width,

@@ -1,7 +1,7 @@
-"""What an output must look like: `StructuredOutputsParams`, and vLLM 0.6.3's `GuidedDecodingParams`.
+"""Constraints on outputs: `StructuredOutputsParams`, and vLLM 0.6.3's `GuidedDecodingParams`.
 
-Names, defaults and the text for several constraints at once are vLLM's (0.32 and 0.6.3). At most one constraint
-holds; what a grammar makes of it is the engine core's matter (core/structured/grammar.py).
+Names, defaults and the error for several constraints are vLLM's (0.32 and 0.6.3). The engine core compiles
+constraints (core/structured).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-# names of libraries; those that are not there mean "auto"
+# names of libraries; those that are not available mean "auto"
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
-# the fields of which at most one may be given
+# mutually exclusive fields
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-# what is larger is refused before anything of it is read
+# larger constraints are rejected before they are parsed
 MAX_BYTES = 256 * 1024
 
 
@@ -22,22 +22,22 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """A constraint on the text of an output.
 
     Args:
-        json: a JSON schema, as a JSON string or as what it decodes to.
+        json: a JSON schema, as a JSON string or decoded.
         regex: a regular expression that the whole text matches.
         choice: the text is one of these.
         grammar: a context-free grammar in EBNF (GBNF or Lark notation).
         json_object: True: any JSON object.
-        disable_any_whitespace: JSON is written without whitespace that has no meaning.
-        disable_additional_properties: objects have no properties that the schema does not name.
-        whitespace_pattern: a regular expression of the whitespace between JSON's elements; None: the backend's.
-        structural_tag: JSON of structural tags: schemas that hold between a beginning and an end.
+        disable_any_whitespace: JSON has no insignificant whitespace.
+        disable_additional_properties: objects have only the properties that the schema names.
+        whitespace_pattern: a regular expression for the whitespace between JSON's elements; None: the backend's.
+        structural_tag: JSON of structural tags: schemas that apply between a start and an end text.
         backend: library that compiles the constraint, one of BACKENDS; None: the server's.
-        begin_after: the constraint holds behind the first occurrence of this text in the output, such as the end of
-            thoughts; before it anything goes. None: from the beginning.
+        begin_after: the constraint applies behind the first occurrence of this text in the output, such as the end
+            of the reasoning; the output before it is unconstrained. None: it applies from the start.
 
     Raises:
-        ValueError: several constraints at once, an empty choice or begin_after, a backend that there is not, or
-            what is no JSON or no Unicode text.
+        ValueError: several constraints, an empty choice or begin_after, an unknown backend, or a value that is not
+            valid JSON or Unicode.
 
     Example::
 
@@ -78,10 +78,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
 
 def _check_plain(fields: dict[str, Any]) -> None:
-    """Refuses what cannot be sent to the engine core.
+    """Checks that values can be sent to the engine core.
 
     Raises:
-        ValueError: names the field.
+        ValueError: one cannot; names the field.
     """
     for name, value in fields.items():
         try:
@@ -103,10 +103,10 @@ def GuidedDecodingParams(  # noqa: N802 - a class to its users, with the name an
     backend: str | None = None,
     whitespace_pattern: str | None = None,
 ) -> StructuredOutputsParams:
-    """vLLM 0.6.3's spelling of `StructuredOutputsParams`.
+    """`StructuredOutputsParams` with vLLM 0.6.3's arguments.
 
     Raises:
-        ValueError: several constraints at once.
+        ValueError: several constraints are given.
 
     Example::
 
