@@ -21,7 +21,6 @@ import json
 import math
 import pathlib
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -30,8 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
+import numpy as np
 from comparison import machine, report, servers
 from fairness.attacks import ATTACKS, GENERATE, PLAIN, POOLING, WARM_UP, Attack
 from fairness.wire import HOST, Answers
@@ -148,8 +146,8 @@ class Sample:
 
     def percentile(self, work: str, share: float) -> float:
         """The latency, in seconds, that a share of the answers came within."""
-        ordered = sorted(self.latencies[work])
-        return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+        found = self.latencies[work]
+        return float(np.quantile(found, share, method="inverted_cdf")) if found else math.nan
 
     def figures(self, work: str) -> dict[str, float]:
         """Median, 99th percentile and maximum, in milliseconds."""
@@ -306,7 +304,7 @@ class Fairness:
         quiet = joined([before, *([after] if after else [])])
         self.results.append(RowResult(attack, quiet, attacked, (watch.peak - resident) / 1e6, found, remarks))
         print(self.results[-1].line(), flush=True)
-        self._save()
+        report.save(self._args.json, self.content())
         return after
 
     def _come_to_rest(self, server: servers.Server, attack: Attack, before: Sample) -> Sample | None:
@@ -323,25 +321,16 @@ class Fairness:
     def content(self) -> dict[str, Any]:
         """The result for JSON."""
         return {
-            "kind": "fairness",
-            "note": self._args.note,
-            "machine": self._machine,
-            "command": report.command_line("bench_fairness.py", sys.argv[1:]),
+            **report.heading("fairness", "bench_fairness.py", self._args, self._machine),
             "servers": self._commands,
             "seconds": self._args.seconds,
             "allowed": {"ratio": ALLOWED_RATIO, "ms": ALLOWED_S * 1e3},
             "rows": [result.as_dict() for result in self.results],
         }
 
-    def _save(self) -> None:
-        if self._args.json is not None:
-            report.save(self._args.json, self.content())
-
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = report.parser_of(__doc__, "after every row")
     add = parser.add_argument
     add("--model", required=True, help="directory of a small model with many tokens")
     add("--rows", nargs="+", choices=[attack.name for attack in ATTACKS], help="default: all")
@@ -353,8 +342,6 @@ def _parse_args() -> argparse.Namespace:
         default="--max-model-len 4096",
         help="flags of the server, in one word (default: %(default)s)",
     )
-    add("--note", default="", help="kept with the result, such as what else the machine did")
-    add("--json", type=pathlib.Path, help="write the result here, after every row")
     return parser.parse_args()
 
 
@@ -378,6 +365,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # a run that is ended from outside still ends the processes that it started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
-    main()
+    report.run(main)

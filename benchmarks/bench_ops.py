@@ -1,7 +1,8 @@
 """Every op's kernel against plain torch, at sizes of a 0.5B-parameter model.
 
 Kernel and plain torch take turns, call by call, so that both see the same disturbances; medians are compared.
-"Plain torch" is the op's reference, except for linear layers, where it is torch's own `linear`.
+"Plain torch" is the op's reference, except for linear layers, where it is torch's own `linear`, and for attention,
+where it is `scaled_dot_product_attention` of contiguous keys and values.
 
     python benchmarks/bench_ops.py [--op NAME ...] [--dtype bfloat16] [--isa avx2] [--threads 2] [--json FILE]
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from comparison.clock import seconds_of
 from tqdm import tqdm
 
 from ascend_vllm.ops import native, registry
@@ -93,10 +96,7 @@ def _linear(dtype: torch.dtype) -> Iterator[Case]:
         packed = pack_weight(weight)
         for rows in (1, 8, 32, 256) if outputs < VOCAB else (1, 8):
             x = torch.randn(rows, inputs).to(dtype)
-
-            def plain(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
-                return torch.nn.functional.linear(x, weight)
-
+            plain = functools.partial(torch.nn.functional.linear, x, weight)
             yield f"{rows} rows, {inputs}->{outputs}", (x, packed, None, outputs), plain
 
 
@@ -135,13 +135,23 @@ def _sample(dtype: torch.dtype) -> Iterator[Case]:
 def _attention(dtype: torch.dtype) -> Iterator[Case]:
     batches = {
         "1 decode at 1024": [(1, 1024)],
+        "1 decode at 8192": [(1, 8192)],
         "8 decodes at 512": [(1, 512)] * 8,
         "prompt of 512": [(512, 512)],
+        "prompt of 4096": [(4096, 4096)],
         "256 after a prefix of 768": [(256, 1024)],
     }
     for label, rows in batches.items():
         shape = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "block_size": 16}
-        yield label, make_paged_problem(dtype, rows, **shape), None
+        query_len, length = rows[0]
+        query = torch.randn(len(rows), HEADS, query_len, HEAD_SIZE).to(dtype)
+        key, value = torch.randn(2, len(rows), KV_HEADS, length, HEAD_SIZE).to(dtype)
+        # the last token sees every key; torch has a faster way for prompts that are whole
+        is_whole, is_chunk = query_len == length, 1 < query_len < length
+        mask = torch.ones(query_len, length, dtype=torch.bool).tril(length - query_len) if is_chunk else None
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        plain = functools.partial(sdpa, query, key, value, mask, is_causal=is_whole, enable_gqa=True)
+        yield label, make_paged_problem(dtype, rows, **shape), plain
 
 
 def _store_kv(dtype: torch.dtype) -> Iterator[Case]:
@@ -175,12 +185,6 @@ def _largest_input(spec: registry.OpSpec, dtype: torch.dtype) -> Iterator[Case]:
     yield "largest test input", max(spec.inputs(dtype), key=size), None
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s: float) -> tuple[float, float]:
     """Median seconds of both, called in turns for about `budget_s`, at least five times each."""
     kernel()
@@ -188,8 +192,8 @@ def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s:
     times: tuple[list[float], list[float]] = ([], [])
     deadline = time.perf_counter() + budget_s
     while len(times[0]) < 5 or time.perf_counter() < deadline:
-        times[0].append(_seconds(kernel))
-        times[1].append(_seconds(plain))
+        times[0].append(seconds_of(kernel))
+        times[1].append(seconds_of(plain))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
@@ -204,14 +208,8 @@ def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
         used = dtype if dtype in spec.dtypes else spec.dtypes[0]
         cases = CASES[name](used) if name in CASES else _largest_input(spec, used)
         for label, arguments, rival in cases:
-
-            def kernel(op: Any = op, arguments: Arguments = arguments) -> object:
-                return op(*arguments)
-
-            def reference(spec: registry.OpSpec = spec, arguments: Arguments = arguments) -> object:
-                return spec.reference(*arguments)
-
-            kernel_s, torch_s = compare(kernel, rival or reference, budget_s)
+            plain = rival or functools.partial(spec.reference, *arguments)
+            kernel_s, torch_s = compare(functools.partial(op, *arguments), plain, budget_s)
             isa = native.cpu_isa() or "reference"
             row = Result(
                 name, label, str(used).removeprefix("torch."), isa, torch.get_num_threads(), 1e6 * kernel_s,

@@ -2,14 +2,11 @@
 
     python benchmarks/bench_scheduling.py prefix  --model /tmp/qwen2-0.5b
     python benchmarks/bench_scheduling.py chunked --model /tmp/qwen2-0.5b
-    python benchmarks/bench_scheduling.py steps   --model /tmp/qwen2-0.5b
 
 prefix   time to the first token of a prompt whose beginning the prefix cache holds, against one it has never seen.
 chunked  the longest silence in running streams while a long prompt comes in, with and without chunked prefill.
-steps    host time of the engine core per token with --num-scheduler-steps 1 and 8: what passes between two calls of
-         the workers, with the real model.
 
-The first two start real servers and measure over HTTP. Prompts are random token ids; scripts/make_random_model.py
+Both start real servers and measure over HTTP. Prompts are random token ids; scripts/make_random_model.py
 makes a model.
 """
 
@@ -21,24 +18,17 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
-from ascend_vllm import EngineArgs, SamplingParams
-from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.executor.uniproc import UniProcExecutor
-from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
-from ascend_vllm.types.messages import EngineCoreRequest
-from ascend_vllm.types.step import SchedulerOutput, StepOutput
+from comparison import servers
+
+from ascend_vllm.tools.bench.http_client import HttpClient
 
 START_TIMEOUT_S = 120
 # to have a long prompt come while streams run
@@ -51,41 +41,17 @@ MOST_TRIES = 20
 @contextlib.contextmanager
 def server(model: str, *flags: str) -> Iterator[str]:
     """A server of a model; gives its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ascend_vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port), *flags]
-    process = subprocess.Popen(
-        [*command, "--disable-log-requests"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        asyncio.run(wait_until_ready(url, process))
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-async def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Returns when the server answers."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {process.returncode}")
-        client = HttpClient(url)
-        with contextlib.suppress(OSError, HttpError):
-            await client.get_json("/v1/models")
-            return
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"the server did not start within {START_TIMEOUT_S} s")
+    # what the user's environment says of servers holds for this one
+    program = dataclasses.replace(servers.ours(), environment=dict(os.environ))
+    with servers.Server(program, model, flags) as running:
+        running.wait_ready(START_TIMEOUT_S)
+        yield running.url
 
 
 async def tokens(client: HttpClient, prompt: list[int], max_tokens: int) -> AsyncIterator[float]:
     """Times at which a streamed completion's tokens arrive."""
     body = {
-        "model": "model",
+        "model": servers.MODEL_NAME,
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -212,59 +178,6 @@ def bench_chunked(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-# ---- steps ---------------------------------------------------------------------------------------------------
-
-
-class TimedExecutor(UniProcExecutor):
-    """The real executor, which adds up the time that its worker takes."""
-
-    seconds = 0.0
-
-    def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
-        start = time.perf_counter()
-        future = super().execute_model(step)
-        future.result()
-        self.seconds += time.perf_counter() - start
-        return future
-
-
-def host_us_per_token(config: EngineConfig, rows: int, num_tokens: int) -> float:
-    """Core µs per token while `rows` rows decode, the workers' time taken out."""
-    executor = TimedExecutor(config)
-    core = EngineCore(config, executor)
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
-    for index in range(rows):
-        prompt = [index] * 16
-        core.add_request(EngineCoreRequest(f"request-{index}", prompt, params, 2, time.monotonic()))
-    core.step()
-    executor.seconds, count = 0.0, 0
-    start = time.perf_counter()
-    while core.has_unfinished():
-        count += sum(len(output.new_token_ids) for output in core.step().outputs)
-    seconds = time.perf_counter() - start - executor.seconds
-    core.shutdown()
-    return seconds / count * 1e6
-
-
-def bench_steps(args: argparse.Namespace) -> dict[str, Any]:
-    """Engines with 1 and with K steps a call, in turn."""
-    engine_args = EngineArgs(model=args.model, max_model_len=args.max_model_len, max_num_seqs=args.rows)
-    config = dataclasses.replace(engine_args, disable_async_output_proc=True).create_engine_config()
-    several = dataclasses.replace(
-        engine_args, disable_async_output_proc=True, num_scheduler_steps=args.steps
-    ).create_engine_config()
-    times: dict[int, list[float]] = {1: [], args.steps: []}
-    for _ in range(args.repeat):
-        times[1].append(host_us_per_token(config, args.rows, args.output_len))
-        times[args.steps].append(host_us_per_token(several, args.rows, args.output_len))
-    medians = {steps: statistics.median(some) for steps, some in times.items()}
-    return {
-        "rows": args.rows,
-        "host_us_per_token": {str(steps): value for steps, value in medians.items()},
-        "ratio": medians[1] / medians[args.steps],
-    }
-
-
 def main() -> None:
     """Prints the figures of one benchmark as JSON, and writes them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,7 +185,6 @@ def main() -> None:
     for name, run, max_model_len, repeat in (
         ("prefix", bench_prefix, 2048, 5),
         ("chunked", bench_chunked, 4608, 1),
-        ("steps", bench_steps, 1024, 3),
     ):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
@@ -289,10 +201,6 @@ def main() -> None:
     add("--prompt-len", type=int, default=4000, help="tokens of the long prompt")
     add("--streams", type=int, default=4, help="streams that run when it comes in")
     add("--budget", type=int, default=512, help="--max-num-batched-tokens with chunked prefill")
-    add = commands.choices["steps"].add_argument
-    add("--rows", type=int, default=32, help="running requests")
-    add("--output-len", type=int, default=65, help="tokens of each")
-    add("--steps", type=int, default=8, help="--num-scheduler-steps")
     args = parser.parse_args()
     result = {"bench": args.bench, **args.run(args)}
     print(json.dumps(result, indent=2))

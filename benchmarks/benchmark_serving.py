@@ -8,12 +8,9 @@ With --roofline a model's directory is given: its weights are read once per deco
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from bandwidth import Roofline, read_bandwidth, weight_bytes
+from comparison.limits import beside_memory_limit
 
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.tools.bench.serve import add_arguments, measure
@@ -26,12 +23,8 @@ def main() -> None:
     parser.add_argument("--roofline", metavar="MODEL_DIR", help="tell the limit that memory sets to this model")
     parser.add_argument("--gib", type=float, default=1.0, help="size of what is read for that (default: %(default)s)")
     args = parser.parse_args()
-    bandwidths = [read_bandwidth(gib=args.gib)] if args.roofline else []
-    result = measure(args)
-    if args.roofline:
-        # neighbours change what a machine can read: the better of before and after is the limit
-        bandwidths.append(read_bandwidth(gib=args.gib))
-        print(Roofline(max(bandwidths), weight_bytes(args.roofline)).describe())
+    with beside_memory_limit(args.roofline, args.gib):
+        result = measure(args)
     sys.exit(1 if result["failed"] else 0)
 
 

@@ -7,12 +7,7 @@ Every flag of the engine works as for the server, for example --max-num-seqs or 
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from bandwidth import Roofline, read_bandwidth, weight_bytes
+from comparison.limits import beside_memory_limit
 
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.tools.bench.offline import add_throughput_arguments, measure_throughput
@@ -24,12 +19,8 @@ def main() -> None:
     add_throughput_arguments(parser)
     parser.add_argument("--roofline", action="store_true", help="tell the limit that memory sets to the model")
     args = parser.parse_args()
-    bandwidths = [read_bandwidth()] if args.roofline else []
-    measure_throughput(args)
-    if args.roofline:
-        # neighbours change what a machine can read: the better of before and after is the limit
-        bandwidths.append(read_bandwidth())
-        print(Roofline(max(bandwidths), weight_bytes(args.model)).describe())
+    with beside_memory_limit(args.model if args.roofline else None):
+        measure_throughput(args)
 
 
 if __name__ == "__main__":

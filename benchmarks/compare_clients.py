@@ -13,15 +13,11 @@ import contextlib
 import json
 import pathlib
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from comparison import machine, report, servers
 from comparison.client import Client, LoadError
@@ -100,7 +96,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser_of(__doc__, "at the end")
     add = parser.add_argument
     add("--model", required=True, help="directory of the model")
     add("--peer-program", default="vllm", help="path of vLLM's command; default: the one that the shell finds")
@@ -113,8 +109,6 @@ def _parse_args() -> argparse.Namespace:
     add("--output-len", type=int, default=64, help="tokens to generate (default: %(default)s)")
     add("--kv-cache-bytes", type=int, default=2**30, help="of the server (default: %(default)s)")
     add("--start-timeout", type=float, default=300, help="seconds that the server may take (default: %(default)s)")
-    add("--note", default="", help="kept with the result, such as what else the machine did")
-    add("--json", type=pathlib.Path, help="also write the result here")
     args = parser.parse_args()
     found = shutil.which(args.peer_program)
     if found is None:
@@ -138,10 +132,7 @@ def _peer_version(args: argparse.Namespace) -> str:
 def _content(args: argparse.Namespace, peer_version: str, found: dict[str, Any]) -> dict[str, Any]:
     """The result as it is kept."""
     return {
-        "kind": "clients",
-        "note": args.note,
-        "machine": machine.describe(),
-        "command": report.command_line("compare_clients.py", sys.argv[1:]),
+        **report.heading("clients", "compare_clients.py", args, machine.describe()),
         "rounds": args.rounds,
         "sizes": {name: getattr(args, name) for name in SIZES},
         "peer_version": peer_version,
@@ -153,7 +144,7 @@ def main() -> None:
     """Measures, prints a line for each figure, writes the file."""
     args = _parse_args()
     try:
-        # asked first: what cannot be told must not cost a measurement
+        # asked first, so that a failure costs no measurement
         peer_version = _peer_version(args)
         with _server(args) as url:
             found = compare(args, url)
@@ -162,11 +153,8 @@ def main() -> None:
     for name, row in found.items():
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
         print(f"{name:20} ours {row['ours']:10.4g}  peer {row['peer']:10.4g}  ratio {ratio}")
-    if args.json is not None:
-        report.save(args.json, _content(args, peer_version, found))
+    report.save(args.json, _content(args, peer_version, found))
 
 
 if __name__ == "__main__":
-    # a run that is ended from outside still ends the processes that it started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
-    main()
+    report.run(main)

@@ -18,14 +18,11 @@ import json
 import os
 import pathlib
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from comparison import machine, report
 from comparison.limits import ModelFacts
@@ -155,8 +152,7 @@ class Comparison:
         for number in range(self._args.rounds):
             for batch, (decode, whole) in rows.items():
                 self._round(number, batch, decode, whole)
-                if self._args.json is not None:
-                    report.save(self._args.json, self.content())
+                report.save(self._args.json, self.content())
 
     def _round(self, number: int, batch: int, decode: report.RowResult, whole: report.RowResult) -> None:
         args = self._args
@@ -200,10 +196,7 @@ class Comparison:
             f"INFERENCE_PRECISION_HINT='bf16', ATTENTION_BACKEND={args.attention_backend!r})",
         }
         return {
-            "kind": "offline",
-            "note": args.note,
-            "machine": self._machine,
-            "command": report.command_line("compare_offline.py", sys.argv[1:]),
+            **report.heading("offline", "compare_offline.py", args, self._machine),
             "rounds": args.rounds,
             "sizes": {"input_len": args.input_len, "output_len": args.output_len},
             "programs": {
@@ -215,9 +208,7 @@ class Comparison:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = report.parser_of(__doc__, "after every round of a batch size")
     add = parser.add_argument
     add("--model", required=True, help="directory of the model")
     add("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="(default: 1 8 32)")
@@ -230,8 +221,6 @@ def _parse_args() -> argparse.Namespace:
     add("--attention-backend", choices=("SDPA", "PA"), default="SDPA", help="OpenVINO's (default: %(default)s)")
     add("--kv-cache-bytes", type=int, default=2**30, help="of ours (default: %(default)s)")
     add("--gib", type=float, default=1.0, help="read in a measurement of the bandwidth, in GiB")
-    add("--note", default="", help="kept with the result, such as what else the machine did")
-    add("--json", type=pathlib.Path, help="write the result here, after every round of a batch size")
     args = parser.parse_args()
     for name in ("input_len", "rounds"):
         if getattr(args, name) < 1:
@@ -257,6 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # a run that is ended from outside still ends the processes that it started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
-    main()
+    report.run(main)

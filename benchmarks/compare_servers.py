@@ -19,14 +19,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import pathlib
 import shlex
-import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from comparison import machine, report, servers
 from comparison.client import Client, LoadError
@@ -113,7 +108,7 @@ class Comparison:
                     for row, result in measured:
                         subject = Subject(server, client, facts, self._sizes, self._seed(number, row))
                         self._take(side, row, result, subject)
-            self._save()
+            report.save(self._args.json, self.content())
 
     def _run_resident(self, setup: str, measured: list[tuple[Row, report.RowResult]]) -> None:
         model = self._model(setup)
@@ -127,12 +122,12 @@ class Comparison:
                     for side, server in running.items():
                         seed = self._seed(number, row)
                         subject = Subject(server, clients[side], facts, self._sizes, seed)
-                        if number == 0:
+                        if number == 0 and row.warm_up is not None:
                             row.warm_up(subject)
                         self._take(side, row, result, subject)
                         limits.append(self._limits(running))
                     self._note_limits(row, result, facts, limits)
-                    self._save()
+                    report.save(self._args.json, self.content())
 
     def _limits(self, running: dict[str, servers.Server]) -> Reading:
         """The machine's limits when no server computes, and with that the beginning of the next reading."""
@@ -163,10 +158,7 @@ class Comparison:
     def content(self) -> dict[str, Any]:
         """The result for JSON."""
         return {
-            "kind": "servers",
-            "note": self._args.note,
-            "machine": self._machine,
-            "command": report.command_line("compare_servers.py", sys.argv[1:]),
+            **report.heading("servers", "compare_servers.py", self._args, self._machine),
             "rounds": self._args.rounds,
             "sizes": dataclasses.asdict(self._sizes),
             "programs": {
@@ -176,15 +168,9 @@ class Comparison:
             "rows": [result.as_dict() for result in self.results if result.readings],
         }
 
-    def _save(self) -> None:
-        if self._args.json is not None:
-            report.save(self._args.json, self.content())
-
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = report.parser_of(__doc__, "after every reading")
     add = parser.add_argument
     add("--model", help="directory of the model of every row but tiny")
     add("--tiny-model", help="directory of the model of the row tiny")
@@ -201,8 +187,6 @@ def _parse_args() -> argparse.Namespace:
     add("--warm-starts", type=int, default=1, help="starts of each before those that count (default: %(default)s)")
     add("--start-timeout", type=float, default=900, help="seconds that a server may take (default: %(default)s)")
     add("--gib", type=float, default=1.0, help="read in a measurement of the bandwidth, in GiB")
-    add("--note", default="", help="kept with the result, such as what else the machine did")
-    add("--json", type=pathlib.Path, help="write the result here, after every reading")
     for field in dataclasses.fields(Sizes):
         name = "--" + field.name.replace("_", "-")
         add(name, type=int, default=field.default, help="(default: %(default)s)")
@@ -247,6 +231,4 @@ def _programs(args: argparse.Namespace) -> dict[str, servers.Program]:
 
 
 if __name__ == "__main__":
-    # a run that is ended from outside still ends the processes that it started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
-    main()
+    report.run(main)

@@ -17,20 +17,15 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
 from comparison import machine, report
+from comparison.clock import seconds_of
 from comparison.peaks import Peaks, Reading, best_reading, median_reading
 
 from ascend_vllm.ops import native
@@ -52,7 +47,9 @@ BATCHES = {
     "1 decode at 1024": [(1, 1024)],
     "8 decodes at 1024": [(1, 1024)] * 8,
     "32 decodes at 1024": [(1, 1024)] * 32,
+    "1 decode at 8192": [(1, 8192)],
     "prompt of 1024": [(1024, 1024)],
+    "prompt of 4096": [(4096, 4096)],
 }
 _MIN_ROUNDS = 3
 
@@ -165,12 +162,6 @@ def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Ite
         yield Case("attention", name, calls, num_bytes, 4 * pairs * HEADS * HEAD_SIZE)
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def _limit_us(work: Case | Result, limits: Reading) -> tuple[float, str]:
     """The time that a call takes at least, in microseconds, and what sets it."""
     reading = work.num_bytes / (limits.bandwidth_gb_s * 1e3)
@@ -191,7 +182,7 @@ def measure(case: Case, peaks: Peaks, budget_s: float) -> tuple[Result, Reading]
         limits.append(peaks.read(torch.get_num_threads()))
         deadline = time.perf_counter() + budget_s / _MIN_ROUNDS
         while True:
-            times.append(_seconds(case.calls[len(times) % len(case.calls)]))
+            times.append(seconds_of(case.calls[len(times) % len(case.calls)]))
             if time.perf_counter() >= deadline:
                 break
     result = Result(
@@ -216,7 +207,7 @@ def _limits_alone(peaks: Peaks) -> dict[str, Reading]:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = report.parser_of(__doc__, "at the end")
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s")
     parser.add_argument("--attention", nargs="*", choices=BATCHES, default=list(BATCHES), help="default: all")
@@ -226,8 +217,6 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of calls per case (default: %(default)s)")
     parser.add_argument("--gib", type=float, default=0.5, help="read in a measurement of the bandwidth, in GiB")
     parser.add_argument("--copies-mib", type=float, default=256, help="MiB that copies of operands have together")
-    parser.add_argument("--note", default="", help="kept with the results, such as what else the machine did")
-    parser.add_argument("--json", type=pathlib.Path, help="also write the results here")
     return parser.parse_args()
 
 
@@ -252,20 +241,16 @@ def main() -> None:
             )
         print(f"The peak is that of {limit.peak_name}.")
         results, highest = _measure_all(args, peaks, dtype, limit)
-    if args.json:
-        content = {
-            "kind": "roofline",
-            "machine": description,
-            "command": report.command_line("roofline.py", sys.argv[1:]),
-            "note": args.note,
-            "dtype": args.dtype,
-            "threads": torch.get_num_threads(),
-            "peak": limit.peak_name,
-            "limits": {count: reading.as_dict() for count, reading in alone.items()},
-            "highest_limits": highest.as_dict(),
-            "results": [result.as_dict(highest) for result in results],
-        }
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    content = {
+        **report.heading("roofline", "roofline.py", args, description),
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "peak": limit.peak_name,
+        "limits": {count: reading.as_dict() for count, reading in alone.items()},
+        "highest_limits": highest.as_dict(),
+        "results": [result.as_dict(highest) for result in results],
+    }
+    report.save(args.json, content)
 
 
 def _measure_all(

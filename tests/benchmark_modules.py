@@ -1,8 +1,10 @@
-"""Programs of benchmarks/ as modules, with their neighbours found as if they were run."""
+"""Programs of benchmarks/: run by themselves, or as modules whose neighbours are found as if they were run."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import types
 
@@ -16,3 +18,13 @@ def load_benchmark(name: str) -> types.ModuleType:
     if _DIRECTORY not in sys.path:
         sys.path.append(_DIRECTORY)
     return importlib.import_module(name)
+
+
+def run_script(*words: str, **variables: str) -> str:
+    """What a program of this repository prints, which must end well; its path is relative to the repository."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -92,7 +92,7 @@ class Client:
             seconds between tokens of the streams, and seconds to first tokens of the long prompts.
 
         Raises:
-            LoadError: a request failed, or no answer came in pieces.
+            LoadError: a request failed, or no answer was streamed in chunks.
         """
         args = self._arguments(seed, streams, streams, input_len, output_len, 0)
         requests = sample_requests(args, self._tokenizer, seed)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+import struct
 import time
+from collections.abc import Iterator
+from typing import Any
 
-from bandwidth import weight_bytes
-from safetensors import safe_open
-
-from comparison.peaks import Reading
+from comparison.peaks import Peaks, Reading
 
 _CHUNK_BYTES = 16 << 20
 
@@ -44,15 +45,19 @@ class ModelFacts:
             FileNotFoundError: one of them is missing.
         """
         config = json.loads((pathlib.Path(model_dir) / "config.json").read_text())
-        sizes = _shapes(model_dir)
+        entries = _tensor_entries(model_dir)
+        sizes = {name: entry["shape"] for name, entry in entries.items()}
+        num_bytes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in entries.items()}
         embedding = math.prod(next(shape for name, shape in sizes.items() if "embed_tokens" in name))
         head = [math.prod(shape) for name, shape in sizes.items() if name.endswith("lm_head.weight")]
         matrices = sum(math.prod(shape) for shape in sizes.values() if len(shape) == 2)
+        # a step reads one row per sequence of an embedding that is not also the output layer
+        skipped = ("embed_tokens.weight",) if head else ()
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         head_size = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
         return cls(
-            weight_bytes=weight_bytes(model_dir),
+            weight_bytes=sum(size for name, size in num_bytes.items() if not name.endswith(skipped)),
             resident_bytes=sum(2 * math.prod(shape) for shape in sizes.values()),
             matrix_elements=matrices - embedding - sum(head),
             head_elements=head[0] if head else embedding,
@@ -94,15 +99,47 @@ class ModelFacts:
         return sequences * output_len / (prefill + steps)
 
 
-def _shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
+def _tensor_entries(model_dir: str) -> dict[str, dict[str, Any]]:
+    """What the heads of the safetensors files say of each tensor."""
     files = sorted(pathlib.Path(model_dir).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {model_dir}")
-    shapes: dict[str, tuple[int, ...]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
+        with file.open("rb") as stream:
+            (head_bytes,) = struct.unpack("<Q", stream.read(8))
+            entries |= json.loads(stream.read(head_bytes))
+    entries.pop("__metadata__", None)
+    return entries
+
+
+@contextlib.contextmanager
+def beside_memory_limit(model_dir: str | None, gib: float = 1.0) -> Iterator[None]:
+    """Prints, after what is done within, the decoding steps that memory allows a model: each reads every weight.
+
+    Neighbours change what a machine can read: the better of a reading before and one after is the limit.
+
+    Args:
+        model_dir: the model's directory; None: nothing is measured or printed.
+        gib: read in a measurement, in GiB.
+    """
+    if model_dir is None:
+        yield
+        return
+    bandwidths = [_bandwidth_gb_s(gib)]
+    yield
+    bandwidths.append(_bandwidth_gb_s(gib))
+    num_bytes = ModelFacts.of(model_dir).weight_bytes
+    steps_per_s = max(bandwidths) * 1e9 / num_bytes
+    print(
+        f"memory-bandwidth limit: {max(bandwidths):.1f} GB/s read / {num_bytes / 1e6:.0f} MB of weights = "
+        f"{steps_per_s:.1f} decode steps/s ({1e3 / steps_per_s:.1f} ms each)"
+    )
+
+
+def _bandwidth_gb_s(gib: float) -> float:
+    with Peaks(gib) as peaks:
+        return peaks.read().bandwidth_gb_s
 
 
 def file_read_s(model_dir: str) -> float:

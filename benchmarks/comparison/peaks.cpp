@@ -221,6 +221,4 @@ double peaks_bf16(int threads, double seconds) {
     if (may_use_tiles()) return flops(threads, seconds, kTileFlops, multiply_tiles);
     return kDotFlops == 0 ? 0.0 : flops(threads, seconds, kDotFlops, multiply_bf16);
 }
-
-int peaks_vector_bits() { return 8 * kVectorBytes; }
 }

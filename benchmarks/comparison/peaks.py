@@ -88,11 +88,6 @@ class Peaks:
         if not self._buffer:
             raise SystemExit(f"No memory for a buffer of {gib} GiB; ask for a smaller one with --gib.")
 
-    @property
-    def vector_bits(self) -> int:
-        """Width of the vectors that multiply."""
-        return int(self._library.peaks_vector_bits())
-
     def read(self, threads: int | None = None) -> Reading:
         """All limits, with so many threads or with all."""
         count = threads or self.threads

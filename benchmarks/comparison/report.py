@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import pathlib
 import shlex
+import signal
 import statistics
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from comparison.peaks import Reading
@@ -24,7 +27,7 @@ class Line:
         unit: of its readings.
         higher_is_better: of two readings.
         target_ratio: what ours over the peer's should at least be, or at most if lower is better.
-        limit_text: what sets the limit.
+        limit_text: what sets the limit, if there is one.
     """
 
     name: str
@@ -32,7 +35,7 @@ class Line:
     unit: str
     higher_is_better: bool
     target_ratio: float
-    limit_text: str
+    limit_text: str = ""
 
 
 @dataclasses.dataclass
@@ -143,8 +146,32 @@ def command_line(program: str, words: Sequence[str]) -> str:
     return " ".join([f"python benchmarks/{program}", *kept])
 
 
-def save(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a result as a whole or not at all: a run that is cut short keeps what it had."""
+def parser_of(documentation: str | None, after: str) -> argparse.ArgumentParser:
+    """A parser with the options that every program with a result has; `after` says when the result is written."""
+    parser = argparse.ArgumentParser(
+        description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--note", default="", help="kept with the result, such as what else the machine did")
+    parser.add_argument("--json", type=pathlib.Path, help=f"write the result here, {after}")
+    return parser
+
+
+def heading(kind: str, program: str, args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    """What every result begins with: its kind, the note, the machine and the command."""
+    command = command_line(program, sys.argv[1:])
+    return {"kind": kind, "note": args.note, "machine": machine, "command": command}
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a program so that one that is ended from outside still ends the processes that it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
+    main()
+
+
+def save(path: pathlib.Path | None, content: dict[str, Any]) -> None:
+    """Writes a result as a whole or not at all: a run that is cut short keeps what it had. None: nowhere."""
+    if path is None:
+        return
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)  # noqa: PTH105 - atomic, and named so

@@ -66,21 +66,21 @@ class Subject:
 Measured = tuple[float, dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Line):
     """One line of the table, and how it is measured.
 
     Attributes:
         setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "shared", "tiny".
         measure: takes a reading.
-        warm_up: makes a server do everything once.
+        warm_up: makes a server do everything once; None: nothing is to be done.
         limit: what the machine allows; None: it is not computed from the machine's limits.
     """
 
     setup: str
     measure: Callable[[Subject], Measured]
-    warm_up: Callable[[Subject], object]
-    limit: Callable[[ModelFacts, Sizes, Reading], float] | None
+    warm_up: Callable[[Subject], object] | None = None
+    limit: Callable[[ModelFacts, Sizes, Reading], float] | None = None
 
 
 def _start(subject: Subject) -> Measured:
@@ -155,10 +155,6 @@ def _warm(subject: Subject, concurrency: int, **lengths: int) -> None:
     subject.client.load(seed=subject.seed + 900_000, num_prompts=concurrency, concurrency=concurrency, **short)
 
 
-def _nothing(_: Subject) -> None:
-    pass
-
-
 def _concurrent(concurrency: int, target_ratio: float) -> Row:
     return Row(
         name=f"c{concurrency}",
@@ -183,8 +179,6 @@ ROWS = (
         higher_is_better=False,
         target_ratio=0.1,
         measure=_start,
-        warm_up=_nothing,
-        limit=None,
         limit_text="reading the weights' files, which are in the file cache",
     ),
     Row(
@@ -195,9 +189,6 @@ ROWS = (
         higher_is_better=False,
         target_ratio=0.5,
         measure=_memory,
-        warm_up=_nothing,
-        limit=None,
-        limit_text="",
     ),
     _concurrent(1, 1.4),
     _concurrent(8, 1.5),
@@ -223,8 +214,6 @@ ROWS = (
         target_ratio=0.5,
         measure=_mixed,
         warm_up=lambda subject: _warm(subject, 2, input_len=subject.sizes.long_len, output_len=4),
-        limit=None,
-        limit_text="",
     ),
     Row(
         name="prefix",
@@ -249,8 +238,6 @@ ROWS = (
         target_ratio=2.0,
         measure=lambda subject: _throughput(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
         warm_up=lambda subject: _warm(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
-        limit=None,
-        limit_text="",
     ),
 )
 SETUPS = ("fresh", "main", "shared", "tiny")

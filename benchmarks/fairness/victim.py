@@ -10,7 +10,6 @@ its standard input and ends at the second, then waits for what is still open, an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import pathlib
 import sys
@@ -18,7 +17,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from fairness.wire import HOST, MODEL, get, post
+from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
+from fairness.wire import HOST, MODEL
 
 # an answer that takes longer counts as this, and as failed
 LONGEST_S = 60.0
@@ -28,13 +28,14 @@ _MOST_OPEN = 200
 _COMPLETION = {"model": MODEL, "prompt": "one two three", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 _PLAIN = {"prompt": "one two three", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 _EMBEDDING = {"model": MODEL, "input": "one two three"}
-_HEALTH = (get("/health"), 0.05)
-# server → what it is asked: the request, and the seconds from one to the next
+# server → what it is asked for completions
 WORK = {
-    "generate": {"completion": (post("/v1/completions", _COMPLETION), 0.1), "health": _HEALTH},
-    "pooling": {"completion": (post("/v1/embeddings", _EMBEDDING), 0.1), "health": _HEALTH},
-    "plain": {"completion": (post("/generate", _PLAIN), 0.1), "health": _HEALTH},
+    "generate": ("/v1/completions", _COMPLETION),
+    "pooling": ("/v1/embeddings", _EMBEDDING),
+    "plain": ("/generate", _PLAIN),
 }
+# seconds from one request to the next
+_COMPLETION_S, _HEALTH_S = 0.1, 0.05
 
 
 class Victim:
@@ -50,20 +51,19 @@ class Victim:
     """
 
     def __init__(self, port: int) -> None:
-        self._port = port
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._client = HttpClient(f"http://{HOST}:{port}")
         self._open: set[asyncio.Task[None]] = set()
         self.due: dict[str, list[float]] = {}
         self.latencies: dict[str, list[float]] = {}
         self.failures: dict[int, int] = {}
 
-    async def send(self, name: str, request: bytes, interval_s: float) -> None:
-        """Asks for the same again and again until it is cancelled."""
+    async def send(self, name: str, path: str, body: bytes, interval_s: float) -> None:
+        """Asks for the same again and again until it is cancelled; without a body by a GET."""
         self.latencies[name], self.due[name] = [], []
         due = time.perf_counter()
         while True:
             if len(self._open) < _MOST_OPEN:
-                task = asyncio.create_task(self._time(name, request, due))
+                task = asyncio.create_task(self._time(name, path, body, due))
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)
             due += interval_s
@@ -73,38 +73,22 @@ class Victim:
         """Waits for every answer."""
         while self._open:
             await asyncio.wait(self._open)
-        for _, writer in self._idle:
-            writer.close()
+        self._client.close()
 
-    async def _time(self, name: str, request: bytes, due: float) -> None:
+    async def _time(self, name: str, path: str, body: bytes, due: float) -> None:
         status = 0
-        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-            status = await asyncio.wait_for(self._ask(request), LONGEST_S)
+        try:
+            answer = self._client.post(path, body) if body else self._client.get(path)
+            await asyncio.wait_for(answer, LONGEST_S)
+            status = 200
+        except HttpError as error:
+            status = error.status
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass
         self.due[name].append(due)
         self.latencies[name].append(time.perf_counter() - due)
         if status != 200:
             self.failures[status] = self.failures.get(status, 0) + 1
-
-    async def _ask(self, request: bytes) -> int:
-        while True:
-            fresh = not self._idle
-            reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(HOST, self._port)
-            try:
-                writer.write(request)
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = int(head.partition(b"content-length: ")[2].partition(b"\r")[0] or 0)
-                await reader.readexactly(length)
-            except (OSError, asyncio.IncompleteReadError):
-                writer.close()
-                if fresh:
-                    raise
-                # a connection that was kept alive and has been closed by now
-                continue
-            except BaseException:
-                writer.close()
-                raise
-            self._idle.append((reader, writer))
-            return int(head[9:12])
 
 
 async def run(port: int, kind: str) -> dict[str, object]:
@@ -113,7 +97,11 @@ async def run(port: int, kind: str) -> dict[str, object]:
     print("ready", flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
     victim = Victim(port)
-    tasks = [asyncio.create_task(victim.send(name, *work)) for name, work in WORK[kind].items()]
+    path, fields = WORK[kind]
+    tasks = [
+        asyncio.create_task(victim.send("completion", path, json.dumps(fields).encode(), _COMPLETION_S)),
+        asyncio.create_task(victim.send("health", "/health", b"", _HEALTH_S)),
+    ]
     await loop.run_in_executor(None, sys.stdin.readline)
     for task in tasks:
         task.cancel()

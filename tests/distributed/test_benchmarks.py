@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
-from tests.server import ROOT
+from tests.benchmark_modules import run_script
 from tests.tiny_models import tiny_model
 
 
 def _result_of(*command: str) -> Any:
     """What a benchmark prints."""
-    whole = [sys.executable, *command]
-    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
-    return json.loads(done.stdout[done.stdout.index("{\n") :])
+    stdout = run_script(*command)
+    return json.loads(stdout[stdout.index("{\n") :])
 
 
 def test_the_ring_is_measured_both_ways() -> None:

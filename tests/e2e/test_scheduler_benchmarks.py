@@ -5,35 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.benchmark_modules import run_script
 from tests.tiny_models import tiny_model
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Runs a benchmark as its page says."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *args],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
     found = tmp_path / "core.json"
-    run("bench_core.py", "--rows", "2", "--calls", "20", "--num-scheduler-steps", "1", "3", "--json", str(found))
+    words = ["--rows", "2", "--calls", "20", "--num-scheduler-steps", "1", "3", "--json", str(found)]
+    run_script("benchmarks/bench_core.py", *words)
     results = json.loads(found.read_text())["results"]
     assert [(result["rows"], result["num_scheduler_steps"]) for result in results] == [(2, 1), (2, 3)]
     assert all(0 < result["us_per_token"] <= result["median_us"] for result in results)
@@ -42,7 +26,6 @@ def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("bench", "args", "compared"),
     [
-        ("steps", ["--rows=2", "--output-len=17", "--steps", "4"], ("host_us_per_token.1", "host_us_per_token.4")),
         ("prefix", ["--prefix-len", "100", "--tail-len", "4"], ("cold_ttft_s", "warm_ttft_s")),
         # two servers
         pytest.param(
@@ -60,7 +43,7 @@ def test_features_with_and_without(
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     common = ["--model", str(tiny_model("qwen2-tied")), "--max-model-len", max_model_len, "--repeat", "1"]
     common += ["--vocab-size", "200"]
-    result: dict[str, Any] = json.loads(run("bench_scheduling.py", bench, *common, *args).stdout)
+    result: dict[str, Any] = json.loads(run_script("benchmarks/bench_scheduling.py", bench, *common, *args))
     assert result["bench"] == bench
     first, second = (functools.reduce(operator.getitem, path.split("."), result) for path in compared)
     assert result["ratio"] == pytest.approx(first / second)

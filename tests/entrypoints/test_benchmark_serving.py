@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 import safetensors.numpy
 
+from tests.benchmark_modules import load_benchmark, run_script
 from tests.server import ROOT, Server, needs_curl
-
-
-def run_script(*words: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_serving_beside_the_memory_limit(openai_server: Server, tmp_path: pathlib.Path, tiny_dir: str) -> None:
@@ -36,7 +26,7 @@ def test_serving_beside_the_memory_limit(openai_server: Server, tmp_path: pathli
         "--result-filename",
         str(result_file),
     ]
-    stdout = run_script("benchmarks/benchmark_serving.py", *words)
+    stdout = run_script("benchmarks/benchmark_serving.py", *words, OMP_NUM_THREADS="1")
     result = json.loads(result_file.read_text())
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 30)
     assert "Output token throughput (tok/s):" in stdout
@@ -67,8 +57,10 @@ def test_shell_examples(openai_server: Server, generate_server: Server) -> None:
         assert text in done.stdout
 
 
-def test_the_memory_limit(tiny_dir: str) -> None:
-    stdout = run_script("benchmarks/bandwidth.py", "--gib", "0.02", "--roofline", tiny_dir)
+def test_the_memory_limit(tiny_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with load_benchmark("comparison.limits").beside_memory_limit(tiny_dir, 0.02):
+        pass
+    stdout = capsys.readouterr().out
     found = re.search(r"limit: ([\d.]+) GB/s read / (\d+) MB of weights = ([\d.]+) decode steps/s", stdout)
     assert found is not None, stdout
     # all tensors but the input embedding, of which a step reads a row per sequence

@@ -14,7 +14,7 @@ from typing import Any
 from ascend_vllm.tools.bench.datasets import SampleRequest, count_tokens
 from ascend_vllm.tools.bench.metrics import Outcome
 
-Pieces = Sequence[tuple[float, bytes]]
+Chunks = Sequence[tuple[float, bytes]]
 
 _SAMPLING = (
     "top_p",
@@ -69,15 +69,15 @@ def _chat_text(choice: dict[str, Any]) -> str:
     return choice.get("delta", {}).get("content") or ""
 
 
-def _events(pieces: Pieces, separator: bytes) -> Iterator[tuple[float, bytes]]:
+def _events(chunks: Chunks, separator: bytes) -> Iterator[tuple[float, bytes]]:
     """The events of an answer, each with the arrival of its last byte."""
     pending = b""
-    for moment, data in pieces:
+    for moment, data in chunks:
         *whole, pending = (pending + data).split(separator)
         for event in whole:
             yield moment, event
     if pending.strip():
-        yield pieces[-1][0], pending
+        yield chunks[-1][0], pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,22 +104,22 @@ class Backend:
         return json.dumps(fields | sampling_fields(args)).encode()
 
     def read(
-        self, pieces: Pieces, outcome: Outcome, request: SampleRequest, tokenizer: Any, ignore_eos: bool
+        self, chunks: Chunks, outcome: Outcome, request: SampleRequest, tokenizer: Any, ignore_eos: bool
     ) -> None:
         """Notes in `outcome` what an answer says.
 
         Args:
-            pieces: the answer as it came.
+            chunks: the answer as it came.
             outcome: of the request; its start is known.
             request: what was asked.
             tokenizer: counts tokens where the server tells no number; None: events count.
             ignore_eos: every answer is as long as asked for.
         """
         if self.text_of is None:
-            self._read_frames(pieces, outcome, request)
+            self._read_frames(chunks, outcome, request)
             known = request.output_len if ignore_eos and outcome.moments else 0
         else:
-            known = self._read_sse(pieces, outcome, self.text_of)
+            known = self._read_sse(chunks, outcome, self.text_of)
         if not outcome.moments and not outcome.error:
             outcome.error = "The server sent no token."
         if outcome.error:
@@ -129,10 +129,10 @@ class Backend:
         else:
             outcome.output_len = count_tokens(tokenizer, [outcome.text])[0]
 
-    def _read_sse(self, pieces: Pieces, outcome: Outcome, text_of: Callable[[dict[str, Any]], str]) -> int:
+    def _read_sse(self, chunks: Chunks, outcome: Outcome, text_of: Callable[[dict[str, Any]], str]) -> int:
         """Takes server-sent events; returns the number of tokens that the server tells, or 0."""
         texts, num_tokens = [], 0
-        for moment, event in _events(pieces, b"\n\n"):
+        for moment, event in _events(chunks, b"\n\n"):
             # comments keep a connection alive
             if not event.startswith(b"data: ") or event == b"data: [DONE]":
                 continue
@@ -149,9 +149,9 @@ class Backend:
         return num_tokens
 
     @staticmethod
-    def _read_frames(pieces: Pieces, outcome: Outcome, request: SampleRequest) -> None:
+    def _read_frames(chunks: Chunks, outcome: Outcome, request: SampleRequest) -> None:
         """Takes the frames of /generate: the prompt and all the text so far, or in MindIE's form the new text."""
-        frames = list(_events(pieces, b"\0"))
+        frames = list(_events(chunks, b"\0"))
         if not frames:
             return
         last = json.loads(frames[-1][1])

@@ -65,12 +65,20 @@ class HttpClient:
         self._head = _header_lines(sent)
         self._idle: list[Connection] = []
 
+    async def get(self, path: str) -> bytes:
+        """What a GET answers.
+
+        Raises:
+            HttpError: the status is not 200.
+        """
+        return b"".join([data async for _, data in self._request("GET", path, b"")])
+
     async def get_json(self, path: str) -> Any:
-        """The JSON that a GET answers."""
-        return json.loads(b"".join([data async for _, data in self._request("GET", path, b"")]))
+        """The JSON that a GET answers; see `get`."""
+        return json.loads(await self.get(path))
 
     async def post_stream(self, path: str, body: Any, separator: bytes) -> AsyncIterator[tuple[float, bytes]]:
-        """Pieces of the answer to a POST, cut at `separator`, each with its time of arrival (perf_counter).
+        """Parts of the answer to a POST, cut at `separator`, each with its time of arrival (perf_counter).
 
         Raises:
             HttpError: the status is not 200; the text is the server's.
@@ -78,22 +86,22 @@ class HttpClient:
         pending = b""
         async for moment, data in self._request("POST", path, json.dumps(body).encode()):
             *whole, pending = (pending + data).split(separator)
-            for piece in whole:
-                yield moment, piece
+            for chunk in whole:
+                yield moment, chunk
         if pending.strip():
             yield time.perf_counter(), pending
 
     async def post(
         self, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[tuple[float, bytes]]:
-        """The whole answer to a POST, piece by piece as it came, each with its time of arrival (perf_counter).
+        """The whole answer to a POST, chunk by chunk as it came, each with its time of arrival (perf_counter).
 
         Nothing is decoded, which is the least work that a client can do while others are measured.
 
         Raises:
             HttpError: the status is not 200.
         """
-        return [piece async for piece in self._request("POST", path, body, headers)]
+        return [chunk async for chunk in self._request("POST", path, body, headers)]
 
     def close(self) -> None:
         """Close idle connections."""
@@ -118,12 +126,12 @@ class HttpClient:
             lines = f"{self._head}{_header_lines(headers or {})}Content-Length: {len(body)}\r\n\r\n"
             connection.writer.write(f"{method} {self._url.path}{path} HTTP/1.1\r\n{lines}".encode() + body)
             status, answered = await _read_head(connection.reader)
-            pieces = _read_body(connection.reader, answered)
+            chunks = _read_body(connection.reader, answered)
             if status != 200:
-                text = b"".join([data async for _, data in pieces]).decode(errors="replace")
+                text = b"".join([data async for _, data in chunks]).decode(errors="replace")
                 raise HttpError(status, text)
-            async for piece in pieces:
-                yield piece
+            async for chunk in chunks:
+                yield chunk
             finished = answered.get("connection", "").lower() != "close"
         finally:
             if finished:

@@ -119,15 +119,15 @@ class LoadGenerator:
                     sent.append(task)
                 answers = await asyncio.gather(*sent)
             duration_s = time.perf_counter() - start
-        for (outcome, pieces), request in zip(answers, requests, strict=True):
-            self._read(outcome, pieces, request)
+        for (outcome, chunks), request in zip(answers, requests, strict=True):
+            self._read(outcome, chunks, request)
         return Run([outcome for outcome, _ in answers], duration_s, changes, latencies_s, len(failures))
 
     async def one(self, request: SampleRequest) -> Outcome:
         """Sends a request outside of any measurement."""
         body = self._bodies([request])[0]
-        outcome, pieces = await self._send(contextlib.nullcontext(), request, body, None)
-        self._read(outcome, pieces, request)
+        outcome, chunks = await self._send(contextlib.nullcontext(), request, body, None)
+        self._read(outcome, chunks, request)
         return outcome
 
     async def warm_up(self, request: SampleRequest, count: int) -> None:
@@ -184,22 +184,22 @@ class LoadGenerator:
         request_id: str | None,
     ) -> tuple[Outcome, list[tuple[float, bytes]]]:
         arrival = time.perf_counter()
-        pieces: list[tuple[float, bytes]] = []
+        chunks: list[tuple[float, bytes]] = []
         async with gate:
             outcome = Outcome(time.perf_counter(), request.prompt_len)
             outcome.queued_s = outcome.start - arrival
             try:
                 headers = {} if request_id is None else {"x-request-id": request_id}
-                pieces = await self._client.post(self._path, body, headers)
+                chunks = await self._client.post(self._path, body, headers)
             except _FAILURES as error:
                 outcome.error = f"{type(error).__name__}: {error}"
-        return outcome, pieces
+        return outcome, chunks
 
-    def _read(self, outcome: Outcome, pieces: list[tuple[float, bytes]], request: SampleRequest) -> None:
+    def _read(self, outcome: Outcome, chunks: list[tuple[float, bytes]], request: SampleRequest) -> None:
         if outcome.error:
             return
         try:
-            self._backend.read(pieces, outcome, request, self._tokenizer, self._args.ignore_eos)
+            self._backend.read(chunks, outcome, request, self._tokenizer, self._args.ignore_eos)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             outcome.error = f"The answer cannot be read ({type(error).__name__}: {error})."
 

@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _check(args: argparse.Namespace) -> None:
     check_arrivals(args)
     apply_general_lengths(args)
-    # nobody should wait for a run whose result cannot be told
+    # errors are reported before the run, not behind it
     parse_goodput(args.goodput)
     parse_percentiles(args.metric_percentiles)
     parse_metric_names(args.percentile_metrics or DEFAULT_METRICS)
