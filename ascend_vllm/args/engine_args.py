@@ -38,7 +38,7 @@ _AUTO_LENGTH_SHARE = 0.9
 
 @dataclasses.dataclass
 class EngineArgs(EngineFlags):
-    """Everything an engine can be told, one field per flag; keyword arguments of `LLM` have the same names.
+    """All settings of an engine, one field per flag; keyword arguments of `LLM` have the same names.
 
     Example::
 

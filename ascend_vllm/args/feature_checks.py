@@ -1,4 +1,4 @@
-"""Checks of flags whose features may be missing: a wrong value is told first, with vLLM 0.6.3's text."""
+"""Checks of flags whose features may be missing: wrong values are reported first, with vLLM 0.6.3's text."""
 
 from __future__ import annotations
 

@@ -137,11 +137,11 @@ def flag(
         seed: int = flag(0, "Seed of random draws that no request seeds.", example="--seed 7")
     """
     # every argument but the default
-    stated = dict(locals())
-    del stated["default"]
+    settings = dict(locals())
+    del settings["default"]
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata={"flag": stated})
-    return dataclasses.field(default=default, metadata={"flag": stated})
+        return dataclasses.field(default_factory=default.copy, metadata={"flag": settings})
+    return dataclasses.field(default=default, metadata={"flag": settings})
 
 
 def flags_of(owner: type) -> tuple[Flag, ...]:
@@ -157,12 +157,12 @@ def flags_of(owner: type) -> tuple[Flag, ...]:
 
 
 def _flag_of(field: dataclasses.Field[Any], base: type) -> Flag:
-    stated = dict(field.metadata["flag"])
+    settings = dict(field.metadata["flag"])
     # annotations are texts in the modules of `args/tables`
-    stated["kind"] = stated["kind"] or _USUAL_KINDS[str(field.type)]
-    stated["unsupported"] = stated["unsupported"] or vars(base).get("UNSUPPORTED")
+    settings["kind"] = settings["kind"] or _USUAL_KINDS[str(field.type)]
+    settings["unsupported"] = settings["unsupported"] or vars(base).get("UNSUPPORTED")
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return Flag(field=field.name, default=default, section=getattr(base, "SECTION", base.__name__), **stated)
+    return Flag(field=field.name, default=default, section=getattr(base, "SECTION", base.__name__), **settings)
 
 
 def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:

@@ -31,11 +31,11 @@ MAX_POSITIONS = 1 << 27
 MAX_LABELS = 1 << 16
 _MAX_INT = (1 << 63) - 1
 
-# What is not complete is told of where the weight files are opened; only what is far too large is refused before it,
-# for room would be made for it.
+# Incomplete weight files are reported where they are opened. Only a model that is far too large is refused before
+# that, since memory would be allocated for it.
 _SLACK = 4
 _SMALL_BYTES = 1 << 30
-# of an NPU that there may be one day
+# the memory of an NPU at most, larger than that of any today
 _NPU_BYTES = 256 << 30
 # of an element of the table of angles
 _TABLE_BYTES = 4
@@ -315,7 +315,7 @@ def check_head_size(hf_config: Mapping[str, Any]) -> None:
         )
 
 
-# ---- before config.json is read in earnest ---------------------------------------------------------------------
+# ---- before config.json is read and checked ----------------------------------------------------------------------
 
 
 def _config_at(model: str) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def check_flags(args: EngineFlags) -> None:
     needs_no_window = (
         not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
     )
-    # the older block manager, if one insists on it, knew no windows that prompts in pieces move through
+    # the first block manager, if it is asked for, does not support sliding windows with chunked prefill
     has_window = isinstance(config.get("sliding_window"), int)
     if needs_no_window and has_window and stated_window(config) is not None:
         raise ConfigError(

@@ -15,7 +15,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 _FALLBACK_LENGTH = 2048
 
-# beyond this a prompt in one piece needs so much memory for activations that it is cut unless told otherwise
+# above this a whole prompt needs so much memory for activations that prefill is chunked by default
 LONG_CONTEXT = 32768
 _CHUNK_BUDGET = 512
 _DECODE_PAUSE_S = 0.25
@@ -31,7 +31,7 @@ def check_device(dtype: str, facts: DeviceFacts) -> None:
     """Refuses devices that no model runs on, before a model is fetched or read.
 
     Args:
-        dtype: the --dtype value, whose fault may be nearer.
+        dtype: the --dtype value; if it is wrong, that is reported instead.
         facts: of the device.
 
     Raises:
@@ -151,12 +151,12 @@ def resolve_max_num_batched_tokens(
 def resolve_max_decode_pause_s(
     requested_ms: float | None, *, chunked_prefill: bool, has_default: bool
 ) -> float | None:
-    """The seconds that running answers may pause for pieces of prompts; None: any time.
+    """The seconds that running answers may pause for chunks of prompts; None: any time.
 
     Args:
         requested_ms: milliseconds, 0 for any time; None: as without the flag.
         chunked_prefill: prompts are cut.
-        has_default: without the flag the pause is limited: nobody has chosen the size of pieces.
+        has_default: without the flag the pause is limited: nobody has chosen the size of chunks.
 
     Raises:
         ConfigError: a pause is asked for and prompts are not cut.

@@ -283,7 +283,7 @@ class PytorchEngineConfig(_EngineConfig):
 
 @dataclasses.dataclass
 class Response:
-    """An answer, or a piece of one.
+    """An answer, or a part of one that is streamed.
 
     Attributes:
         text: the generated text; while streaming what is new of it.

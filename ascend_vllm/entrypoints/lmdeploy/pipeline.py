@@ -223,7 +223,7 @@ class Pipeline:
         gen_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         do_preprocess: bool = True,
     ) -> Iterator[Response]:
-        """Answers prompts piece by piece; without gen_config greedily.
+        """Streams the answers to prompts; without gen_config greedily.
 
         The arguments and the errors are those of calling the pipeline.
 
@@ -233,8 +233,8 @@ class Pipeline:
 
         Example::
 
-            for piece in pipe.stream_infer("Hi"):
-                print(piece.text, end="", flush=True)
+            for response in pipe.stream_infer("Hi"):
+                print(response.text, end="", flush=True)
         """
         return self._stream(self._make_jobs(prompts, gen_config, do_preprocess, RequestOutputKind.DELTA))
 

@@ -14,7 +14,6 @@ from typing import Any
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.tools.bench.verses import LINES
 
 logger = init_logger(__name__)
 
@@ -22,6 +21,8 @@ logger = init_logger(__name__)
 _MAX_MENDING = 10
 # what makes a ShareGPT conversation a usable request, in tokens
 _MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOKENS = 4, 1024, 2048
+# text that no model has been trained on, written for this file
+_VERSES = pathlib.Path(__file__).with_name("verses.txt")
 _SONNET_TASK = "Choose as many lines as you can from the following ones and arrange them into a poem:\n"
 
 
@@ -146,7 +147,7 @@ def prefix_repetition_requests(
 
 def sonnet_requests(args: argparse.Namespace, tokenizer: Tokenizer, chooser: random.Random) -> list[SampleRequest]:
     """Lines of verse in random order, the first --sonnet-prefix-len tokens of them always the same."""
-    lines = [line + "\n" for line in (_lines_of_file(args.dataset_path) if args.dataset_path else LINES)]
+    lines = [line + "\n" for line in _lines_of_file(args.dataset_path or str(_VERSES))]
     lengths = dict(zip(lines, count_tokens(tokenizer, lines), strict=True))
     task_len = count_tokens(tokenizer, [_SONNET_TASK])[0]
     if args.sonnet_input_len < task_len or args.sonnet_prefix_len > args.sonnet_input_len:
