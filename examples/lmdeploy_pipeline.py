@@ -1,4 +1,4 @@
-"""LMDeploy's pipeline on this engine: only the import of a program changes.
+"""LMDeploy's pipeline on this engine: only the import changes.
 
     python examples/lmdeploy_pipeline.py --model /models/internlm2-chat-7b "Shanghai is"
 

@@ -1,4 +1,4 @@
-"""Answers of a given form, without a server: a choice, a regular expression, a JSON schema.
+"""Structured outputs without a server: a choice, a regular expression, a JSON schema.
 
     python examples/offline_structured_outputs.py --model /models/Qwen2.5-0.5B-Instruct
 

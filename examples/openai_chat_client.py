@@ -1,4 +1,4 @@
-"""Chat with a running server through the official client, streaming.
+"""Chat with a running server by the official client, streaming.
 
 ascend-vllm serve demo                      # in another terminal
 python examples/openai_chat_client.py "What does --max-num-seqs do?"

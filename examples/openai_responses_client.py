@@ -1,4 +1,4 @@
-"""Ask a running server through the Responses API of the official client, streaming, and ask further.
+"""Call the Responses API of a running server with the official client, streaming, and continue the conversation.
 
 ascend-vllm serve demo                      # in another terminal
 VLLM_ENABLE_RESPONSES_API_STORE=1 lets the server keep responses, so that the second question needs no repetition

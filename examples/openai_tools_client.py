@@ -1,4 +1,4 @@
-"""Let a model call a function through a running server, and answer with what the function said.
+"""Let a model call a function through a running server, and answer with the function's result.
 
 ascend-vllm serve /models/Qwen2.5-0.5B-Instruct --enable-auto-tool-choice --tool-call-parser hermes
 python examples/openai_tools_client.py "How warm is it in Paris?"
@@ -40,7 +40,7 @@ def main() -> None:
     client = OpenAI(base_url=args.base_url, api_key=args.api_key)
     model = client.models.list().data[0].id
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": args.question}]
-    # "auto" leaves it to the model; a named function has to be called, by a model without such training, too
+    # "auto" leaves it to the model; a named function must be called, even by a model not trained for it
     choice = client.chat.completions.create(
         model=model,
         messages=messages,

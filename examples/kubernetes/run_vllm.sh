@@ -5,12 +5,12 @@ set -euo pipefail
 
 : "${MODEL_PATH:?set MODEL_PATH to the directory of the model}"
 export ASCEND_RT_VISIBLE_DEVICES=${ASCEND_RT_VISIBLE_DEVICES:-0}
-# lets the allocator grow its segments; set it to expandable_segments:False if virtual memory makes trouble
+# lets the allocator grow its segments; set it to expandable_segments:False if virtual memory causes problems
 export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}
 # Models that need attention in high precision (docs/environment.md):
 # export USE_PFA_HIGH_PRECISION_MODE=1 USE_IFA_HIGH_PRECISION_MODE=1 USE_PREFIX_HIGH_PRECISION_MODE=1
 
-# exec: signals reach the server itself, so that a pod that is told to end ends in order
+# exec: signals reach the server itself, so that a terminated pod shuts down properly
 exec "${PYTHON:-python}" -m ascend_vllm.entrypoints.openai.api_server \
     --model "$MODEL_PATH" \
     --device "${DEVICE:-auto}" \

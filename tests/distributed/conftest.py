@@ -1,4 +1,4 @@
-"""A checkpoint that is awkward to share, and what one worker makes of it."""
+"""A checkpoint whose sizes are hard to shard, and the results of a single worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.outputs import RequestOutput
 from tests.tiny_models import draw_weights, save_tokenizer
 
-# no number of ranks divides it, and it is more than the tokenizer has
+# not divisible by any number of ranks, and larger than the tokenizer's vocabulary
 ODD_VOCAB_SIZE = 397
-# every way of making steps that goes with workers that share layers
+# all scheduler features that work with tensor parallelism
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -37,7 +37,7 @@ PROMPTS = [SYSTEM + text for text in ("Hello! How are you?", "1 2 3 4", "Blocks 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of every worker: those of a test share the machine with each other, and with other tests."""
+    """For every worker: the workers of a test share the machine with each other and with other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -68,14 +68,14 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(odd_model: str) -> Iterator[LLM]:
-    """One worker in this process. Its cache is the module's: others would find other tokens cached."""
+    """One worker in this process; per module, since others would find other tokens cached."""
     llm = LLM(odd_model, **OPTIONS)
     yield llm
     llm.shutdown()
 
 
 def generate(llm: LLM, params: SamplingParams = GREEDY, prompts: list[str] | None = None) -> list[RequestOutput]:
-    """What a model makes of prompts, `PROMPTS` if there are none."""
+    """Outputs for prompts, by default `PROMPTS`."""
     return llm.generate(prompts or PROMPTS, params, use_tqdm=False)
 
 
@@ -85,7 +85,7 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def assert_greedy_tokens_are_equal(alone: LLM, shared: LLM) -> None:
-    """Twice, so that the second time the prompts are found in the cache."""
+    """Generates twice, so that the second time the prompts are cached."""
     assert alone.reset_prefix_cache()
     for _ in range(2):
         expected, got = generate(alone), generate(shared)

@@ -1,4 +1,4 @@
-"""Functions that tests have Ray call in a process of its own."""
+"""Functions that tests run in Ray's processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ascend_vllm.executor.ray.cluster import RayCluster
 
 
 def use_own_group() -> tuple[list[int], bool, str]:
-    """What an engine in this process gets of the placement group that the process is in.
+    """Finds the bundles that an engine in this process gets from the process's placement group.
 
     Returns:
         Bundles for one worker, whether they are of that group, and the error for two workers.

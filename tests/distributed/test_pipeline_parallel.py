@@ -1,4 +1,4 @@
-"""Workers that hold some of the layers each generate what one worker generates, through `LLM`."""
+"""Pipeline stages generate the same as a single worker, through `LLM`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WHOLE_PROMPTS = STAGED | {"enable_chunked_prefill": False, "max_num_batched_toke
 
 @pytest.fixture(scope="module")
 def staged(odd_model: str) -> Iterator[LLM]:
-    """Two stages of a layer each, whose first and last share a table."""
+    """Two stages of one layer each, with a tied table."""
     llm = LLM(odd_model, pipeline_parallel_size=2, **STAGED)
     processes = [psutil.Process(pid) for pid in llm.collective_rpc(worker_functions.process_id)]
     yield llm
@@ -66,7 +66,7 @@ def test_parameters_do_the_same(name: str, alone: LLM, staged: LLM) -> None:
 
 
 def test_logprobs_are_the_same(alone: LLM, staged: LLM) -> None:
-    """To the last bit, those of prompts included."""
+    """Bitwise, including those of prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=4, prompt_logprobs=2)
     for got, expected in zip(generate(staged, params), generate(alone, params), strict=True):
         assert got.outputs[0].logprobs == expected.outputs[0].logprobs
@@ -103,7 +103,7 @@ def test_a_stage_holds_its_layers(staged: LLM) -> None:
 
 
 def test_both_stages_work_at_the_same_time(staged: LLM, tmp_path: pathlib.Path) -> None:
-    """The last one waits with each step for the first to begin the next, which it must do by itself."""
+    """The last one delays each step until the first has begun the next, which must not need its outputs."""
     staged.collective_rpc(worker_functions.overlap_steps, args=(str(tmp_path), 8))
     outputs = generate(staged, GREEDY, PROMPTS[:2])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 24]
@@ -122,7 +122,7 @@ def test_functions_of_requests_are_refused(staged: LLM) -> None:
 
 
 def test_a_stage_that_dies_in_a_step_is_noticed(staged: LLM) -> None:
-    """The last of the tests that share these workers: the other one waits for what will never come."""
+    """The last test that uses these workers: the other stage waits for the dead one forever."""
     processes = [psutil.Process(pid) for pid in staged.collective_rpc(worker_functions.process_id)]
     staged.collective_rpc(worker_functions.die_in_a_step, args=(0,))
     with pytest.raises(EngineDeadError, match=rf"worker 0 \(process {processes[0].pid}\) was killed by signal 9"):

@@ -1,4 +1,4 @@
-"""A rank has never had the whole model in memory, neither as weights nor as pages of the file."""
+"""A rank never has the whole model in memory, neither as weights nor as pages of the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.worker.worker_driver import make_config
 
 
 def large_model(directory: pathlib.Path) -> int:
-    """A checkpoint of 200 MB, all zeros; the bytes of its file."""
+    """A checkpoint of 200 MB of zeros, and the size of its file in bytes."""
     config = transformers.Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=8192,

@@ -52,7 +52,7 @@ for line in sys.stdin:
 cluster.shutdown()
 """
 NODE_PROCESSES = ("gcs_server", "raylet")
-# guards: what is waited for comes in seconds
+# upper limits; events come within seconds
 TIMEOUT_S = 180.0
 
 

@@ -42,7 +42,7 @@ from tests.server import ROOT, Server, free_port, is_alive, metric, wait_until
 from tests.worker.worker_driver import make_config
 
 SERVE = "ascend_vllm.entrypoints.cli serve"
-# guards: what is waited for comes in seconds
+# upper limits; events come within seconds
 TIMEOUT_S = 120.0
 # of every open stream, after a death
 DEATH_S = 5.0
@@ -66,7 +66,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def texts(alone: LLM) -> list[str]:
-    """What one worker continues the prompts with."""
+    """The continuations of a single worker."""
     return [output.outputs[0].text for output in generate(alone)]
 
 
@@ -80,7 +80,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 class Pair:
-    """Servers of two nodes, the second without a word of HTTP."""
+    """Servers of two nodes, the second without HTTP."""
 
     def __init__(self, model: str, flags: list[str], address: str, inside: tuple[Any, Any]) -> None:
         port = str(free_port())
@@ -110,7 +110,7 @@ class Pair:
         return found
 
     def assert_gone(self, codes: tuple[int, int]) -> None:
-        """Both programs end with their codes, and nothing of theirs is left."""
+        """Checks that both programs end with these exit codes and leave nothing behind."""
         assert self.first.wait_exit() == codes[0], self.first.log
         assert self.second.wait_exit() == codes[1], self.second.log
         assert self.first.orphans() == []
@@ -337,7 +337,7 @@ def test_a_node_ends_with_an_engine_that_cannot_start(odd_model: str, tmp_path: 
 
 
 def test_a_program_is_node_zero(odd_model: str, texts: list[str], tmp_path: pathlib.Path) -> None:
-    """Its end is the other node's, without a complaint."""
+    """When it ends, so does the other node, without errors."""
     config, log = _config(odd_model), tmp_path / "log"
     with _second_node(config, log) as node:
         llm = LLM(odd_model, tensor_parallel_size=2, nnodes=2, master_port=config.parallel.master_port, **OPTIONS)

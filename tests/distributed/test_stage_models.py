@@ -1,4 +1,4 @@
-"""Models in pipeline stages: one after another they compute what one model computes, each with its own weights."""
+"""Models in pipeline stages: together they compute what one model computes, each with its own weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _load(directory: str, dtype: torch.dtype, stage: int, num_stages: int, **opt
 
 
 class _Chain(CausalLM):
-    """Stages, each with its own KV caches, as one model."""
+    """Stages with their own KV caches, run as one model."""
 
     def __init__(self, stages: list[CausalLM]) -> None:
         self.stages = stages
@@ -62,7 +62,7 @@ class _Chain(CausalLM):
 
 
 def _slots(config: ModelConfig, stage: int, num_stages: int) -> list[str]:
-    """Names of the tensors that a stage reads."""
+    """Names of a stage's tensors."""
     context = BuildContext(torch.float32, torch.device("cpu"), ParallelContext(pp_rank=stage, pp_size=num_stages))
     model = resolve_model_class(config.architecture)(config, context)
     return [slot.name for layer in model.layers() for slot in layer.slots()]
@@ -71,7 +71,7 @@ def _slots(config: ModelConfig, stage: int, num_stages: int) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS_IN_STAGES)
 def test_stages_compute_what_one_model_computes(name: str, dtype: torch.dtype, odd_model: str) -> None:
-    """To the last bit: what crosses is the sum that the next norm would have made."""
+    """Bitwise: stages send the sum that the next norm would have computed."""
     directory = odd_model if name == "odd" else tiny_model(name)
     config = make_model_config(directory, str(dtype).removeprefix("torch."))
     whole = _load(directory, dtype, 0, 1)
@@ -90,7 +90,7 @@ def test_stages_compute_what_one_model_computes(name: str, dtype: torch.dtype, o
 
 @pytest.mark.parametrize("name", MODELS_IN_STAGES)
 def test_every_tensor_is_in_one_stage(name: str, odd_model: str) -> None:
-    """But a tied table, which the first and the last need."""
+    """Except for a tied table, which the first and the last stage need."""
     config = make_model_config(odd_model if name == "odd" else tiny_model(name))
     size = config.num_layers
     names = [name for stage in range(size) for name in _slots(config, stage, size)]
@@ -137,7 +137,7 @@ def test_a_model_that_knows_no_stages_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_stage_of_a_layer_knows_its_tensors(tmp_path: pathlib.Path) -> None:
-    """What a stage leaves to another is not forgotten by all."""
+    """No tensor is left out by all stages."""
     directory = tmp_path / "model"
     shutil.copytree(tiny_model("qwen3"), directory)
     file = directory / "model.safetensors"

@@ -109,7 +109,7 @@ def test_calls_answer_for_every_rank(shared: LLM, tmp_path: pathlib.Path) -> Non
     with pytest.raises(TimeoutError):
         shared.collective_rpc(worker_functions.wait_for_file, timeout=0.01, args=(str(tmp_path / "go"),))
     (tmp_path / "go").touch()
-    # and nothing is lost for who calls next
+    # the next call works
     assert len(shared.collective_rpc(worker_functions.process_id)) == 2
 
 
@@ -173,7 +173,7 @@ if __name__ == "__main__":
 
 
 def run_program(source: str, directory: pathlib.Path, model: str, **options: object) -> list[Any]:
-    """What a program prints that is JSON, a line each.
+    """The JSON lines that a program prints.
 
     Args:
         source: of the program.
@@ -199,7 +199,7 @@ def run_program(source: str, directory: pathlib.Path, model: str, **options: obj
 
 
 def test_a_program_needs_no_guard_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    """Four ranks that share one KV head, untied; the program ends without a word to the engine."""
+    """Four ranks with one KV head, untied; the program ends without closing the engine."""
     model = tiny_model("llama-biases")
     *_, tokens = run_program(PROGRAM, tmp_path, model, tensor_parallel_size=4)
     llm = LLM(model, **OPTIONS)

@@ -1,4 +1,4 @@
-"""How workers start, fail to start and die, and what is left: nothing."""
+"""Workers start, fail to start and die without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_worker_that_fails_to_start_tells_its_traceback(
 
 
 def test_a_worker_ends_with_its_parent(odd_model: str) -> None:
-    """Whatever it does: here it has not even loaded its libraries."""
+    """At any time: here before it has loaded its libraries."""
     setup = WorkerSetup(_config(odd_model), 0, Rendezvous(1), RingEnds.create(1), RingEnds.create(1), [])
     rings = [*setup.orders.descriptors, *setup.answers.descriptors]
     worker = subprocess.Popen(

@@ -38,7 +38,7 @@ class _ThreadCollectives(Collectives):
 
 
 def on_ranks(size: int, function: Callable[[BuildContext], T], dtype: torch.dtype = torch.float32) -> list[T]:
-    """Calls a function once per rank, side by side; what each returned."""
+    """Calls a function concurrently for each rank; returns the results."""
     barrier = threading.Barrier(size)
     parts = [torch.empty(0)] * size
 

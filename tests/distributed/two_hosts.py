@@ -1,4 +1,4 @@
-"""Two hosts with a wire between them, made of network namespaces of this machine."""
+"""Two hosts with a network between them, made of network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMESPACES = "/run/netns"
 
 
 class NoNamespacesError(Exception):
-    """This machine or container does not allow them; the text says why."""
+    """This machine or container does not allow network namespaces; the message says why."""
 
 
 class Host:
@@ -31,7 +31,7 @@ class Host:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Within, sockets that this thread makes and processes that it starts are on the host."""
+        """Context in which this thread's new sockets and processes are on the host."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"{_NAMESPACES}/{self._name}", os.O_RDONLY)
         try:
@@ -43,7 +43,7 @@ class Host:
             os.close(home)
 
     def cut(self) -> None:
-        """Pulls the plug: what is sent from now on is lost, and nobody is told."""
+        """Cuts the network silently: packets are lost."""
         _ip("-n", self._name, "link", "set", self._interface, "down")
 
 
@@ -64,12 +64,12 @@ def _ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other and nobody else.
+    """Two hosts that can reach only each other.
 
     Raises:
         NoNamespacesError: they cannot be made here.
     """
-    # names of interfaces have 15 letters at most
+    # names of interfaces have at most 15 characters
     mark = secrets.token_hex(3)
     hosts = tuple(
         Host(f"host{number}-{mark}", f"wire{number}-{mark}", f"10.77.0.{number + 1}") for number in range(2)

@@ -1,4 +1,4 @@
-"""Functions that tests have called in workers; these import the module by its name."""
+"""Functions that tests call in workers, which import this module by its name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ascend_vllm.worker.worker import Worker
 
 
 def tokens_of_slots(worker: Worker) -> npt.NDArray[np.int32]:
-    """[M, L+1]: what the worker remembers of the rows that were in its slots."""
+    """[M, L+1]: the contents of the worker's batch slots."""
     tokens: npt.NDArray[np.int32] = worker._runner._batch.token_ids  # type: ignore[union-attr]
     return tokens
 
 
 def table_size(worker: Worker) -> int:
-    """Numbers of the vocabulary's table that this rank holds."""
+    """Number of elements of this rank's embedding table."""
     table: Layer = worker.get_model().embed_tokens  # type: ignore[attr-defined]
     (slot,) = table.slots()
     return math.prod(slot.target.shape)
@@ -38,21 +38,21 @@ def process_id(_worker: Worker) -> int:
 
 
 def peak_memory(_worker: Worker) -> int:
-    """Bytes of memory that the worker's process had at most so far, pages of files among them."""
+    """Peak memory of the worker's process in bytes, including mapped files."""
     found = re.search(r"^VmHWM:\s+(\d+) kB$", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
 
 
 def wait_for_file(_worker: Worker, path: str) -> None:
-    """Answers once the file exists."""
+    """Returns when the file exists."""
     deadline = time.monotonic() + 60
     while not pathlib.Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def fail(worker: Worker) -> None:
-    """Fails on the second rank alone."""
+    """Fails on the second rank only."""
     if worker._parallel.tp_rank == 1:
         raise ValueError("the second one does not")
 
@@ -118,10 +118,10 @@ def visible_devices(_worker: Worker) -> str | None:
 
 
 def echo(_worker: Worker, value: Any) -> Any:
-    """What it was given."""
+    """Returns its argument."""
     return value
 
 
 def unsendable(_worker: Worker) -> object:
-    """Nothing that another machine could make anything of."""
+    """Returns a value of a type that is not supported between machines."""
     return object()

@@ -1,4 +1,4 @@
-"""A server on the demo model in float32, shared by the tests of this room."""
+"""A server with the demo model in float32, shared by the tests of this directory."""
 
 from __future__ import annotations
 

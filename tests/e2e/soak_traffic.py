@@ -1,4 +1,4 @@
-"""Traffic for a soak: clients that ask for everything a server has, in an order that a seed decides."""
+"""Traffic for the soak test: clients that use every feature of a server, in a seeded random order."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _CONSTRAINTS: list[dict[str, Any]] = [
 
 
 class WrongAnswer(Exception):  # noqa: N818 - what a client found
-    """A request that is right was not answered as it should be."""
+    """A valid request got a wrong answer."""
 
 
 class Client:
-    """One client, which never stops asking until it is cancelled.
+    """A client that sends requests until it is cancelled.
 
     Args:
         server: of which it asks.
@@ -89,7 +89,7 @@ class Client:
         self._wrong = wrong
 
     async def run(self) -> None:
-        """Asks for all kinds in turn, in another order each time."""
+        """Sends all kinds of requests repeatedly, in another order each time."""
         async with self._http:
             while True:
                 for kind in self.rng.sample(self.KINDS, len(self.KINDS)):
@@ -124,7 +124,7 @@ class Client:
             raise WrongAnswer(f"the stream of {path} {body} ended with {last!r}"[:600])
 
     async def leave(self, path: str, body: dict[str, Any]) -> None:
-        """A request that is given up, before or within its answer."""
+        """A request whose client disconnects before or during the answer."""
         with_stream = self.rng.random() < 0.7
         with contextlib.suppress(TimeoutError):
             async with (
@@ -139,7 +139,7 @@ class Client:
         return " ".join(self.rng.choices(_WORDS, k=self.rng.randint(1, most)))
 
     def sampling(self) -> dict[str, Any]:
-        """Fields that all generating routes have."""
+        """Random fields that all generating routes have."""
         fields: dict[str, Any] = {
             "temperature": self.rng.choice([0, 0.7, 1.5]),
             "max_tokens": self.rng.randint(1, 40),
@@ -153,7 +153,7 @@ class Client:
         return fields | {name: value for name, value in options.items() if self.rng.random() < 0.4}
 
     async def hostile(self) -> None:
-        """A request that no client in its right mind sends."""
+        """An invalid or extreme request."""
         if self._context is not None:
             answer = await self._http.post(next(iter(self.ENDPOINTS)), content=b'{"prompt":', headers=_JSON)
             status = answer.status_code
@@ -165,7 +165,7 @@ class Client:
             raise WrongAnswer(f"{status} for a hostile request")
 
     async def look(self) -> None:
-        """What operators and their programs look at."""
+        """Requests of operators and monitoring."""
         for path in self.PAGES:
             answer = await self._http.get(path)
             if answer.status_code != 200:
@@ -269,7 +269,7 @@ class OpenAIClient(Client):
         await self.stream("/v1/responses", self._response(), end=b'"sequence_number"')
 
     async def background(self) -> None:
-        """A response that is looked for, or cancelled, while it is made."""
+        """A background response that is polled or cancelled."""
         body = self._response() | {"background": True, "store": True, "max_output_tokens": 100, "ignore_eos": True}
         path = f"/v1/responses/{(await self.post('/v1/responses', body))['id']}"
         if self.rng.random() < 0.5:
@@ -280,7 +280,7 @@ class OpenAIClient(Client):
             await asyncio.sleep(0.05)
 
     async def conversation(self) -> None:
-        """Responses each of which goes on from the one before."""
+        """Responses that continue each other."""
         previous: dict[str, Any] = {}
         for _ in range(3):
             body = {"model": MODEL, "input": self.text(6), "max_output_tokens": 8, "truncation": "auto"}
@@ -317,7 +317,7 @@ class OpenAIClient(Client):
 
 
 class PriorityClient(OpenAIClient):
-    """Such a client of a server that schedules by priority."""
+    """The same for a server that schedules by priority."""
 
     PRIORITIES = (-2, -1, 0, 1, 2)
 

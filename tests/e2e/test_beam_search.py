@@ -1,4 +1,4 @@
-"""Beam search from the user's side: `LLM`, /generate and both OpenAI endpoints find what transformers finds."""
+"""Beam search by `LLM`, /generate and both OpenAI endpoints has the results of transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = "qwen2-tied"
 MAX_MODEL_LEN = 256
-# of several lengths; two begin alike for more than a block
+# of several lengths; two share a prefix of more than a block
 PROMPTS = [
     [17, 5, 44, 8],
     [200, 100, 50],
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 
 def expected(name: str, prompt: list[int], problem: Problem) -> Sequences:
-    """What a search of transformers' log-probabilities finds; by transformers' own where nothing ends early."""
+    """Result of a search with transformers' log-probabilities; of its own search if nothing ends early."""
     whole = dataclasses.replace(problem, num_prompt_tokens=len(prompt), max_model_len=MAX_MODEL_LEN)
     if not problem.end_ids and problem.width > 1:
         return transformers_search(name, prompt, whole)
@@ -119,7 +119,7 @@ def test_offline_beam_search(llm: LLM, width: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "opt", "qwen3", "mistral"])
 def test_every_family(name: str) -> None:
-    """Mistral's window is 40: blocks of beams leave it while others still hold them."""
+    """Mistral's window is 40: blocks leave it in some beams while others still use them."""
     llm = make_llm(name)
     prompts = [PROMPTS[0], [i % 300 + 3 for i in range(36)]]
     for prompt, output in zip(prompts, llm.beam_search(prompts, BeamSearchParams(3, 20, True)), strict=True):
@@ -132,7 +132,7 @@ def test_every_family(name: str) -> None:
 @pytest.mark.parametrize("rule", [True, False, "never", None])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.0, 2.0])
 def test_ends_penalties_and_rules(llm: LLM, rule: bool | str | None, length_penalty: float) -> None:
-    """Stop tokens are such as the likeliest sequences hold, so that searches end at several lengths."""
+    """Stop tokens are taken from the likeliest sequences, so that searches end at several lengths."""
     stop_ids = [expected(MODEL, prompt, endless(4, 1, 12))[0][0][index] for index, prompt in enumerate(PROMPTS)]
     common: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "min_tokens": 2, "ignore_eos": True}
     beams = common | {"use_beam_search": True, "best_of": 4, "n": 3, "length_penalty": length_penalty}
@@ -306,7 +306,7 @@ def in_parallel(calls: list[Any]) -> list[Any]:
 
 
 def test_generate_endpoint(plain_server: Server, tokenizer: Any) -> None:
-    """All at once, each prompt with other widths, and ordinary requests beside them."""
+    """Concurrent searches, each prompt with other widths, and ordinary requests."""
     with httpx.Client(base_url=plain_server.url, timeout=60) as client:
 
         def ask(prompt: str, **fields: Any) -> list[str]:
@@ -389,7 +389,7 @@ def test_chat_endpoint(http: httpx.Client, tokenizer: Any, stream: bool) -> None
 
 
 def collect(response: httpx.Response, stream: bool, text_of: Any) -> dict[int, tuple[str, str]]:
-    """Index of each choice → its text and finish reason."""
+    """Index of a choice → its text and finish reason."""
     if stream:
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
         assert lines.pop() == "[DONE]"
@@ -406,7 +406,7 @@ def collect(response: httpx.Response, stream: bool, text_of: Any) -> dict[int, t
 
 
 def test_the_reference_is_the_checkpoint() -> None:
-    """The comparison would be worth little if the reference's greedy sequence were not what `generate` gives."""
+    """The reference's greedy sequence equals that of transformers' `generate`."""
     ids = torch.tensor([PROMPTS[0]])
     with reference_mode():
         output = reference_model(MODEL).generate(

@@ -1,4 +1,4 @@
-"""What the README promises of the demo model, over HTTP with the official client."""
+"""The README's statements about the demo model, over HTTP with the official client."""
 
 from __future__ import annotations
 

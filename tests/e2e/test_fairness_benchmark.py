@@ -1,4 +1,4 @@
-"""The benchmark of fairness runs, on a tiny model; its rows are what they should be, and it sees a pause."""
+"""The fairness benchmark runs on a tiny model, has the right rows and detects a pause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_rows_beside_a_victim(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     ]
     words += ["--server-args", "--kv-cache-memory-bytes 16M", "--json", str(tmp_path / "r.json")]
     monkeypatch.setattr("sys.argv", ["bench_fairness.py", *words])
-    # how fast this machine is beside other tests does not matter here
+    # times do not matter here, since other tests run at the same time
     monkeypatch.setattr(program, "ALLOWED_S", 30.0)
     program.main()
     content = json.loads((tmp_path / "r.json").read_text())
@@ -41,7 +41,7 @@ def test_rows_beside_a_victim(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
 
 
 def test_a_pause_is_unfair() -> None:
-    """A server that stands still for a second is late for everything of that second, not for one answer."""
+    """A server that pauses for a second delays everything due in that second, not one answer."""
     program = load_benchmark("bench_fairness")
     quiet = program.Sample({}, {"completion": [0.02] * 100, "health": [0.01] * 200}, {})
     late = program.Sample({}, {"completion": [0.02] * 90 + [0.9] * 10, "health": [0.01] * 200}, {})
@@ -55,7 +55,7 @@ def test_a_pause_is_unfair() -> None:
 
 
 def test_every_row_can_be_sent() -> None:
-    """Every request is a whole one, but for those of the row that leaves them unfinished."""
+    """All requests are complete, except for the row with unfinished ones."""
     attacks = load_benchmark("fairness.attacks").ATTACKS
     attacker = load_benchmark("fairness.attacker").Attacker
     assert len({attack.name for attack in attacks}) == len(attacks)

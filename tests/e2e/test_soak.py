@@ -1,4 +1,4 @@
-"""Everything at once, for a while: nothing is left of it.
+"""Soak test: all features at once for a while, without leaks.
 
 pytest tests/e2e/test_soak.py --soak-seconds 1200 -s
 """
@@ -49,12 +49,12 @@ class Arrangement:
     """A server and its clients.
 
     Attributes:
-        name: for people.
-        module: its program.
-        flags: beside those that all have.
-        client: what asks it.
-        clients: how many of them.
-        has_tls: whether it is asked over HTTPS.
+        name: for messages.
+        module: program of the server.
+        flags: in addition to the common ones.
+        client: class of the clients.
+        clients: number of clients.
+        has_tls: whether it serves HTTPS.
         is_extra: whether it is for long runs only.
     """
 
@@ -102,14 +102,14 @@ ARRANGEMENTS = (
 
 @dataclasses.dataclass
 class State:
-    """What a server's processes hold.
+    """Resources of a server's processes.
 
     Attributes:
-        memory_mb: resident, of the server's process and the engine core's; those for templates and grammars have
-            limits of their own, and come when they are needed.
+        memory_mb: resident, of the API server and the engine core; the processes for templates and grammars have
+            limits of their own, and start on demand.
         files: open files and sockets of these two.
-        threads: likewise.
-        processes: how many there are in all.
+        threads: of these two.
+        processes: number of all processes.
     """
 
     memory_mb: float
@@ -119,7 +119,7 @@ class State:
 
     @classmethod
     def of(cls, server: Server) -> State:
-        """Now."""
+        """The current state."""
         memory, files, threads = 0.0, 0, 0
         for process in (psutil.Process(server.process.pid), server.engine_core()):
             memory += process.memory_info().rss / 1e6
@@ -129,13 +129,13 @@ class State:
 
 
 class Subject:
-    """A running server of an arrangement, and what was seen of it.
+    """A running server and its measurements.
 
     Attributes:
-        arrangement, server, context: what it was made of; the context is for TLS.
+        arrangement, server, context: as given; the context is for TLS.
         counts: requests by kind.
-        wrong: what clients found.
-        states: one a second.
+        wrong: errors found by clients.
+        states: one per second.
     """
 
     def __init__(self, arrangement: Arrangement, server: Server, context: ssl.SSLContext | None) -> None:
@@ -147,7 +147,7 @@ class Subject:
         self.states: list[State] = []
 
     def clients(self) -> list[Client]:
-        """Its clients, which have not begun."""
+        """Its clients, not started yet."""
         name, kind = self.arrangement.name, self.arrangement.client
         return [
             kind(self.server, f"{name} {index}", self.context, self.counts, self.wrong)
@@ -160,10 +160,10 @@ class Subject:
         return set(self.arrangement.client.KINDS) <= set(self.counts)
 
     def come_to_rest(self) -> None:
-        """Waits for the end of everything that was begun.
+        """Waits until the server is idle.
 
         Raises:
-            AssertionError: there is none.
+            AssertionError: it does not become idle.
         """
         if self.arrangement.module == GENERATE_SERVER:
             return
@@ -171,13 +171,13 @@ class Subject:
             assert wait_until(lambda: is_idle(http), 120), http.get("/metrics").text
 
     def findings(self, before: State, after: State) -> list[str]:
-        """What is wrong, each with the server's name."""
+        """All errors, with the server's name."""
         found = list(self.wrong)
-        # some threads, and processes for templates and grammars, are made when they are first needed
+        # some threads, and the processes for templates and grammars, start on demand
         for name, spare in (("files", 16), ("threads", 12), ("processes", 5)):
             grown = getattr(after, name) - getattr(before, name)
             found += [f"{grown} more {name} than in the beginning"] if grown > spare else []
-        # what a client finds ends the soak, which is too short then
+        # an error of a client ends the test early
         found += self._memory_findings() if len(self.states) > 9 else []
         zombies = [child for child in psutil.Process(self.server.process.pid).children(True) if not is_alive(child)]
         found += [f"zombies {zombies}"] if zombies else []
@@ -190,7 +190,7 @@ class Subject:
         middle, end = self.states[third : 2 * third], self.states[2 * third :]
         held = [statistics.median(state.memory_mb for state in part) for part in (middle, end)]
         print(f"{self.arrangement.name:12} {held[0]:6.0f} → {held[1]:6.0f} MB, {self.counts.total()} requests")
-        # in a short run everything is done for the first time in the middle of it still
+        # in a short run the middle third still has first-time allocations
         if held[1] > 1.05 * held[0] + 10:
             return [f"memory grew from {held[0]:.0f} MB in the middle third to {held[1]:.0f} MB in the last"]
         return []
@@ -198,12 +198,12 @@ class Subject:
 
 @contextlib.contextmanager
 def running_subjects(arrangements: Sequence[Arrangement], certificates: pathlib.Path) -> Iterator[list[Subject]]:
-    """Servers that are ended in order: with exit code 0, without a process left."""
+    """Running servers, which must shut down with exit code 0 and leave no process."""
     trust = ssl.create_default_context(cafile=certificates / "ca.pem")
     tls = ["--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem")]
     with contextlib.ExitStack() as stack:
         subjects = []
-        # all start at once, and are waited for then
+        # started concurrently
         for one in arrangements:
             flags = ["--model", tiny_model("qwen2"), *FLAGS, *one.flags, *(tls if one.has_tls else [])]
             server = Server(one.module, flags, scheme="https" if one.has_tls else "http")
@@ -215,9 +215,9 @@ def running_subjects(arrangements: Sequence[Arrangement], certificates: pathlib.
 
 
 async def soak(subjects: Sequence[Subject], seconds: float) -> None:
-    """Lets all clients ask for so long, then leave: what they have asked for by then is given up.
+    """Runs all clients for some seconds, then cancels them with their open requests.
 
-    It lasts longer if a kind of request has not come by then, and ends with the first wrong answer.
+    Takes longer if a kind of request was not sent by then, and ends early at the first wrong answer.
     """
     tasks = [asyncio.create_task(client.run()) for one in subjects for client in one.clients()]
     end = time.monotonic() + seconds
@@ -229,14 +229,14 @@ async def soak(subjects: Sequence[Subject], seconds: float) -> None:
             one.states.append(State.of(one.server))
         for task in tasks:
             if task.done():
-                # a client does not end by itself
+                # clients end only by an exception
                 task.result()
-    # again and again: a wait that ends at the same moment makes a task miss it
+    # repeatedly: a task misses a cancellation that comes when its wait ends
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=1)
-    # the event loop closes what they have left
+    # the event loop closes their connections
     await asyncio.sleep(0.2)
 
 

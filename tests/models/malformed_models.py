@@ -1,6 +1,7 @@
-"""Model directories that are broken, each in one way: what is done to a good one, and what the error must name.
+"""Model directories that are broken in one way each, and what the error must name.
 
-A case is a name, the tiny model it starts from, what breaks its directory, and parts of the one line that says so.
+A case is a name, the tiny model it starts from, a function that breaks its directory, and parts of the one-line
+error.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ BIN = "pytorch_model.bin"
 INDEX = f"{WEIGHTS}.index.json"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.norm.weight"
-# an object that no parser may follow to its bottom
+# an object that is nested too deeply for recursive parsers
 DEEP = "[" * 100_000
-# numbers that JSON knows and no size is
+# numbers of JSON that are not valid sizes
 INFINITE, NAN = float("inf"), float("nan")
 
 
@@ -39,8 +40,8 @@ class Case:
     Attributes:
         name: of the case.
         model: of `tests.tiny_models` that is broken.
-        breaks: makes the copy of it wrong.
-        parts: of the error's one line.
+        breaks: breaks a copy of it.
+        parts: of the one-line error.
         flags: further arguments of the engine.
     """
 
@@ -55,7 +56,7 @@ class Case:
 
 
 def write(file: str, text: str | bytes) -> Break:
-    """The file holds this."""
+    """Writes a file."""
 
     def breaks(directory: pathlib.Path) -> None:
         (directory / file).write_bytes(text.encode() if isinstance(text, str) else text)
@@ -64,7 +65,7 @@ def write(file: str, text: str | bytes) -> Break:
 
 
 def set_fields(file: str, **fields: Any) -> Break:
-    """The JSON object in a file has these fields; `...` takes one away."""
+    """Sets fields of the JSON object in a file; `...` removes one."""
 
     def breaks(directory: pathlib.Path) -> None:
         path = directory / file
@@ -75,7 +76,7 @@ def set_fields(file: str, **fields: Any) -> Break:
 
 
 def replace_by_directory(file: str) -> Break:
-    """A directory is where the file should be."""
+    """Replaces a file by a directory."""
 
     def breaks(directory: pathlib.Path) -> None:
         (directory / file).unlink(missing_ok=True)
@@ -85,7 +86,7 @@ def replace_by_directory(file: str) -> Break:
 
 
 def replace_by_fifo(file: str) -> Break:
-    """A pipe is there, from which nothing ever comes."""
+    """Replaces a file by a pipe without a writer."""
 
     def breaks(directory: pathlib.Path) -> None:
         (directory / file).unlink(missing_ok=True)
@@ -95,7 +96,7 @@ def replace_by_fifo(file: str) -> Break:
 
 
 def replace_by_link(file: str, target: str) -> Break:
-    """A link is there."""
+    """Replaces a file by a link."""
 
     def breaks(directory: pathlib.Path) -> None:
         (directory / file).unlink(missing_ok=True)
@@ -123,7 +124,7 @@ _JSON_TEXTS: dict[str, str | bytes] = {
 
 
 def _json_cases() -> Iterator[Case]:
-    """Every JSON file of a directory, with what is no JSON object in its place."""
+    """Every JSON file of a directory, replaced by something that is not a JSON object."""
     files = {
         "config.json": "llama",
         "generation_config.json": "llama",
@@ -134,7 +135,7 @@ def _json_cases() -> Iterator[Case]:
     }
     for file, model in files.items():
         for name, text in _JSON_TEXTS.items():
-            # a long number in a field that nobody reads does no harm to a parser that takes it
+            # parsers that accept long numbers are not affected by one in an unused field
             if name == "a very long number" and file.startswith("tokenizer"):
                 continue
             yield Case(f"{file} {name}", model, write(file, text), (file,))
@@ -143,7 +144,7 @@ def _json_cases() -> Iterator[Case]:
         yield Case(f"{file} endless", model, replace_by_link(file, "/dev/zero"), (file,))
         yield Case(f"{file} a link to itself", model, replace_by_link(file, file), (file,))
     yield Case("config.json absent", "llama", lambda path: (path / "config.json").unlink(), ("config.json",))
-    # transformers reads these beside tokenizer_config.json, if they are there
+    # transformers reads these in addition to tokenizer_config.json, if they exist
     for name in ("deep", "a list", "not UTF-8"):
         yield Case(
             f"special_tokens_map.json {name}",
@@ -250,7 +251,7 @@ _ROPE_FIELDS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
 
 
 def shown(value: Any) -> str:
-    """A value as a part of a case's name."""
+    """A value in a case's name."""
     return repr(value)[:24]
 
 
@@ -337,7 +338,7 @@ def _other_field_cases() -> Iterator[Case]:
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Break:
-    """The header of the weights is changed, or replaced by what `change` returns; the data stay."""
+    """Changes the header of the weights, or replaces it by what `change` returns; the data are kept."""
 
     def breaks(directory: pathlib.Path) -> None:
         path = directory / WEIGHTS
@@ -352,12 +353,12 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Break:
 
 
 def entry(**fields: Any) -> Break:
-    """The entry of a tensor has these fields."""
+    """Sets fields of a tensor's entry."""
     return header(lambda entries: entries[K_PROJ].update(fields))
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
-    """Other tensors."""
+    """Replaces the tensors."""
 
     def breaks(directory: pathlib.Path) -> None:
         tensors: dict[str, Any] = load_file(directory / WEIGHTS)
@@ -425,7 +426,7 @@ def _append(path: pathlib.Path, data: bytes) -> None:
 
 
 def _value_cases() -> Iterator[Case]:
-    """Numbers that are none."""
+    """Values that are not finite."""
     for name in (NORM, "model.layers.0.input_layernorm.weight", K_PROJ, "model.layers.2.mlp.down_proj.weight"):
         for value in (NAN, INFINITE):
 
@@ -444,7 +445,7 @@ def _value_cases() -> Iterator[Case]:
 
 
 def weight_map(change: Callable[[dict[str, Any]], Any]) -> Break:
-    """The index's table is changed, or replaced by what `change` returns."""
+    """Changes the index's table, or replaces it by what `change` returns."""
 
     def breaks(directory: pathlib.Path) -> None:
         path = directory / INDEX
@@ -487,7 +488,7 @@ class _Payload:
 
 
 def saved(change: Callable[[dict[str, Any]], Any]) -> Break:
-    """Other things in the .bin file."""
+    """Writes other objects to the .bin file."""
 
     def breaks(directory: pathlib.Path) -> None:
         tensors = torch.load(directory / BIN)
@@ -498,7 +499,7 @@ def saved(change: Callable[[dict[str, Any]], Any]) -> Break:
 
 
 def pickled(data: bytes) -> Break:
-    """The pickle in the .bin file is this, in a zip archive as torch writes it."""
+    """Writes a pickle to the .bin file, in a zip archive as torch does."""
 
     def breaks(directory: pathlib.Path) -> None:
         with zipfile.ZipFile(directory / BIN, "w") as archive:
@@ -570,7 +571,7 @@ def _bin_cases() -> Iterator[Case]:
 
 
 def arrays(change: Callable[[pathlib.Path], Any]) -> Break:
-    """A cache of arrays, made of the .bin file and changed."""
+    """Makes a cache of arrays of the .bin file, and changes it."""
 
     def breaks(directory: pathlib.Path) -> None:
         folder = directory / "np"
@@ -637,7 +638,7 @@ def _array_cases() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """All cases."""
     return [
         *_json_cases(),
         *_field_cases(),

@@ -1,4 +1,4 @@
-"""Runs a model directly: hand-made batches over a paged cache, and transformers beside it."""
+"""Runs a model directly on batches over a paged cache, and the same model in transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_MODEL_LEN = 512
 def make_model_config(
     directory: str | pathlib.Path, dtype: str = "float32", max_model_len: int = MAX_MODEL_LEN, **overrides: Any
 ) -> ModelConfig:
-    """The configuration the engine would make of a directory; overrides replace fields of config.json."""
+    """The engine's configuration for a directory; overrides replace fields of config.json."""
     hf_config = transformers.AutoConfig.from_pretrained(directory).to_dict() | overrides
     return ModelConfig(
         model=str(directory),
@@ -46,11 +46,11 @@ def load(config: ModelConfig, load_format: str = "auto") -> CausalLM:
 
 
 class PagedDriver:
-    """Keeps rows of one model in a paged cache whose blocks lie in random order.
+    """Runs rows of one model with a paged cache whose blocks are in random order.
 
     Args:
         config: of the model.
-        max_rows: rows there is room for.
+        max_rows: maximum number of rows.
         model: loaded from the config unless given.
     """
 
@@ -60,7 +60,7 @@ class PagedDriver:
         blocks_per_row = -(-config.max_model_len // BLOCK_SIZE)
         order = torch.randperm(max_rows * blocks_per_row, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(max_rows, blocks_per_row).int()
-        # what a cache holds where nothing was stored must not matter
+        # unwritten parts of the cache must not affect results
         self.kv_caches: list[LayerCache] = []
         for layer in self.model.attention_layers:
             cache = layer.kv_cache_spec(BLOCK_SIZE)
@@ -107,7 +107,7 @@ class TransformersModel:
     @torch.inference_mode()
     def log_probs(self, prompt: Sequence[int], continuation: Sequence[int] = ()) -> torch.Tensor:
         """Float32 log-probabilities [prompt + continuation, V]: the prompt at once, then token by token."""
-        # a short sequence resets what dynamic rope remembers of longer ones
+        # a short sequence resets the state of dynamic rope
         self.model(torch.tensor([prompt[:1]]))
         output = self.model(torch.tensor([list(prompt)]), use_cache=True)
         logits = [output.logits[0]]
@@ -118,6 +118,6 @@ class TransformersModel:
 
 
 def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Token ids of a made-up sequence."""
+    """Random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (count,), generator=generator).tolist()

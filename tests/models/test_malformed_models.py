@@ -1,4 +1,4 @@
-"""Whatever is wrong with a model's directory, starting says it in one line that names the file, and at once."""
+"""Malformed model directories end the start at once, with a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.server import OPENAI_SERVER, Server
 from tests.tiny_models import tiny_model
 
 CASES = cases()
-# far more than any of them takes; a pipe is waited for without an end
+# far more than any of them takes; reading a pipe would never end
 LIMIT_S = 30
 
 
 @contextlib.contextmanager
 def limited_time() -> Iterator[None]:
-    """Ends what waits for something that never comes."""
+    """Fails tests that would wait forever."""
 
     def stop(*_: object) -> None:
         raise TimeoutError("the model's files are still read")
@@ -44,7 +44,7 @@ def limited_time() -> Iterator[None]:
 
 
 def start(directory: pathlib.Path, **flags: Any) -> None:
-    """What a server's two processes do with a model's files, in this one."""
+    """Reads a model's files as both processes of a server do, in this one."""
     defaults = {"model": str(directory), "device": "cpu", "dtype": "float32", "use_tqdm_on_load": False}
     config = EngineArgs(**defaults | flags).create_engine_config()
     InputProcessor(config, Tokenizer.from_config(config.model))
@@ -64,7 +64,7 @@ def test_the_models_that_are_broken_are_good_ones(model: str, tmp_path: pathlib.
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_line_says_what_is_wrong(case: Case, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many of these were raw tracebacks, some were not seen, some took all memory, and some never ended."""
+    """Many of these were raw tracebacks, some were not detected, some took all memory, and some never ended."""
     monkeypatch.chdir(tmp_path)
     directory = copy_of(case.model, tmp_path)
     case.breaks(directory)
@@ -75,13 +75,13 @@ def test_one_line_says_what_is_wrong(case: Case, tmp_path: pathlib.Path, monkeyp
     assert len(message) < 1000
     for part in case.parts:
         assert part in message
-    # what a file holds is not run
+    # code in a file is not run
     assert not list(tmp_path.rglob("touched"))
     assert not list(tmp_path.rglob("outside"))
 
 
 def test_a_row_of_the_table_of_tokens_is_warned_of(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Checkpoints hold rows that no token has; what nobody asks for spoils nothing."""
+    """Checkpoints have rows without a token, which are never used."""
     directory = copy_of("llama", tmp_path)
     weights(lambda tensors: tensors["model.embed_tokens.weight"][3].fill_(NAN))(directory)
     with caplog.at_level("WARNING", logger="ascend_vllm.models.loader"):

@@ -1,4 +1,4 @@
-"""Weights in every arrangement, and one clear error for every way a checkpoint can be wrong."""
+"""All layouts of checkpoints, and clear errors for malformed ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rewrite(directory: pathlib.Path, changes: dict[str, torch.Tensor | None]) -
 
 
 def _refused(directory: pathlib.Path, *parts: str, load_format: str = "auto", **overrides: Any) -> None:
-    """Loading fails with one line that has all parts."""
+    """Checks that loading fails with a one-line error that has all parts."""
     with pytest.raises(ModelLoadError) as caught:
         load(make_model_config(directory, **overrides), load_format)
     message = str(caught.value)
@@ -128,7 +128,7 @@ def test_dummy_weights_need_no_files_and_follow_the_seed(tmp_path: pathlib.Path)
 
 
 def test_loaded_forms_are_freed() -> None:
-    """After loading, a linear layer holds its packed weight alone, and no slot keeps another alive."""
+    """After loading, a linear layer has only its packed weight, and no slot keeps another copy alive."""
     model = load(make_model_config(tiny_model("llama")))
     assert all(not layer.slots() for layer in model.layers() if type(layer).__name__.endswith("Linear"))
 
@@ -182,13 +182,13 @@ def test_arrays_are_kept_beside_the_checkpoint(tmp_path: pathlib.Path) -> None:
     names = json.loads((directory / "np" / "weight_names.json").read_text())
     assert np.load(directory / "np" / "model.norm.weight").shape == (64,)
     assert len(names) == len(set(names)) == len(list((directory / "np").iterdir())) - 1
-    # from now on the arrays are read and nothing else
+    # from now on only the arrays are read
     with (directory / "np" / "model.norm.weight").open("wb") as file:
         np.save(file, np.zeros(64, np.float32))
     assert not _log_probs(str(directory), "npcache").equal(expected)
     (directory / "np" / names[0]).write_bytes(b"none")
     _refused(directory, "np: the cache of arrays is damaged or incomplete", load_format="npcache")
-    # a cache that nobody finished is made again
+    # an incomplete cache is made again
     (directory / "np" / "weight_names.json").unlink()
     torch.testing.assert_close(_log_probs(str(directory), "npcache"), expected, rtol=0, atol=0)
     assert not list(directory.glob(".np-*"))

@@ -22,7 +22,7 @@ def _sequences() -> list[tuple[list[int], list[int]]]:
 
 
 def _run_arriving_by_turns(driver: PagedDriver) -> list[torch.Tensor]:
-    """Every second prompt enters while the others decode; log-probabilities [tokens, V] of every row."""
+    """Adds every second prompt while the others decode; log-probabilities [tokens, V] of every row."""
     sequences = _sequences()
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
     for turn in range(NUM_DECODED + 2):
@@ -89,7 +89,7 @@ def test_weights_are_converted_to_the_dtype_of_the_model(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2-window"])
 def test_sliding_window_hides_older_tokens(name: str) -> None:
-    """Without its window the model gives other results, so that the comparison above does see the window."""
+    """Without its window the model's results differ, so the comparison above covers the window."""
     directory = tiny_model(name)
     prompt = random_tokens(100, VOCAB_SIZE, seed=6)
     with_window = PagedDriver(make_model_config(directory)).step({0: prompt})[0]

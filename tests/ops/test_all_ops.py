@@ -1,4 +1,4 @@
-"""Every op, every input of its generator, every dtype, every instruction set of this machine, against the truth."""
+"""Every op on every input of its generator, dtype and instruction set of this machine, against float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _keep_isa() -> Iterator[None]:
 
 
 def _copies(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Any]:
-    """Copies that keep strides and whatever memory tensors share; floats become `dtype` if one is given."""
+    """Copies that keep strides and shared memory; floating-point tensors are converted to `dtype` if given."""
     storages: dict[int, torch.Tensor] = {}
     copies = []
     for argument in arguments:
@@ -42,7 +42,7 @@ def _copies(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> lis
 
 
 def _results(function: Any, spec: registry.OpSpec, arguments: list[Any]) -> list[torch.Tensor]:
-    """What an op returns, and the arguments it writes."""
+    """The tensors that an op returns, and the arguments that it writes."""
     returned = function(*arguments)
     names = list(spec.reference.__annotations__)
     written = [arguments[names.index(name)] for name in spec.mutates]

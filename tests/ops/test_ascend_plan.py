@@ -1,4 +1,4 @@
-"""How a step's rows are cut into calls of the Ascend attention operators."""
+"""How a step's rows are divided into calls of the Ascend attention operators."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROWS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max
 
 
 def split(rows: list[tuple[int, int]], precision: Precision, *, by_kind: bool) -> list[Part]:
-    """Parts of rows given as (tokens of the step, tokens cached before)."""
+    """The parts of rows given as (tokens of the step, cached tokens)."""
     query_start = np.cumsum([0, *(count for count, _ in rows)], dtype=np.int32)
     return split_rows(query_start, np.array([sum(row) for row in rows], np.int32), precision, by_kind=by_kind)
 
 
 def kind_of(count: int, cached: int) -> RowKind:
-    """What a row does."""
+    """The kind of a row."""
     if count == 1:
         return RowKind.DECODE
     return RowKind.PREFIX if cached else RowKind.PROMPT
@@ -45,7 +45,7 @@ def test_parts_are_the_rows_in_their_order(
         assert part.seq_lens == [sum(row) for row in mine]
         assert part.kinds == kinds
         assert part.only_prompts == (kinds == {RowKind.PROMPT})
-        # a row may be computed more precisely than asked for, never less
+        # a row may be computed with more precision than requested, never with less
         assert part.high_precision >= any(precise[kind] for kind in kinds)
         if by_kind:
             assert kinds == {part.kind}

@@ -30,7 +30,7 @@ def test_sums_of_all_sixteen_bit_numbers_round_as_torch_rounds(isa: str, dtype: 
         native.set_cpu_isa(str(before))
     assert torch.equal(residual.isnan(), expected.isnan())
     if dtype == torch.bfloat16:
-        # the BF16 instructions take and give zero for subnormal numbers
+        # the BF16 instructions treat subnormal inputs and results as zero
         tiny = torch.finfo(dtype).tiny
         subnormal = torch.stack([side.abs() < tiny for side in (left, right, expected)]).any(0)
         residual, expected = residual.masked_fill(subnormal, 0), expected.masked_fill(subnormal, 0)

@@ -1,4 +1,4 @@
-"""Packed linear layers: arrangement, exactness of row independence, agreement with plain torch."""
+"""Packed linear layers: layout, independence of rows, agreement with plain torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_a_kernel_the_layer_is_plain_torch(monkeypatch: pytest.MonkeyPat
 
 
 def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
-    """And never of those that somebody holds. Fresh pages took longer than the product that filled them."""
+    """But not that of living ones. Faulting in new pages took longer than the product that filled them."""
     outputs, rows = 100_000, 180
     layer = PackedLinear.of(torch.randn(outputs, 8, generator=torch.Generator().manual_seed(0)).bfloat16())
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -121,7 +121,7 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
         assert result.shape == (rows, outputs) and result.is_contiguous()
         torch.testing.assert_close(result[:2], expected)
 
-    # 34 MiB each: the first one may grow what is kept
+    # 34 MiB each: the first one may grow the cached block
     check(layer(x, None))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
@@ -134,7 +134,7 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
     check(held)
     assert second.data_ptr() != held.data_ptr()
     del held
-    # a view is enough to keep it
+    # a view keeps it in use
     copy = row.clone()
     third = layer(4 * x, None)
     assert torch.equal(row, copy)
@@ -144,7 +144,7 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
         del row, second, third
         layer(x, None)
     check(layer(x, None).add_(0))
-    # given back when it is asked for, unless somebody holds it
+    # released on request, unless a tensor uses it
     layer(x, None)
     resident = psutil.Process().memory_info().rss
     native.release_memory()

@@ -1,4 +1,4 @@
-"""Loading the compiled kernels, and what happens when they cannot be."""
+"""Loading the compiled kernels, and running without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling draws from the distributions it should, and from nothing but its own row."""
+"""Samples follow their distributions and do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _sample(
 
 
 def _distribution(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Exact probabilities, written from the definition: one token at a time, in descending order."""
+    """Exact probabilities by the definition: one token at a time, in descending order."""
     scores = np.array(logits, dtype=np.float64) / temperature
     probabilities = np.exp(scores - scores.max())
     probabilities /= probabilities.sum()
@@ -130,7 +130,7 @@ def test_a_large_vocabulary_follows_the_exact_distribution() -> None:
 
 
 def test_philox_gives_the_known_answers() -> None:
-    """Vectors of the generator's authors (Random123, kat_vectors)."""
+    """Test vectors of the generator's authors (Random123, kat_vectors)."""
 
     def words(*values: int) -> list[torch.Tensor]:
         return [torch.tensor([value]) for value in values]
@@ -207,7 +207,7 @@ def test_temperature_zero_takes_the_first_largest(dtype: torch.dtype) -> None:
     logits[1, 700] = -3.0
     logits[2, 10] = float("inf")
     assert _sample(logits, temperature=0.0).tolist() == [4321, 700, 10]
-    # rows that no temperature makes a distribution of
+    # non-finite rows
     assert _sample(logits[2:], temperature=1.0).tolist() == [10]
     assert _sample(torch.full((1, 9), float("-inf")), temperature=1.0).tolist() == [0]
 

@@ -1,4 +1,4 @@
-"""Recorded kernel calls: a replay computes what the ops would compute from what is in memory then."""
+"""Recorded kernel calls: a replay computes what the ops would compute from the current contents of memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_calls_are_replayed_in_order_and_share_memory() -> None:
     x.copy_(torch.randn(3, 32))
     tapes.replay(1)
     assert torch.equal(first, compute())
-    # a second one takes the memory that the first has left over, and leaves alone what is still held
+    # a second one reuses free memory of the first, but not what is still in use
     kept = first.clone()
     second = tapes.record(2, compute)
     assert second.data_ptr() != first.data_ptr()
@@ -81,11 +81,11 @@ def test_what_is_no_kernel_is_refused() -> None:
     with pytest.raises(UnrecordableError, match=r"aten\.add\.Tensor is no kernel that can be recorded"):
         tapes.record(0, lambda: silu_and_mul(x) + 1)
     assert tapes.length(0) == 0
-    # rows that cannot be described without a copy
+    # rows that need a copy
     wide, ones = torch.randn(3, 4, 5, 8).transpose(0, 2), torch.ones(8)
     with pytest.raises(RuntimeError, match="a norm of rows that are copied cannot be recorded"):
         tapes.record(0, lambda: rms_norm(wide, ones, 1e-6))
-    # views are no computation
+    # views launch nothing
     assert tapes.record(0, lambda: silu_and_mul(x.view(2, 8)[:1])).shape == (1, 4)
     assert torch.equal(silu_and_mul(x) + 1, silu_and_mul(x) + 1), "nothing is recorded any more"
 

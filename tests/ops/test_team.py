@@ -1,4 +1,4 @@
-"""The threads that share kernels: whoever calls, however many there are, each part is computed once."""
+"""The kernels' thread pool: with any callers and numbers of threads, each part is computed once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_many_jobs_of_changing_size_and_width() -> None:
 
 
 def test_callers_do_not_wait_for_each_other() -> None:
-    """One has the team, the others compute alone; all are right."""
+    """One caller has the pool, the others compute in their own threads, with the same results."""
     torch.set_num_threads(3)
     x = torch.randn(400, 2048)
     expected = silu_and_mul(x)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the most likely tokens: the same in any batch and on any threads, and right at the edges."""
+"""Log-probabilities of the most likely tokens: the same in any batch and on any threads, with edge cases."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_all_sizes(vocab: int, dtype: torch.dtype) -> None:
             assert_as_defined(logits, token_ids, num_top)
 
 
-# few values, so that most are equal, and what makes a row no distribution
+# few distinct values, so that most are ties, and non-finite values
 VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 80.0, -90.0, -torch.inf])
 ODD_VALUES = st.one_of(VALUES, st.sampled_from([torch.inf, torch.nan, -torch.nan, 3e38]))
 
@@ -82,7 +82,7 @@ def test_ties_infinities_and_nan(row: list[float], copies: int, num_top: int, da
 
 @pytest.mark.parametrize("num_top", [3, 700, 20_001])
 def test_rising_falling_and_equal_logits(num_top: int) -> None:
-    """What makes every logit a candidate, at the sizes where a bound is known and where it is not."""
+    """All logits are candidates, at sizes where there is a bound and where there is none."""
     rising = torch.arange(20_001, dtype=torch.float32) / 1000
     steps = (rising * 3).floor()
     logits = torch.stack([rising, rising.flip(0), torch.zeros_like(rising), steps, steps.flip(0)])
@@ -90,7 +90,7 @@ def test_rising_falling_and_equal_logits(num_top: int) -> None:
 
 
 def test_masked_rows() -> None:
-    """Fewer tokens are left than are asked for: the others follow in the order of their ids."""
+    """With fewer unmasked tokens than requested, the others follow in the order of their ids."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[0, [2500, 40]] = torch.tensor([1.0, 0.0])
     logits[1, 2999] = -7.0
