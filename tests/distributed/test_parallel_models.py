@@ -138,7 +138,10 @@ def test_a_rank_reads_its_part_of_a_file(
     save_file({"proj.weight": torch.ones(outputs, inputs)}, str(path))
     layer = kind(BuildContext(torch.float32, torch.device("cpu"), ParallelContext(1, 4)), "proj", inputs, outputs)
     (slot,) = layer.slots()
-    for _, tensor in SafetensorsFile(path).tensors(["proj.weight"]):
+    read = []
+    for name, tensor in SafetensorsFile(path).tensors(["proj.weight"]):
+        read.append(name)
         assert _resident_bytes(path) < tensor.nbytes / 8
         slot.fill(tensor)
         assert tensor.nbytes / 4 <= _resident_bytes(path) < tensor.nbytes / 2
+    assert read == ["proj.weight"]

@@ -106,6 +106,7 @@ async def test_a_call_in_a_stream() -> None:
 async def test_streams_and_whole_answers_agree(text: str, content: str, calls: int) -> None:
     choices = await ask_stream(ScriptedEngine(list(text) or [""]), n=2)
     whole = await ask(ScriptedEngine([text]), n=2)
+    assert len(whole["choices"]) == 2
     for index, choice in enumerate(whole["choices"]):
         message = choice["message"]
         made = [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]

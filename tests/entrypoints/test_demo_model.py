@@ -39,6 +39,7 @@ def test_no_question_has_two_answers() -> None:
     for fact in build_facts():
         for question in fact.questions:
             assert answers.setdefault(question, fact.answer) == fact.answer, question
+    assert len(answers) > 100
 
 
 def test_conversations_repeat_from_a_seed() -> None:

@@ -73,6 +73,7 @@ def test_greedy_equals_transformers(model: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=24)
     prompts = [*PROMPTS, {"prompt_token_ids": [i % 300 + 3 for i in range(290)]}]
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert len(outputs) == len(prompts)
     for output in outputs:
         expected = greedy_of_transformers(model, output.prompt_token_ids, 24)
         assert output.outputs[0].token_ids == expected
