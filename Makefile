@@ -35,12 +35,13 @@ PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTE
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-fast test-cpu test-npu lint format build clients npu sim docs clean distclean
+.PHONY: help serve test test-all test-fast test-cpu test-npu test-asan test-tsan lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
 	@echo "make test    run the tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
 	@echo "make test-all   run them with every combination (pytest --all);  make test-fast  run those of small parts"
+	@echo "make test-asan  run the kernels' tests with AddressSanitizer and UBSan;  make test-tsan  those of threads with TSan"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   install everything and build the kernels, run nothing"
@@ -79,6 +80,35 @@ test-cpu: build $(STAMPS)/test clients
 
 test-npu: build $(STAMPS)/test sim
 	$(PYTEST_NPU)
+
+# Kernels that check themselves, in a copy of the tree: the package's own library stays as it is. The sanitizer's runtime
+# library comes first in every process that the tests start, and libstdc++ beside it, which it needs for exceptions.
+# Addresses are not random: TSan may not find room for its tables among them.
+# $(1): name of the runtime library, $(2): as behind -fsanitize=, $(3): its options, $(4): tests
+SANITIZED := build/sanitized
+gnu_library = $(shell $${CXX:-g++} -print-file-name=$(1))
+define run_sanitized
+	rm -rf $(SANITIZED)/$(1)
+	mkdir -p $(SANITIZED)/$(1)
+	cp -r ascend_vllm tests csrc_ascend pyproject.toml $(SANITIZED)/$(1)
+	rm -rf $(SANITIZED)/$(1)/ascend_vllm/_C.so $(SANITIZED)/$(1)/ascend_vllm/_sim
+	$(PY) csrc_ascend/build.py --sanitize $(2) --output $(SANITIZED)/$(1)/ascend_vllm/_C.so
+	cd $(SANITIZED)/$(1) && exec setarch -R env $(3) PYTHONPATH="$$PWD" \
+	  LD_PRELOAD="$(call gnu_library,lib$(1).so) $(call gnu_library,libstdc++.so.6)" \
+	  $(abspath $(PY)) -m pytest -n 0 -p no:cacheprovider $(4) $(ARGS)
+endef
+comma := ,
+
+# test_native_build.py compiles libraries of its own
+ASAN_TESTS := tests/ops tests/worker/test_tape_runner.py tests/worker/test_block_mover.py --ignore tests/ops/test_native_build.py
+test-asan: build $(STAMPS)/test
+	$(call run_sanitized,asan,address$(comma)undefined,ASAN_OPTIONS=detect_leaks=0,$(ASAN_TESTS))
+
+# What is not built with it, torch and libgomp above all, would be reported for synchronisation that it cannot see. Left
+# out is the test of a fork, whose child may start no threads under TSan.
+TSAN_TESTS := tests/ops/test_team.py tests/ops/test_tapes.py --deselect tests/ops/test_team.py::test_a_fork_has_threads_of_its_own
+test-tsan: build $(STAMPS)/test
+	$(call run_sanitized,tsan,thread,TSAN_OPTIONS=ignore_noninstrumented_modules=1:die_after_fork=0,$(TSAN_TESTS))
 
 # every linter runs, so that one round shows all there is to mend
 lint: build $(STAMPS)/dev

@@ -5,6 +5,7 @@ Run it directly for a progress bar, or let pip run it through setup.py; both sha
 of the flags and of the compiler, so a second build with nothing changed only checks hashes.
 
     python csrc_ascend/build.py [--output FILE] [--jobs N] [--force]
+    python csrc_ascend/build.py --sanitize address,undefined --output FILE
 
 Without a compiler it warns loudly and succeeds: the package then computes on the references of its ops.
 """
@@ -107,13 +108,31 @@ def torch_dir() -> pathlib.Path:
     return pathlib.Path(spec.origin).parent
 
 
-def units() -> list[Unit]:
-    """Every translation unit: dispatcher, team of threads, bindings, and each kernel once per instruction set."""
+def sanitizer_flags(sanitizers: str | None) -> tuple[str, ...]:
+    """Flags of a library that checks itself while it runs, and ends the program where it finds something wrong.
+
+    Args:
+        sanitizers: as behind -fsanitize=, such as "address,undefined" or "thread"; None for an ordinary library.
+    """
+    if sanitizers is None:
+        return ()
+    return (
+        f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-fno-omit-frame-pointer",
+        "-g1", "-O1",
+    )  # fmt: skip
+
+
+def units(further_flags: tuple[str, ...] = ()) -> list[Unit]:
+    """Every translation unit: dispatcher, team of threads, bindings, and each kernel once per instruction set.
+
+    Args:
+        further_flags: of every unit, behind its own.
+    """
     cpu = SOURCE_ROOT / "cpu"
     torch_include = (torch_dir() / "include",)
-    found = [Unit(name, cpu / f"{name}.cpp", COMMON_FLAGS) for name in ("dispatch", "team")]
+    found = [Unit(name, cpu / f"{name}.cpp", COMMON_FLAGS + further_flags) for name in ("dispatch", "team")]
     # Bindings first: they take longest. Their own code is only argument checks, so light optimisation will do.
-    bind_flags = (*COMMON_FLAGS, "-O1")
+    bind_flags = (*COMMON_FLAGS, "-O1", *further_flags)
     found.extend(
         Unit(f"bind-{source.stem}", source, bind_flags, include_dirs=torch_include)
         for source in sorted((cpu / "bind").glob("*.cpp"))
@@ -126,7 +145,7 @@ def units() -> list[Unit]:
         for isa, isa_flags in VARIANTS.items():
             if ASKED_FOR.get(isa, "") not in text:
                 continue
-            flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *isa_flags, define)
+            flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *isa_flags, define, *further_flags)
             found.append(Unit(f"{kernel.stem}-{isa}", cpu / "variants" / f"{isa}.cpp", flags, kernel))
     return found
 
@@ -177,7 +196,9 @@ def _check_symbols(unit: Unit, path: pathlib.Path) -> None:
     machines without AVX-512 would die in it.
     """
     nm = shutil.which("nm")
-    if unit.kernel is None or nm is None:
+    # sanitizers add symbols of their own; what they are in runs on this machine only
+    is_sanitized = any(flag.startswith("-fsanitize=") for flag in unit.flags)
+    if unit.kernel is None or nm is None or is_sanitized:
         return
     own = re.compile(rf"ascend_vllm_\w+_{unit.source.stem}$")
     for line in run([nm, "-g", "--defined-only", str(path)]).splitlines():
@@ -203,7 +224,9 @@ def compile_unit(compiler: str, unit: Unit, target: pathlib.Path) -> str:
     return output
 
 
-def link(compiler: str, objects: list[pathlib.Path], output: pathlib.Path) -> None:
+def link(
+    compiler: str, objects: list[pathlib.Path], output: pathlib.Path, further_flags: tuple[str, ...] = ()
+) -> None:
     """Links the library; at run time torch's libraries, libgomp among them, are the ones already loaded."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_suffix(f".{os.getpid()}.tmp")
@@ -211,7 +234,7 @@ def link(compiler: str, objects: list[pathlib.Path], output: pathlib.Path) -> No
     # libgomp.so.1 that torch has loaded.
     command = [
         compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{torch_dir() / 'lib'}",
-        "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-rpath,$ORIGIN/../torch/lib", "-o", str(partial),
+        "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,-rpath,$ORIGIN/../torch/lib", *further_flags, "-o", str(partial),
     ]  # fmt: skip
     try:
         run(command)
@@ -276,8 +299,19 @@ def _prune(keep: set[pathlib.Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def build_library(output: pathlib.Path = DEFAULT_OUTPUT, jobs: int | None = None, force: bool = False) -> bool:
+def build_library(
+    output: pathlib.Path = DEFAULT_OUTPUT,
+    jobs: int | None = None,
+    force: bool = False,
+    sanitizers: str | None = None,
+) -> bool:
     """Compiles what changed and links ``output``.
+
+    Args:
+        output: the library.
+        jobs: compilers at a time; None for one per core.
+        force: whether to compile what is cached too.
+        sanitizers: see `sanitizer_flags`.
 
     Returns:
         False, after a loud warning, if there is no compiler.
@@ -292,7 +326,8 @@ def build_library(output: pathlib.Path = DEFAULT_OUTPUT, jobs: int | None = None
     compiler_id = run([compiler, "--version"])
     _included.cache_clear()
     with locked(CACHE):
-        targets = {unit: object_path(unit, compiler_id) for unit in units()}
+        further_flags = sanitizer_flags(sanitizers)
+        targets = {unit: object_path(unit, compiler_id) for unit in units(further_flags)}
         missing = {unit: path for unit, path in targets.items() if force or not path.exists()}
         if missing:
             _compile(compiler, missing, jobs)
@@ -301,7 +336,7 @@ def build_library(output: pathlib.Path = DEFAULT_OUTPUT, jobs: int | None = None
         stamp_path = CACHE / f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}.stamp"
         current = output.exists() and stamp_path.exists() and stamp_path.read_text() == stamp
         if force or not current:
-            link(compiler, objects, output)
+            link(compiler, objects, output, further_flags)
             stamp_path.write_text(stamp)
         _prune(set(objects))
     return True
@@ -313,9 +348,14 @@ def main() -> int:
     parser.add_argument("--output", type=pathlib.Path, default=DEFAULT_OUTPUT, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=None, help="parallel compilers; default: the cores at hand")
     parser.add_argument("--force", action="store_true", help="compile even what is cached")
+    parser.add_argument(
+        "--sanitize", metavar="NAMES", help="sanitizers to build with, as behind the compiler's -fsanitize="
+    )
     args = parser.parse_args()
+    if args.sanitize and args.output == DEFAULT_OUTPUT:
+        parser.error("--sanitize needs another --output: such a library is loaded with the sanitizer's own only")
     try:
-        built = build_library(args.output.resolve(), args.jobs, args.force)
+        built = build_library(args.output.resolve(), args.jobs, args.force, args.sanitize)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

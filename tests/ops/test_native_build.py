@@ -108,3 +108,16 @@ def test_without_a_compiler_the_build_warns_and_succeeds(
     assert build.main() == 0
     assert "no C++ compiler found" in capsys.readouterr().err
     assert not build.DEFAULT_OUTPUT.exists()
+
+
+def test_a_library_that_checks_itself_lies_elsewhere(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    output = tmp_path / "checked" / "_C.so"
+    assert build.build_library(output, sanitizers="undefined") is True
+    assert b"__ubsan_handle" in output.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["build.py", "--sanitize", "undefined"])
+    with pytest.raises(SystemExit):
+        build.main()
+    assert "--sanitize needs another --output" in capsys.readouterr().err
+    assert not build.DEFAULT_OUTPUT.exists()
