@@ -16,6 +16,7 @@ import msgspec
 from ascend_vllm import plugins
 from ascend_vllm.config.quantization import QuantizationConfig, read_quantization
 from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCachePlan
 
 ENTRY_POINT_GROUP = "ascend_vllm.arch_readers"
 
@@ -116,12 +117,14 @@ class LayerPlan(msgspec.Struct, frozen=True):
         sliding_window: tokens that a token sees, itself included; None: all.
         mlp: "gated" (three matrices), "plain" (two), or "unknown": what a model of another package has.
         norm_first: norms come before attention and MLP, not after them.
+        kv_cache: what attention caches of each token.
     """
 
     attention: str = FULL_ATTENTION
     sliding_window: int | None = None
     mlp: str = "gated"
     norm_first: bool = True
+    kv_cache: KVCachePlan = KEYS_AND_VALUES
 
 
 class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):

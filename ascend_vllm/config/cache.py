@@ -34,7 +34,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size: int = 1) -> list[KVCacheSpec]:
-    """What the layers of a model will report, on one of the workers that share each layer; known before it is built.
+    """What the layers of a model will report by their plans, on one of the workers that share each layer.
 
     Returns:
         One per layer.
@@ -42,4 +42,4 @@ def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size:
     # a worker has one KV head at least
     num_heads = max(1, model.num_kv_heads // tensor_parallel_size)
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-    return [KVCacheSpec.of_heads(cache.block_size, num_heads, model.head_size, dtype)] * model.num_layers
+    return [plan.kv_cache.spec(cache.block_size, num_heads, model.head_size, dtype) for plan in model.arch.layers]

@@ -9,7 +9,7 @@ import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
 from ascend_vllm.layers.base import Layer
-from ascend_vllm.types.kv_cache import KVCacheSpec
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,18 +37,22 @@ class Attention(Layer):
     Args:
         spec: heads, scale and window.
         index: place of the layer's cache in `ForwardContext.kv_caches`.
-        dtype: of keys and values, and of the cache.
+        dtype: of keys and values, and of the cache unless its plan says another.
+        kv_cache: what the layer caches of each token, by its `LayerPlan`.
     """
 
-    def __init__(self, spec: AttentionSpec, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: AttentionSpec, index: int, dtype: torch.dtype, kv_cache: KVCachePlan = KEYS_AND_VALUES
+    ) -> None:
         self.spec = spec
         self.index = index
         self.dtype = dtype
+        self._kv_cache = kv_cache
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """What the layer caches of a block of tokens; layers that keep something else override this."""
+        """What the layer caches of a block of tokens; a class may keep something else than its plan says."""
         spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
-        return KVCacheSpec.of_heads(block_size, spec.num_kv_heads, spec.head_size, dtype)
+        return self._kv_cache.spec(block_size, spec.num_kv_heads, spec.head_size, dtype)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache
-from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, ArchConfig, required
+from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, ArchConfig, LayerPlan, required
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
@@ -80,7 +80,7 @@ class RotaryAttention(Layer):
     """Grouped-query attention with rotary positions; query, key and value in one GEMM."""
 
     def __init__(
-        self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, sliding_window: int | None
+        self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, plan: LayerPlan
     ) -> None:
         hidden, head_size = arch.hidden_size, arch.head_size
         if arch.num_heads % arch.num_kv_heads:
@@ -105,9 +105,9 @@ class RotaryAttention(Layer):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_size=head_size,
             scale=head_size**-0.5,
-            sliding_window=sliding_window,
+            sliding_window=plan.sliding_window,
         )
-        self.attention = Attention(spec, cache_index, context.dtype)
+        self.attention = Attention(spec, cache_index, context.dtype, plan.kv_cache)
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
@@ -136,7 +136,7 @@ class DecoderLayer(Layer):
             raise ModelLoadError(f"config.json: layer_types has {plan.attention!r}, which is not supported")
         cache_index = context.parallel.layers(len(arch.layers)).index(index)
         hidden = arch.hidden_size
-        self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan.sliding_window)
+        self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan)
         self.mlp = GatedMLP(arch, context, f"{prefix}.mlp")
         # each gives its result in the form that the layer behind it reads
         self.input_layernorm = _norm(

@@ -59,7 +59,7 @@ class OPTDecoderLayer(Layer):
             context, f"{prefix}.self_attn", hidden, head_size, arch.num_heads, arch.num_kv_heads, bias=arch.qkv_bias
         )
         spec = AttentionSpec(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_size, head_size**-0.5)
-        self.attention = Attention(spec, cache_index, context.dtype)
+        self.attention = Attention(spec, cache_index, context.dtype, arch.layers[index].kv_cache)
         self.out_proj = RowParallelLinear(
             context, f"{prefix}.self_attn.out_proj", hidden, hidden, bias=arch.output_bias
         )

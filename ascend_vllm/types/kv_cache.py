@@ -30,7 +30,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         scale_shape: float32 scales of a block; None: there are none.
 
     Example:
-        >>> KVCacheSpec.of_heads(16, num_kv_heads=2, head_size=64, dtype="bfloat16").block_bytes
+        >>> KVCacheSpec(KEY_VALUE, (2, 16, 2, 64), "bfloat16").block_bytes
         8192
     """
 
@@ -39,11 +39,6 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     dtype: str
     scale_shape: tuple[int, ...] | None = None
 
-    @classmethod
-    def of_heads(cls, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> KVCacheSpec:
-        """Of a layer that caches keys and values as they are."""
-        return cls(KEY_VALUE, (2, block_size, num_kv_heads, head_size), dtype)
-
     @property
     def block_bytes(self) -> int:
         """Memory of a block in this layer, a multiple of 64."""
@@ -51,3 +46,47 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         if self.scale_shape is not None:
             num_bytes += math.prod(self.scale_shape) * _SCALE_BYTES
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class KVCachePlan(msgspec.Struct, frozen=True):
+    """What a layer caches of each token, by config.json; with the engine's flags a `KVCacheSpec` is made of it.
+
+    Attributes:
+        kind: see `KVCacheSpec`.
+        num_vectors: of a head: 2 are a key and a value.
+        num_heads: on every rank; None: the rank's share of the model's KV heads.
+        width: numbers of a vector; None: the model's head size.
+        dtype: None: the engine's.
+        has_scales: there is a scale for each vector.
+
+    Example:
+        A latent that all heads share, and keys and values in 8 bits:
+
+        >>> KVCachePlan("latent", num_vectors=1, num_heads=1, width=576).spec(16, 8, 128, "bfloat16").block_shape
+        (1, 16, 1, 576)
+        >>> KVCachePlan("scaled", dtype="int8", has_scales=True).spec(16, 8, 128, "bfloat16").scale_shape
+        (2, 16, 8)
+    """
+
+    kind: str = KEY_VALUE
+    num_vectors: int = 2
+    num_heads: int | None = None
+    width: int | None = None
+    dtype: str | None = None
+    has_scales: bool = False
+
+    def spec(self, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> KVCacheSpec:
+        """What the layer reports.
+
+        Args:
+            block_size: S.
+            num_kv_heads: K of this rank.
+            head_size: D.
+            dtype: of the engine's KV cache.
+        """
+        shape = (self.num_vectors, block_size, self.num_heads or num_kv_heads, self.width or head_size)
+        return KVCacheSpec(self.kind, shape, self.dtype or dtype, shape[:-1] if self.has_scales else None)
+
+
+# of layers that cache keys and values as they are
+KEYS_AND_VALUES = KVCachePlan()

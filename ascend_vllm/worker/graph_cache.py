@@ -14,6 +14,7 @@ import torch
 
 import ascend_vllm
 from ascend_vllm.attention.backend import AttentionBackend
+from ascend_vllm.config.cache import kv_cache_specs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.logger import init_logger
 
@@ -41,6 +42,7 @@ def fingerprint(config: EngineConfig, backend: AttentionBackend, versions: Mappi
         "--dtype": model.dtype,
         "--max-model-len": str(model.max_model_len),
         "--block-size": str(config.cache.block_size),
+        "KV cache dtype": ", ".join(sorted({spec.dtype for spec in kv_cache_specs(model, config.cache)})),
         "gears": ",".join(map(str, graphs.gears)),
         "--max-seq-len-to-capture": str(graphs.max_seq_len),
         "--tensor-parallel-size": str(config.parallel.tensor_parallel_size),

@@ -15,7 +15,7 @@ from ascend_vllm.attention.ascend import AscendAttention
 from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch
 from ascend_vllm.ops import native
 from ascend_vllm.ops.registry import OPS
-from ascend_vllm.types.kv_cache import KVCacheSpec
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES
 from tests.npu.recorder import Recorder, traced
 
 native.import_op_modules()
@@ -147,7 +147,7 @@ def make_backend(
     backend = AscendAttention(block_size)
     assert problem.cache.shape[1] == problem.num_blocks + backend.num_spare_blocks(MAX_ROWS)
     dtype = str(problem.cache.dtype).removeprefix("torch.")
-    spec = KVCacheSpec.of_heads(block_size, problem.spec.num_kv_heads, problem.spec.head_size, dtype)
+    spec = KEYS_AND_VALUES.spec(block_size, problem.spec.num_kv_heads, problem.spec.head_size, dtype)
     assert problem.cache.shape == backend.kv_cache_shape(problem.cache.shape[1], spec)
     kv_cache = problem.cache.to(NPU)
     backend.bind(specs or [problem.spec], [kv_cache], problem.num_blocks)

@@ -25,7 +25,7 @@ from ascend_vllm.ops.paged import (
     store_kv,
 )
 from ascend_vllm.ops.registry import FLOAT_DTYPES, OPS
-from ascend_vllm.types.kv_cache import KVCacheSpec
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES
 
 needs_kernels = pytest.mark.skipif(not available_cpu_isas(), reason="the CPU kernels are not built")
 
@@ -100,7 +100,7 @@ class PagedSequences:
         widths = [-(-len(query) // block_size) for query, _, _ in sequences]
         num_blocks = sum(widths) + 3
         dtype = str(query.dtype).removeprefix("torch.")
-        cache = KVCacheSpec.of_heads(block_size, key.shape[1], key.shape[2], dtype)
+        cache = KEYS_AND_VALUES.spec(block_size, key.shape[1], key.shape[2], dtype)
         self.kv_cache = torch.full(self.backend.kv_cache_shape(num_blocks, cache), float("nan"), dtype=query.dtype)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
         self.block_table = torch.zeros(len(sequences), max(widths), dtype=torch.int32)

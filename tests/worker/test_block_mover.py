@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascend_vllm.attention.cpu import CpuAttention
-from ascend_vllm.types.kv_cache import KVCacheSpec
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCacheSpec
 from ascend_vllm.types.step import MoveKind
 from ascend_vllm.worker.block_mover import BlockMover, batches
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def cache_spec(block_size: int) -> KVCacheSpec:
-    return KVCacheSpec.of_heads(block_size, num_kv_heads=2, head_size=16, dtype="float32")
+    return KEYS_AND_VALUES.spec(block_size, num_kv_heads=2, head_size=16, dtype="float32")
 
 
 Move = tuple[int, int, int]

@@ -71,6 +71,10 @@ def with_other_config(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, arch=arch))
 
 
+def with_other_cache(config: EngineConfig) -> EngineConfig:
+    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, cache_dtype="int8"))
+
+
 def with_other_weights(config: EngineConfig) -> EngineConfig:
     os.utime(pathlib.Path(config.model.model) / "model.safetensors", (1, 1))
     return config
@@ -81,6 +85,7 @@ def with_other_weights(config: EngineConfig) -> EngineConfig:
     [
         (with_gears, "are made anew: gears was 2,4, is 2,8"),
         (with_other_dtype, "are made anew: --dtype was float16, is bfloat16"),
+        (with_other_cache, "are made anew: KV cache dtype was float16, is int8"),
         (with_other_config, "are made anew: config.json was "),
         (with_other_weights, "are made anew: weight files was "),
     ],

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
+from ascend_vllm.config.arch import LayerPlan
 from ascend_vllm.config.cache import CacheConfig, kv_cache_specs
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.distributed.parallel_context import ParallelContext
@@ -18,7 +20,7 @@ from ascend_vllm.layers.attention import Attention
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.qwen2 import Qwen2ForCausalLM
 from ascend_vllm.models.registry import MODELS, resolve_model_class
-from ascend_vllm.types.kv_cache import KEY_VALUE, KVCacheSpec
+from ascend_vllm.types.kv_cache import KEY_VALUE, KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
 from ascend_vllm.worker.plugins import ATTENTION_BACKENDS
 from ascend_vllm.worker.worker import Worker
 from tests.models.paged_driver import make_model_config
@@ -241,7 +243,7 @@ def test_what_a_backend_cannot_cache_it_refuses(toy: Worker, monkeypatch: pytest
 def test_blocks_of_layers_can_lie_one_behind_another() -> None:
     assert KVCacheSpec(SCALED, (16, 3), "int8", (16,)).block_bytes == 128
     assert KVCacheSpec(SCALED, (16, 3), "int8").block_bytes == 64
-    assert KVCacheSpec.of_heads(16, num_kv_heads=2, head_size=24, dtype="float32").block_bytes == 2 * 16 * 2 * 24 * 4
+    assert KEYS_AND_VALUES.spec(16, num_kv_heads=2, head_size=24, dtype="float32").block_bytes == 2 * 16 * 2 * 24 * 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -252,6 +254,26 @@ def test_the_configuration_foresees_what_layers_report(name: str, size: int) -> 
     model = resolve_model_class(config.architecture)(config, context)
     reported = [layer.kv_cache_spec(32) for layer in model.attention_layers]
     assert kv_cache_specs(config, CacheConfig(32), size) == reported
+
+
+def test_layers_report_what_their_plans_say() -> None:
+    config = make_model_config(tiny_model("qwen2"), "bfloat16")
+    kinds = (
+        KVCachePlan(dtype="float32"),
+        KVCachePlan(SCALED, dtype="int8", has_scales=True),
+        KVCachePlan("latent", num_vectors=1, num_heads=1, width=40),
+    )
+    layers = tuple(LayerPlan(kv_cache=kind) for kind in kinds)
+    config = msgspec.structs.replace(config, arch=msgspec.structs.replace(config.arch, layers=layers))
+    context = BuildContext(torch.bfloat16, torch.device("cpu"), ParallelContext(0, 2))
+    reported = [layer.kv_cache_spec(32) for layer in Qwen2ForCausalLM(config, context).attention_layers]
+    # one of two KV heads on each rank
+    assert reported == [
+        KVCacheSpec(KEY_VALUE, (2, 32, 1, 16), "float32"),
+        KVCacheSpec(SCALED, (2, 32, 1, 16), "int8", (2, 32, 1)),
+        KVCacheSpec("latent", (1, 32, 1, 40), "bfloat16"),
+    ]
+    assert kv_cache_specs(config, CacheConfig(32), 2) == reported
 
 
 def _ordinary() -> Worker:
