@@ -1,7 +1,7 @@
 """The worker's memory of the running rows: persistent slots, and a step's batch read out of them.
 
 Letters: M slots, L most tokens of a sequence, B most blocks of a sequence, R rows of a step, T tokens of a
-step, S sampling rows of a step.
+step, S sampling rows of a step, P places at which they sample: one each, and one for each draft.
 
 Everything here is on the host, where a step's indices are computed. `upload` makes tensors of it: on CPU they
 share its memory.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ascend_vllm.attention.backend import ForwardBatch
-from ascend_vllm.types.step import NewRow, SchedulerOutput
+from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, SchedulerOutput
 from ascend_vllm.worker.ragged import Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.columns import SamplingColumns
 
@@ -59,7 +59,7 @@ def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's batch on the host; the fields of ForwardBatch, and which slots sample."""
+    """A step's batch on the host; the fields of ForwardBatch, and which slots sample where."""
 
     # [T] int64
     input_ids: Int64Array
@@ -73,10 +73,12 @@ class HostBatch:
     seq_lens: Int32Array
     # [R, ceil(max_seq_len / block_size)] int32
     block_table: Int32Array
-    # [S] int64
+    # [P] int64
     logits_indices: Int64Array
     # [S] int64
     sampling_slots: Int64Array
+    # [S] int64: at how many places each of them samples; None: at one
+    num_places: Int64Array | None
     max_query_len: int
     max_seq_len: int
 
@@ -142,6 +144,8 @@ class InputBatch:
         self.num_computed_tokens = self._lengths[0]
         # [M] int64, host: tokens known, sampled ones included
         self.num_tokens = self._lengths[1]
+        # [M] int64, host: drafts behind them, in `token_ids`, that the step at hand computes; None: no row has any
+        self.num_drafts: Int64Array | None = None
         self.sampling = SamplingColumns(num_slots, vocab_size)
         # 0, 1, … M: where decoding rows begin
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
@@ -164,18 +168,23 @@ class InputBatch:
             self._append_blocks(slot, block_ids)
         if step.replaced_blocks:
             self._replace_blocks(*np.array(step.replaced_blocks, np.int64).T)
+        self.num_drafts = None
+        if step.drafts:
+            self._place_drafts(step.drafts)
 
     def build(self, slots: Int64Array, num_scheduled: Int64Array) -> HostBatch:
         """The batch in which some slots compute their next tokens.
 
         Args:
             slots: [R], each at most once.
-            num_scheduled: [R] tokens of each, 1 or more, all of them known.
+            num_scheduled: [R] tokens of each, 1 or more, all of them known or drafts.
 
         Raises:
             ValueError: a row is to compute more tokens than it has, or than its blocks hold.
         """
         computed, known = self._lengths.take(slots, axis=1)
+        if self.num_drafts is not None:
+            known = known + self.num_drafts[slots]
         seq_lens = computed + num_scheduled
         missing = known - seq_lens
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
@@ -189,6 +198,11 @@ class InputBatch:
             query_start = np.zeros(len(slots) + 1, np.int32)
             num_scheduled.cumsum(out=query_start[1:])
         samples = np.flatnonzero(missing == 0)
+        logits_indices = query_start[samples + 1].astype(np.int64) - 1
+        num_places = None
+        if self.num_drafts is not None:
+            num_places = 1 + self.num_drafts[slots[samples]]
+            logits_indices = ragged_arange(logits_indices + 1 - num_places, num_places)
         blocks = self.block_table[token_slots, positions // self.block_size].astype(np.int64)
         return HostBatch(
             input_ids=self.token_ids[token_slots, positions].astype(np.int64),
@@ -197,8 +211,9 @@ class InputBatch:
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
             block_table=self.block_table[slots, : -(-max_seq_len // self.block_size)],
-            logits_indices=query_start[samples + 1].astype(np.int64) - 1,
+            logits_indices=logits_indices,
             sampling_slots=slots[samples],
+            num_places=num_places,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
@@ -212,6 +227,46 @@ class InputBatch:
         ends = self.num_tokens[slots]
         self.token_ids[slots, ends] = token_ids
         self.num_tokens[slots] = ends + 1
+
+    def append_told(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Adds tokens that have been sampled elsewhere, [n] each, in the order of `slots`, which may be repeated.
+
+        What was computed behind a wrong draft counts no more.
+        """
+        order = slots.argsort(kind="stable")
+        rows, counts = np.unique(slots, return_counts=True)
+        self.token_ids[slots[order], ragged_arange(self.num_tokens[rows], counts)] = token_ids[order]
+        self.num_tokens[rows] += counts
+        self.num_computed_tokens[rows] = np.minimum(self.num_computed_tokens[rows], self.num_tokens[rows] - 1)
+
+    def accept(self, slots: Int64Array, num_places: Int64Array, sampled: Int64Array) -> Int64Array:
+        """Adds what rows with drafts sampled, up to the first token that is not the draft in its place.
+
+        Args:
+            slots: [S], whose drafts have been computed.
+            num_places: [S] at how many places each sampled.
+            sampled: [P], place by place.
+
+        Returns:
+            [S, N] as `StepOutput.sampled_token_ids` has it.
+        """
+        numbers = np.arange(num_places.max())
+        has_place = numbers < num_places[:, None]
+        table = np.full(has_place.shape, PADDING_TOKEN)
+        table[has_place] = sampled
+        ends = self.num_tokens[slots]
+        # rows without drafts may end with the table
+        places = np.minimum(ends[:, None] + numbers[:-1], self.token_ids.shape[1] - 1)
+        is_right = (table[:, :-1] == self.token_ids[slots[:, None], places]) & has_place[:, 1:]
+        counts = 1 + is_right.cumprod(axis=1).sum(axis=1)
+        is_taken = numbers < counts[:, None]
+        # where all tokens were forbidden the row ends, but the next step may be under way already
+        taken = table[is_taken].clip(min=0)
+        self.token_ids[np.repeat(slots, counts), ragged_arange(ends, counts)] = taken
+        self.num_tokens[slots] = ends + counts
+        self.num_computed_tokens[slots] = ends + counts - 1
+        table[has_place & ~is_taken] = REJECTED_TOKEN
+        return table
 
     def append_several(self, slots: Int64Array, token_ids: Int64Array, counts: Int64Array) -> None:
         """Adds sampled tokens to rows that missed one, and as many to what they have computed.
@@ -266,6 +321,19 @@ class InputBatch:
             self.sampling.copy(of, to)
         self.token_ids[targets, ends] = token_ids
         self.num_tokens[targets] = ends + 1
+
+    def _place_drafts(self, drafts: Sequence[tuple[int, list[int]]]) -> None:
+        self.num_drafts = np.zeros_like(self.num_tokens)
+        # a turn for each row that has some: they are lists of all lengths
+        for slot, token_ids in drafts:
+            end = self.num_tokens[slot]
+            if end + len(token_ids) > self._max_model_len:
+                raise ValueError(
+                    f"slot {slot} has {end} tokens and {len(token_ids)} drafts, it holds "
+                    f"max_model_len={self._max_model_len}"
+                )
+            self.token_ids[slot, end : end + len(token_ids)] = token_ids
+            self.num_drafts[slot] = len(token_ids)
 
     def _replace_blocks(self, slots: Int64Array, indices: Int64Array, block_ids: Int64Array) -> None:
         wrong = np.flatnonzero((indices < 0) | (indices >= self.num_blocks[slots]))

@@ -14,9 +14,9 @@ from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
-from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.ragged import Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.columns import MASKS
-from ascend_vllm.worker.sampling.logprobs import collect
+from ascend_vllm.worker.sampling.logprobs import by_place, collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
 from ascend_vllm.worker.stage_runner import StageForward
@@ -133,23 +133,33 @@ class ModelRunner:
         sampling_slots = host_batch.sampling_slots
         if len(sampling_slots) == 0:
             return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts])
-        if len(sampling_slots) < len(hidden):
+        if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._model.compute_logits(hidden)
-        plan = self._sampler.plan(sampling_slots)
+        # [P] the slot of each place, and the tokens before it
+        slots, num_tokens = sampling_slots, self._batch.num_tokens[sampling_slots]
+        num_places = host_batch.num_places
+        if num_places is not None:
+            slots, num_tokens = np.repeat(slots, num_places), ragged_arange(num_tokens, num_places)
+        plan = self._sampler.plan(slots, num_tokens=num_tokens)
         if step.bitmask is not None:
-            rows = _places_of(np.array(step.constrained_slots, np.int64), sampling_slots)
+            rows = _places_of(np.array(step.constrained_slots, np.int64), slots)
             plan = self._sampler.constrain(plan, rows, step.bitmask)
-        num_tokens = upload(self._batch.num_tokens[sampling_slots], self._device)
-        sampled = self._sampler.sample(logits, plan, num_tokens)
+        sampled = self._sampler.sample(logits, plan, upload(num_tokens, self._device))
         token_ids = sampled.token_ids.cpu().numpy()
-        # the next step may be under way already: it must find a token where there is none
-        self._batch.append(sampling_slots, token_ids.clip(min=0) if plan.needed & MASKS else token_ids)
+        logprobs = collect([(plan.asking, sampled.logprobs)], len(slots), 1)
+        if num_places is None:
+            # the next step may be under way already: it must find a token where there is none
+            self._batch.append(slots, token_ids.clip(min=0) if plan.needed & MASKS else token_ids)
+            table = token_ids[:, None]
+        else:
+            table = self._batch.accept(sampling_slots, num_places, token_ids)
+            logprobs = None if logprobs is None else by_place(logprobs, num_places)
         return StepOutput(
             step_id=step.step_id,
             slots=sampling_slots.astype(np.int32),
-            sampled_token_ids=token_ids[:, None],
-            logprobs=collect([(plan.asking, sampled.logprobs)], len(sampling_slots), 1),
+            sampled_token_ids=table,
+            logprobs=logprobs,
             prompt_logprobs=[prompt.fetch() for prompt in prompts],
         )
 
@@ -168,9 +178,12 @@ class ModelRunner:
 
 
 def _places_of(wanted: Int64Array, slots: Int64Array) -> Int64Array:
-    """Where in `slots`, in which none is twice, each of some of them stands."""
-    order = slots.argsort()
-    places: Int64Array = order[np.searchsorted(slots, wanted, sorter=order)]
+    """Where in `slots` each of some of them stands: the n-th time that one is wanted, its n-th place."""
+    order, wanted_order = slots.argsort(kind="stable"), wanted.argsort(kind="stable")
+    wanted = wanted[wanted_order]
+    times = np.arange(len(wanted)) - np.searchsorted(wanted, wanted)
+    places = np.empty_like(wanted)
+    places[wanted_order] = order[np.searchsorted(slots, wanted, sorter=order) + times]
     return places
 
 

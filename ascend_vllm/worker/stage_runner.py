@@ -72,7 +72,7 @@ class StageRunner:
         """
         if step.sampled:
             slots, token_ids = np.array(step.sampled, np.int64).T
-            self._batch.append(slots, token_ids)
+            self._batch.append_told(slots, token_ids)
         self._mover.move(step.block_moves)
         self._batch.apply(step)
         if step.slots:

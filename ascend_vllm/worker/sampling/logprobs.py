@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ascend_vllm.ops.sampling import token_logprobs
@@ -83,6 +85,18 @@ def report(logits: torch.Tensor, sampled: torch.Tensor, num_logprobs: int, *, te
         logprobs=torch.cat((own, top.values), -1),
         ranks=(logits > own).sum(-1) + 1,
     )
+
+
+def by_place(logprobs: StepLogprobs, num_places: Int64Array) -> StepLogprobs:
+    """Reports of P places, [P, 1, …], as those of rows, [S, N, …], which have `num_places`, [S], of them each."""
+    has_place = np.arange(num_places.max()) < num_places[:, None]
+
+    def spread(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        spread = np.zeros((*has_place.shape, *column.shape[2:]), column.dtype)
+        spread[has_place] = column[:, 0]
+        return spread
+
+    return StepLogprobs(spread(logprobs.token_ids), spread(logprobs.logprobs), spread(logprobs.ranks))
 
 
 def collect(

@@ -153,13 +153,16 @@ class Planner:
         # [M, L+1] int32
         self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
 
-    def make(self, slots: Int64Array, num_steps: int) -> SamplingPlan:
+    def make(self, slots: Int64Array, num_steps: int = 1, num_tokens: Int64Array | None = None) -> SamplingPlan:
         """The plan of some rows for as many tokens as a step gives them.
 
         Args:
-            slots: [S].
+            slots: [S]; one that samples at several places is repeated.
             num_steps: most tokens that each row samples.
+            num_tokens: [S] tokens before the place at which each samples, drafts among them; None: all that it has.
         """
+        if num_tokens is None:
+            num_tokens = self._batch.num_tokens[slots]
         params, device = self._params, self._device
         features = params.features[slots]
         needed = int(np.bitwise_or.reduce(features))
@@ -176,14 +179,14 @@ class Planner:
             num_logprobs,
             filters=self._filters(slots) if random or (len(asking) and not self._raw_logprobs) else None,
             seeds=upload(params.seed[slots], device) if random and self._host_memory else None,
-            draws=self._draws(slots, num_steps) if random and not self._host_memory else None,
+            draws=self._draws(slots, num_tokens, num_steps) if random and not self._host_memory else None,
             allowed=self._allowed(slots, features) if needed & columns.ALLOWED_IDS else None,
-            forbidden=self._forbidden(slots, features) if needed & columns.MIN_TOKENS else None,
+            forbidden=self._forbidden(slots, num_tokens, features) if needed & columns.MIN_TOKENS else None,
             bias=self._bias(slots) if needed & columns.LOGIT_BIAS else None,
             penalties=self._penalties(slots) if needed & columns.PENALTIES else None,
             bad_words=self._bad_words(slots, features) if needed & columns.BAD_WORDS else None,
             processors=self._processors(slots, features) if needed & columns.PROCESSORS else None,
-            history=self._history(slots, num_steps) if needed & _NEED_HISTORY else None,
+            history=self._history(slots, num_tokens, num_steps) if needed & _NEED_HISTORY else None,
         )
 
     def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: npt.NDArray[np.int32]) -> SamplingPlan:
@@ -203,10 +206,10 @@ class Planner:
         temperature, top_k, top_p, min_p = upload_all([column[slots] for column in parameters], self._device)
         return temperature, top_k, top_p, min_p
 
-    def _draws(self, slots: Int64Array, num_steps: int) -> Draws:
+    def _draws(self, slots: Int64Array, num_tokens: Int64Array, num_steps: int) -> Draws:
         """They depend on seeds and places alone, which the host knows: no device has to compute them."""
         params = self._params
-        places = self._batch.num_tokens[slots] + np.arange(num_steps)[:, None]
+        places = num_tokens + np.arange(num_steps)[:, None]
         seeds = np.tile(params.seed[slots], num_steps)
         numbers: torch.Tensor = philox_uniform(torch.from_numpy(seeds), torch.from_numpy(places.ravel()))
         # rounded down to what float32 holds, since rounding up may make 1
@@ -221,11 +224,11 @@ class Planner:
         rows = np.flatnonzero(features & columns.ALLOWED_IDS)
         return TokenMasks(*upload_all((rows, self._params.allowed_ids[slots[rows]]), self._device))
 
-    def _forbidden(self, slots: Int64Array, features: Features) -> ForbiddenIds | None:
+    def _forbidden(self, slots: Int64Array, num_tokens: Int64Array, features: Features) -> ForbiddenIds | None:
         rows = np.flatnonzero(features & columns.MIN_TOKENS)
         below = self._batch.prompt_lens[slots[rows]] + self._params.min_tokens[slots[rows]]
         # rows that have generated enough are out for good
-        young = self._batch.num_tokens[slots[rows]] < below
+        young = num_tokens[rows] < below
         rows, below = rows[young], below[young]
         if len(rows) == 0:
             return None
@@ -263,12 +266,12 @@ class Planner:
         rows = np.flatnonzero(features & columns.PROCESSORS).tolist()
         return [(row, self._params.processors[int(slots[row])]) for row in rows]
 
-    def _history(self, slots: Int64Array, num_steps: int) -> History:
+    def _history(self, slots: Int64Array, num_tokens: Int64Array, num_steps: int) -> History:
         batch, device = self._batch, self._device
         if self._all_token_ids is not None:
             token_ids, table_rows = self._all_token_ids, upload(slots, device)
         else:
-            width = int(batch.num_tokens[slots].max()) + num_steps
+            width = int(num_tokens.max()) + num_steps
             token_ids = upload(batch.token_ids[slots, :width], device)
             table_rows = torch.arange(len(slots), device=device)
         return History(token_ids, table_rows, upload(batch.prompt_lens[slots].astype(np.int32), device))

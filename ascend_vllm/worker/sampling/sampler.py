@@ -63,9 +63,9 @@ class Sampler:
         # [up to M, V] float32, grown when needed and kept: fresh pages each step cost more than the arithmetic
         self._float_logits = torch.empty(0)
 
-    def plan(self, slots: Int64Array, num_steps: int = 1) -> SamplingPlan:
-        """Reads the parameters of some slots, [S], for as many tokens as the step gives them."""
-        return self._planner.make(slots, num_steps)
+    def plan(self, slots: Int64Array, num_steps: int = 1, num_tokens: Int64Array | None = None) -> SamplingPlan:
+        """Reads the parameters of some slots, see `Planner.make`."""
+        return self._planner.make(slots, num_steps, num_tokens)
 
     def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: Int32Array) -> SamplingPlan:
         """A plan for one token, with masks, [G, ceil(V / 32)], for some rows of it, [G]."""
