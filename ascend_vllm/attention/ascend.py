@@ -110,25 +110,27 @@ class AscendAttention(AttentionBackend):
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         return (2, num_blocks, *cache.block_shape[1:])
 
-    def num_spare_blocks(self, max_num_rows: int) -> int:
-        return -(-max_num_rows // self.block_size)
+    def num_spare_blocks(self, max_num_tokens: int) -> int:
+        return -(-max_num_tokens // self.block_size)
 
-    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:
-        return self._ops.replay_arguments(seq_lens)
+    def replay_arguments(self, seq_lens: list[int], query_len: int = 1) -> dict[str, list[int]] | None:
+        return self._ops.replay_arguments(seq_lens, query_len)
 
     def prepare_compiled(self, batch: ForwardBatch, seq_lens: list[int]) -> AscendStep:
         if self._spare_slots is None:
             raise RuntimeError("the attention backend has no KV cache: call bind first")
-        num_rows = len(seq_lens)
-        slots = torch.where(batch.slot_mapping < 0, self._spare_slots[:num_rows], batch.slot_mapping)
+        num_rows, query_len = len(seq_lens), batch.max_query_len
+        num_tokens = num_rows * query_len
+        slots = torch.where(batch.slot_mapping < 0, self._spare_slots[:num_tokens], batch.slot_mapping)
+        kind = RowKind.DECODE if query_len == 1 else RowKind.PREFIX
         part = Part(
-            kind=RowKind.DECODE,
-            high_precision=self.precision.decode,
+            kind=kind,
+            high_precision=self.precision.decode if query_len == 1 else self.precision.prefix,
             rows=slice(0, num_rows),
-            tokens=slice(0, num_rows),
-            query_ends=list(range(1, num_rows + 1)),
+            tokens=slice(0, num_tokens),
+            query_ends=list(range(query_len, num_tokens + 1, query_len)),
             seq_lens=seq_lens,
-            kinds=frozenset((RowKind.DECODE,)),
+            kinds=frozenset((kind,)),
         )
         return AscendStep(slots, [DevicePart(part, batch.block_table, {})], is_compiled=True)
 
@@ -164,7 +166,7 @@ class AscendAttention(AttentionBackend):
             raise RuntimeError("the attention backend has no KV cache: call bind first")
         slots = batch.slot_mapping
         num_tokens = slots.shape[0]
-        # only rows of one token are ever stored nowhere, and there are as many spare places as rows
+        # only tokens of decoding steps are ever stored nowhere, and there are as many spare places
         if num_tokens <= self._spare_slots.shape[0]:
             slots = torch.where(slots < 0, self._spare_slots[:num_tokens], slots)
         parts = split_rows(batch.query_start_np, batch.seq_lens_np, self.precision, by_kind=self._ops.splits_kinds)

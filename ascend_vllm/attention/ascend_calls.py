@@ -134,7 +134,11 @@ class AttentionOps(abc.ABC):
         """Whether a part of a kind reads `DevicePart.window_masks`."""
         return False
 
-    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:  # noqa: ARG002 - of those that can
+    def replay_arguments(
+        self,
+        seq_lens: list[int],  # noqa: ARG002 - of those that can
+        query_len: int,  # noqa: ARG002
+    ) -> dict[str, list[int]] | None:
         """See `AttentionBackend.replay_arguments`."""
         return None
 
@@ -162,9 +166,10 @@ class FusedAttention(AttentionOps):
 
     splits_kinds = False
 
-    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]]:
+    def replay_arguments(self, seq_lens: list[int], query_len: int) -> dict[str, list[int]]:
         """The arguments of `attend` that differ from step to step."""
-        return {"actual_seq_lengths": list(range(1, len(seq_lens) + 1)), "actual_seq_lengths_kv": seq_lens}
+        query_ends = list(range(query_len, query_len * len(seq_lens) + 1, query_len))
+        return {"actual_seq_lengths": query_ends, "actual_seq_lengths_kv": seq_lens}
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         """See `AttentionOps.attend`."""

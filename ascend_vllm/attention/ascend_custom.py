@@ -44,9 +44,9 @@ class CustomAttention(AttentionOps):
         """See `AttentionOps.needs_window_mask`."""
         return self.family.needs_window_mask(kind)
 
-    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:
+    def replay_arguments(self, seq_lens: list[int], query_len: int) -> dict[str, list[int]] | None:
         """See `AttentionOps.replay_arguments`; a graph of the custom operators leaves them unread."""
-        return self.family.replay_arguments(seq_lens)
+        return self.family.replay_arguments(seq_lens, query_len)
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         """See `AttentionOps.attend`."""

@@ -39,7 +39,7 @@ class ForwardBatch:
     # [T] int64, device: place of each token in its sequence
     positions: torch.Tensor
     # [T] int64, device: block * block_size + offset, where each token's key and value go; negative: nowhere, which
-    # only rows of one token are
+    # only tokens of decoding steps are
     slot_mapping: torch.Tensor
     # [R+1] int32, device
     query_start: torch.Tensor
@@ -140,11 +140,16 @@ class AttentionBackend(abc.ABC):
         """What an operator should know of how this model will be computed, as sentences; logged as warnings."""
         return []
 
-    def replay_arguments(self, seq_lens: list[int]) -> dict[str, list[int]] | None:  # noqa: ARG002 - see below
+    def replay_arguments(
+        self,
+        seq_lens: list[int],  # noqa: ARG002 - of those that can be replayed
+        query_len: int = 1,  # noqa: ARG002
+    ) -> dict[str, list[int]] | None:
         """Lists on the host that a captured decoding step needs anew in each replay; None: it cannot be replayed.
 
         Args:
-            seq_lens: tokens of each row with the step's own, one.
+            seq_lens: tokens of each row with the step's own.
+            query_len: tokens of the step that each row has.
 
         Returns:
             The lists by the names that the operators have for them.
@@ -152,10 +157,10 @@ class AttentionBackend(abc.ABC):
         return None
 
     def prepare_compiled(self, batch: ForwardBatch, seq_lens: list[int]) -> Any:
-        """`prepare` for compiled code, of rows of one token each; only if `replay_arguments` has lists.
+        """`prepare` for compiled code, of rows of `max_query_len` tokens each; only if `replay_arguments` has lists.
 
         Args:
-            batch: without what it has on the host.
+            batch: without the arrays that it has on the host.
             seq_lens: tokens of each row; variables to the compiler.
         """
         raise NotImplementedError(f"attention backend {self.name} cannot be compiled")
@@ -164,11 +169,11 @@ class AttentionBackend(abc.ABC):
         """Everything beside its arguments that decides what the backend computes, in a line."""
         return self.name
 
-    def num_spare_blocks(self, max_num_rows: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
+    def num_spare_blocks(self, max_num_tokens: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
         """Blocks that a cache has behind those of the pool, for tokens that are stored nowhere; 0 if not needed.
 
         Args:
-            max_num_rows: most rows of a step.
+            max_num_tokens: most tokens of a decoding step.
         """
         return 0
 

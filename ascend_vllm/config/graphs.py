@@ -36,11 +36,14 @@ class GraphConfig(msgspec.Struct, frozen=True):
         mode: how decoding steps are launched.
         gears: rows of each graph, ascending; empty if there are none.
         max_seq_len: tokens of the longest sequence that is decoded in a graph; steps with a longer one run eager.
+        query_lens: tokens that each row of a decoding step computes: 1, and as many as a row with drafts has. There
+            is a graph for each pair of gear and query length; also tapes are recorded for these alone.
     """
 
     mode: GraphMode = GraphMode.EAGER
     gears: tuple[int, ...] = ()
     max_seq_len: int = 0
+    query_lens: tuple[int, ...] = (1,)
 
 
 def parse_gears(text: str, name: str) -> tuple[int, ...]:

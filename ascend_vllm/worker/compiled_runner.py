@@ -1,15 +1,18 @@
-"""Decoding by compiled graphs: one function for each gear, made by the platform's compiler and kept on disk.
+"""Decoding by compiled graphs: one function for each shape, made by the platform's compiler and kept on disk.
 
-They take the place of captured graphs, see `worker.graph_runner`: the same gears, buffers and padding. What is
+They take the place of captured graphs, see `worker.graph_runner`: the same shapes, buffers and padding. What is
 compiled takes the rows' lengths as a list of integers, which the compiler treats as variables.
 
-Letters: G rows of the largest gear, g of the gear at hand, R rows of a step, T tokens, B blocks, H hidden size.
+Letters: G rows of the largest gear, g of the gear at hand, q tokens of each row, R rows of a step, T tokens,
+B blocks, H hidden size.
 """
 
 from __future__ import annotations
 
 import bisect
 import inspect
+import itertools
+import math
 import time
 import types
 from collections.abc import Callable
@@ -25,11 +28,11 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.platforms.interface import GraphCompiler
 from ascend_vllm.worker.graph_cache import GraphCache
-from ascend_vllm.worker.graph_runner import StaticInputs, padded_lens
+from ascend_vllm.worker.graph_runner import Shape, StaticInputs, padded_len, padded_lens, shape_of
 
 logger = init_logger(__name__)
 
-# input_ids, positions, slot_mapping, block_table, seq_lens, lengths → [g, H]
+# input_ids, positions, slot_mapping, block_table, seq_lens, lengths → [g*q, H]
 Compiled = Callable[..., torch.Tensor]
 
 # lengths to compile with: all different, and none that compilers take for a constant
@@ -43,7 +46,7 @@ class _DecodeModule(torch.nn.Module):
         model: on the device.
         backend: computes attention.
         kv_caches: one per layer.
-        gear: g.
+        shape: g and q.
         inputs: have what does not change from step to step.
     """
 
@@ -52,23 +55,23 @@ class _DecodeModule(torch.nn.Module):
         model: CausalLM,
         backend: AttentionBackend,
         kv_caches: list[LayerCache],
-        gear: int,
+        shape: Shape,
         inputs: StaticInputs,
     ) -> None:
         super().__init__()
-        self.gear = gear
+        self.gear, self.query_len = shape
         self.model = model
         # without the decorators that a compiler does not see through
         self.model_forward = inspect.unwrap(type(model).forward)
         self.backend = backend
         self.kv_caches = kv_caches
-        batch = inputs.batch(gear)
+        batch = inputs.batch(*shape)
         self.query_start = batch.query_start
         self.logits_indices = batch.logits_indices
 
     def extra_repr(self) -> str:
-        """Tells gears apart: the compiler names files by this."""
-        return f"gear={self.gear}"
+        """Tells shapes apart: the compiler names files by this."""
+        return f"gear={self.gear}, query_len={self.query_len}"
 
 
 def _decode(
@@ -80,7 +83,7 @@ def _decode(
     seq_lens: torch.Tensor,
     lengths: list[int],
 ) -> torch.Tensor:
-    """[g, H] of g rows of one token each."""
+    """[g*q, H] of g rows of q tokens each."""
     batch = ForwardBatch(
         input_ids=input_ids,
         positions=positions,
@@ -92,8 +95,8 @@ def _decode(
         # arrays would become constants; what they hold is in `lengths`
         query_start_np=cast(Any, None),
         seq_lens_np=cast(Any, None),
-        max_query_len=1,
-        max_seq_len=1,
+        max_query_len=self.query_len,
+        max_seq_len=padded_len(self.query_len),
     )
     metadata = self.backend.prepare_compiled(batch, lengths)
     hidden: torch.Tensor = self.model_forward(self.model, batch, self.kv_caches, self.backend, metadata)
@@ -101,8 +104,8 @@ def _decode(
 
 
 def _method_of(module: _DecodeModule) -> types.MethodType:
-    """`_decode` for a gear, with code of its own: a compiler keeps one result for each piece of code."""
-    name = f"decode_{module.gear}"
+    """`_decode` for a shape, with code of its own: a compiler keeps one result for each code object."""
+    name = f"decode_{module.gear}x{module.query_len}"
     code = _decode.__code__.replace(co_name=name, co_qualname=name)
     return types.MethodType(types.FunctionType(code, globals(), name), module)
 
@@ -111,7 +114,7 @@ class CompiledRunner:
     """Computes decoding steps by compiled graphs.
 
     Args:
-        config: gears, and the longest sequence that graphs serve.
+        config: gears, query lengths, and the longest sequence that graphs serve.
         model: on `device`.
         backend: computes attention.
         kv_caches: one per layer, made by the backend.
@@ -133,15 +136,20 @@ class CompiledRunner:
         device: torch.device,
     ) -> None:
         self._gears = config.gears
+        self._query_lens = config.query_lens
         self._max_seq_len = config.max_seq_len
         self._compiler = compiler
         self._cache = cache
-        self._inputs = StaticInputs(config.gears[-1], -(-config.max_seq_len // block_size), device)
-        self._modules = {gear: _DecodeModule(model, backend, kv_caches, gear, self._inputs) for gear in self._gears}
-        self._compiled: dict[int, Compiled] = {}
+        num_blocks = -(-config.max_seq_len // block_size)
+        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, config.query_lens)
+        self._modules = {
+            shape: _DecodeModule(model, backend, kv_caches, shape, self._inputs)
+            for shape in sorted(itertools.product(config.gears, config.query_lens), key=math.prod, reverse=True)
+        }
+        self._compiled: dict[Shape, Compiled] = {}
 
     def capture(self) -> None:
-        """Compiles what is not on disk, loads the rest, and captures the graph of each gear.
+        """Compiles what is not on disk, loads the rest, and captures the graph of each shape.
 
         Raises:
             ConfigError: the model does not compile, or the device refuses a graph.
@@ -150,46 +158,49 @@ class CompiledRunner:
         reused = self._cache.prepare()
         progress = "Loading compiled graphs" if reused else "Compiling graphs"
         with torch.no_grad():
-            for gear in tqdm.tqdm(list(reversed(self._gears)), desc=progress, unit="graph"):
+            for shape in tqdm.tqdm(list(self._modules), desc=progress, unit="graph"):
                 try:
                     if not reused:
-                        self._compile(gear)
-                    self._compiled[gear] = self._load(gear)
-                    self._first_call(gear, self._compiled[gear])
+                        self._compile(shape)
+                    self._compiled[shape] = self._load(shape)
+                    self._first_call(shape, self._compiled[shape])
                 except (RuntimeError, AssertionError) as error:
                     raise ConfigError(
-                        f"INFER_MODE=PTA: the decoding graph of {gear} sequences cannot be compiled: {error}. Unset "
-                        "INFER_MODE, use smaller gears or set --enforce-eager."
+                        f"INFER_MODE=PTA: the decoding graph of {shape[0]} sequences cannot be compiled: {error}. "
+                        "Unset INFER_MODE, use smaller gears or set --enforce-eager."
                     ) from error
         self._cache.keep()
         what = "Loaded" if reused else "Compiled"
-        logger.info("%s %d graphs in %.2f s", what, len(self._gears), time.monotonic() - start)
+        logger.info("%s %d graphs in %.2f s", what, len(self._modules), time.monotonic() - start)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """See `GraphRunner.run`."""
-        num_rows = batch.input_ids.shape[0]
-        if batch.max_query_len > 1 or num_rows > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
+        shape = shape_of(batch, self._query_lens)
+        if shape is None or shape[0] > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
             return None
+        num_rows, query_len = shape
         gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
         self._inputs.fill(batch, gear)
-        lengths = padded_lens(batch, gear)
-        return self._compiled[gear](*self._arguments(gear), lengths)[:num_rows]
+        shape, lengths = (gear, query_len), padded_lens(batch, gear)
+        return self._compiled[shape](*self._arguments(shape), lengths)[: num_rows * query_len]
 
-    def _load(self, gear: int) -> Compiled:
-        return self._compiler.compile(_method_of(self._modules[gear]), self._cache.directory)
+    def _load(self, shape: Shape) -> Compiled:
+        return self._compiler.compile(_method_of(self._modules[shape]), self._cache.directory)
 
-    def _compile(self, gear: int) -> None:
-        """Writes a gear's result to disk.
+    def _compile(self, shape: Shape) -> None:
+        """Writes a shape's result to disk.
 
         What did the compiling is dropped: it checks in each call that nothing has changed, and compiles again if a
         length is one that it takes for a constant. What is loaded does neither.
         """
-        self._first_call(gear, self._load(gear))
+        self._first_call(shape, self._load(shape))
         self._compiler.reset()
 
-    def _first_call(self, gear: int, compiled: Compiled) -> None:
-        compiled(*self._arguments(gear), list(range(_FIRST_LENGTH, _FIRST_LENGTH + gear)))
+    def _first_call(self, shape: Shape, compiled: Compiled) -> None:
+        gear, query_len = shape
+        first = _FIRST_LENGTH + query_len - 1
+        compiled(*self._arguments(shape), list(range(first, first + gear)))
 
-    def _arguments(self, gear: int) -> list[torch.Tensor]:
-        batch = self._inputs.batch(gear)
+    def _arguments(self, shape: Shape) -> list[torch.Tensor]:
+        batch = self._inputs.batch(*shape)
         return [batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.seq_lens]

@@ -1,19 +1,22 @@
-"""Decoding by graphs: what a step launches is captured once for each gear and replayed, padded, from then on.
+"""Decoding by graphs: what a step launches is captured once for each shape and replayed, padded, from then on.
 
-A gear is a number of rows. All graphs read the same static buffers, of which a smaller gear takes the front, so that
-a step is brought in by a few copies. A row that pads a batch computes a token that nobody reads: it is stored
-nowhere and sees one token of the cache's first block.
+A shape is a gear, which is a number of rows, and a query length: tokens that each of the rows computes, 1 unless rows
+have drafts. All graphs read the same static buffers, of which a smaller gear takes the front, so that
+a step is brought in by a few copies. A row that pads a batch computes tokens that nobody reads: they are stored
+nowhere and see a few tokens of the cache's first block.
 
-Letters: G rows of the largest gear, g of the gear at hand, R rows of a step, B most blocks of a row in a graph,
-H hidden size.
+Letters: G rows of the largest gear, g of the gear at hand, R rows of a step, Q longest query, q the query length at
+hand, B most blocks of a row in a graph, H hidden size.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -30,8 +33,29 @@ logger = init_logger(__name__)
 # batch → [T, H] of its tokens
 Forward = Callable[[ForwardBatch], torch.Tensor]
 
+# rows, and tokens of each
+Shape = tuple[int, int]
+
 # where the token of a row that pads is stored: nowhere
 _NOWHERE = -1
+
+
+def padded_len(query_len: int) -> int:
+    """Tokens of a row that pads. With more than one of its own, some are before them, as in a row with drafts."""
+    return query_len if query_len == 1 else query_len + 1
+
+
+def shape_of(batch: ForwardBatch, query_lens: Sequence[int]) -> Shape | None:
+    """Rows and query length of a step that graphs of some query lengths may serve; None: its rows are not alike.
+
+    A prompt that begins is not decoded, however short it is.
+    """
+    num_rows, query_len = len(batch.seq_lens_np), batch.max_query_len
+    if query_len == 1:
+        return (num_rows, 1)
+    if query_len not in query_lens or batch.input_ids.shape[0] != num_rows * query_len:
+        return None
+    return (num_rows, query_len) if batch.seq_lens_np.min() > query_len else None
 
 
 class StaticInputs:
@@ -41,73 +65,84 @@ class StaticInputs:
         num_rows: G.
         num_blocks: B.
         device: of the buffers.
+        query_lens: of the graphs, 1 among them.
     """
 
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        # [G] int64 each
-        self.input_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.full((num_rows,), _NOWHERE, dtype=torch.int64, device=device)
+    def __init__(
+        self, num_rows: int, num_blocks: int, device: torch.device, query_lens: Sequence[int] = (1,)
+    ) -> None:
+        num_tokens = num_rows * max(query_lens)
+        # [G*Q] int64 each
+        self.input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((num_tokens,), _NOWHERE, dtype=torch.int64, device=device)
         # [G] int32
         self.seq_lens = torch.ones(num_rows, dtype=torch.int32, device=device)
         # [G, B] int32
         self.block_table = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
-        # [G+1] int32: 0, 1, …
-        self._query_start_np = np.arange(num_rows + 1, dtype=np.int32)
-        self._query_start = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self._indices = torch.arange(num_rows, dtype=torch.int64, device=device)
+        # q → [G+1] int32: 0, q, 2q, …
+        self._query_start_np = {
+            query_len: np.arange(num_rows + 1, dtype=np.int32) * np.int32(query_len) for query_len in query_lens
+        }
+        self._query_start = {
+            query_len: torch.from_numpy(starts).to(device) for query_len, starts in self._query_start_np.items()
+        }
+        self._indices = torch.arange(num_tokens, dtype=torch.int64, device=device)
 
     @property
     def num_blocks(self) -> int:
         """B."""
         return self.block_table.shape[1]
 
-    def batch(self, gear: int) -> ForwardBatch:
-        """The batch that a gear computes: views of the buffers, each row with the shortest length there is."""
+    def batch(self, gear: int, query_len: int = 1) -> ForwardBatch:
+        """The batch that a shape computes: views of the buffers, each row with the shortest length there is."""
+        num_tokens, seq_len = gear * query_len, padded_len(query_len)
         return ForwardBatch(
-            input_ids=self.input_ids[:gear],
-            positions=self.positions[:gear],
-            slot_mapping=self.slot_mapping[:gear],
-            query_start=self._query_start[: gear + 1],
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            query_start=self._query_start[query_len][: gear + 1],
             seq_lens=self.seq_lens[:gear],
             block_table=self.block_table[:gear],
-            logits_indices=self._indices[:gear],
-            query_start_np=self._query_start_np[: gear + 1],
-            seq_lens_np=np.ones(gear, np.int32),
-            max_query_len=1,
-            max_seq_len=1,
+            logits_indices=self._indices[:num_tokens],
+            query_start_np=self._query_start_np[query_len][: gear + 1],
+            seq_lens_np=np.full(gear, seq_len, np.int32),
+            max_query_len=query_len,
+            max_seq_len=seq_len,
         )
 
     def fill(self, batch: ForwardBatch, gear: int) -> None:
         """Brings a step in.
 
         Args:
-            batch: R rows of one token each.
+            batch: R rows of as many tokens each, a query length of the graphs.
             gear: g, R or more.
         """
         num_rows, width = batch.block_table.shape
-        self.input_ids[:num_rows].copy_(batch.input_ids)
-        self.positions[:num_rows].copy_(batch.positions)
-        self.slot_mapping[:num_rows].copy_(batch.slot_mapping)
+        query_len = batch.max_query_len
+        num_tokens = num_rows * query_len
+        self.input_ids[:num_tokens].copy_(batch.input_ids)
+        self.positions[:num_tokens].copy_(batch.positions)
+        self.slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self.seq_lens[:num_rows].copy_(batch.seq_lens)
         # behind a row's blocks there may be those of a step before: nothing reads them
         self.block_table[:num_rows, :width].copy_(batch.block_table)
         if gear > num_rows:
-            self.positions[num_rows:gear].zero_()
-            self.slot_mapping[num_rows:gear].fill_(_NOWHERE)
-            self.seq_lens[num_rows:gear].fill_(1)
+            self.positions[num_tokens : gear * query_len].zero_()
+            self.slot_mapping[num_tokens : gear * query_len].fill_(_NOWHERE)
+            self.seq_lens[num_rows:gear].fill_(padded_len(query_len))
             self.block_table[num_rows:gear, :1].zero_()
 
 
 def padded_lens(batch: ForwardBatch, gear: int) -> list[int]:
     """[g] tokens of each row with this step's, padding included: on the host, for operators that want them there."""
-    return [*batch.seq_lens_np.tolist(), *[1] * (gear - len(batch.seq_lens_np))]
+    return [*batch.seq_lens_np.tolist(), *[padded_len(batch.max_query_len)] * (gear - len(batch.seq_lens_np))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _CapturedGear:
+class _Captured:
     graph: DeviceGraph
-    # [g, H]: what every replay writes
+    # [g*q, H]: what every replay writes
     hidden: torch.Tensor
 
 
@@ -115,7 +150,7 @@ class GraphRunner:
     """Replays captured graphs for decoding steps.
 
     Args:
-        config: gears, and the longest sequence that graphs serve.
+        config: gears, query lengths, and the longest sequence that graphs serve.
         backend: of the captured attention.
         forward: what is captured.
         recorder: captures it.
@@ -133,12 +168,16 @@ class GraphRunner:
         device: torch.device,
     ) -> None:
         self._gears = config.gears
+        self._query_lens = config.query_lens
         self._max_seq_len = config.max_seq_len
         self._backend = backend
         self._forward = forward
         self._recorder = recorder
-        self._inputs = StaticInputs(config.gears[-1], -(-config.max_seq_len // block_size), device)
-        self._captured: dict[int, _CapturedGear] = {}
+        num_blocks = -(-config.max_seq_len // block_size)
+        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, config.query_lens)
+        # the one that computes most tokens first
+        self._shapes = sorted(itertools.product(config.gears, config.query_lens), key=math.prod, reverse=True)
+        self._captured: dict[Shape, _Captured] = {}
 
     def capture(self, *, only_largest: bool = False) -> None:
         """Captures the graphs, the largest first, so that the others fit in the memory it took.
@@ -150,49 +189,52 @@ class GraphRunner:
             ConfigError: the device refuses one.
         """
         start = time.monotonic()
-        gears = [self._gears[-1]] if only_largest else list(reversed(self._gears))
-        for gear in tqdm.tqdm(gears, desc="Capturing graphs", unit="graph", disable=only_largest):
+        shapes = self._shapes[:1] if only_largest else self._shapes
+        for shape in tqdm.tqdm(shapes, desc="Capturing graphs", unit="graph", disable=only_largest):
             try:
-                self._captured[gear] = self._capture_gear(gear)
+                self._captured[shape] = self._capture_shape(shape)
             except RuntimeError as error:
                 raise ConfigError(
-                    f"The decoding graph of {gear} sequences cannot be captured: {error}. Use fewer or smaller "
+                    f"The decoding graph of {shape[0]} sequences cannot be captured: {error}. Use fewer or smaller "
                     "gears, a smaller --max-num-seqs or --gpu-memory-utilization, or --enforce-eager."
                 ) from error
         if not only_largest:
-            logger.info("Captured %d graphs in %.2f s", len(gears), time.monotonic() - start)
+            logger.info("Captured %d graphs in %.2f s", len(shapes), time.monotonic() - start)
 
     def output_bytes(self) -> int:
         """Bytes that all graphs but the largest return, judged by the largest."""
-        row = self._captured[self._gears[-1]].hidden[0]
-        return sum(self._gears[:-1]) * row.nbytes
+        row = self._captured[self._shapes[0]].hidden[0]
+        return sum(map(math.prod, self._shapes[1:])) * row.nbytes
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Computes a decoding step by a graph.
 
         Returns:
-            [R, H], valid until the next run; None if no graph serves the step: it has prompts, more rows than the
+            [R*q, H], valid until the next run; None if no graph serves the step: it has prompts, more rows than the
             largest gear or a sequence that is too long.
         """
-        num_rows = batch.input_ids.shape[0]
-        if batch.max_query_len > 1 or num_rows > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
+        shape = shape_of(batch, self._query_lens)
+        if shape is None or shape[0] > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
             return None
+        num_rows, query_len = shape
         gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
-        captured = self._captured[gear]
+        captured = self._captured[gear, query_len]
         self._inputs.fill(batch, gear)
-        captured.graph.replay(self._host_arguments(padded_lens(batch, gear)))
-        return captured.hidden[:num_rows]
+        captured.graph.replay(self._host_arguments(padded_lens(batch, gear), query_len))
+        return captured.hidden[: num_rows * query_len]
 
-    def _capture_gear(self, gear: int) -> _CapturedGear:
-        batch = self._inputs.batch(gear)
+    def _capture_shape(self, shape: Shape) -> _Captured:
+        batch = self._inputs.batch(*shape)
+        # padding, whatever a step has left there
+        self._inputs.seq_lens.fill_(batch.max_seq_len)
         # what is made once, in the first call of an operator, must not become part of the graph
         self._forward(batch)
         outputs: list[torch.Tensor] = []
         graph = self._recorder.capture(lambda: outputs.append(self._forward(batch)))
-        return _CapturedGear(graph, outputs[0])
+        return _Captured(graph, outputs[0])
 
-    def _host_arguments(self, seq_lens: list[int]) -> Mapping[str, list[int]]:
-        arguments = self._backend.replay_arguments(seq_lens)
+    def _host_arguments(self, seq_lens: list[int], query_len: int) -> Mapping[str, list[int]]:
+        arguments = self._backend.replay_arguments(seq_lens, query_len)
         if arguments is None:
             raise RuntimeError(f"attention backend {self._backend.name} cannot be replayed")
         return arguments

@@ -46,7 +46,9 @@ class KVMemory:
         self._attention_specs = [layer.spec for layer in layers]
         self._specs = [layer.kv_cache_spec(config.cache.block_size) for layer in layers]
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
-        self.num_spare_blocks = backend.num_spare_blocks(config.scheduler.max_num_seqs)
+        self.num_spare_blocks = backend.num_spare_blocks(
+            config.scheduler.max_num_seqs * max(config.graphs.query_lens)
+        )
 
     def num_blocks(self, other_bytes: int) -> int:
         """Number of blocks that the device has memory for; 1 or more.

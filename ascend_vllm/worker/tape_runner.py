@@ -1,20 +1,23 @@
-"""Decoding by tapes, on CPU: a step of R rows is recorded when it comes for the first time and replayed from then on.
+"""Decoding by tapes, on CPU: a step of R rows, each of q tokens, is recorded when it comes for the first time and
+replayed from then on.
 
 What is computed is the same to the last bit, as are the kernels and what they read. Tapes are the CPU's counterpart
 of the graphs in `worker.graph_runner`; recording costs no more than the step itself, so that there is one for each
-number of rows, and none is padded.
+number of rows and query length, and none is padded.
 
-Letters: R rows of a step, H hidden size.
+Letters: R rows of a step, q tokens of each, H hidden size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.logger import init_logger
 from ascend_vllm.ops.tape import Tapes, UnrecordableError
-from ascend_vllm.worker.graph_runner import Forward, StaticInputs
+from ascend_vllm.worker.graph_runner import Forward, Shape, StaticInputs, shape_of
 
 logger = init_logger(__name__)
 
@@ -29,15 +32,19 @@ class TapeRunner:
         forward: what is recorded.
         max_num_seqs: most rows of a step.
         blocks_per_row: most KV blocks of a row.
+        query_lens: tokens that each row of a recorded step may have, 1 among them.
     """
 
-    def __init__(self, forward: Forward, max_num_seqs: int, blocks_per_row: int) -> None:
+    def __init__(
+        self, forward: Forward, max_num_seqs: int, blocks_per_row: int, query_lens: Sequence[int] = (1,)
+    ) -> None:
         self._forward = forward
         self._most_rows = min(max_num_seqs, MOST_ROWS)
-        self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"))
+        self._query_lens = query_lens
+        self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), query_lens)
         self._tapes = Tapes()
-        # by R: [R, H], what every replay writes
-        self._hidden: dict[int, torch.Tensor] = {}
+        # by R and q: [R*q, H], what every replay writes
+        self._hidden: dict[Shape, torch.Tensor] = {}
 
     def capture(self) -> None:
         """Nothing: a step is recorded when it comes for the first time."""
@@ -46,26 +53,32 @@ class TapeRunner:
         """Computes a decoding step.
 
         Returns:
-            [R, H], valid until the next run; None if there are prompts or too many rows, or the model computes
+            [R*q, H], valid until the next run; None if there are prompts or too many rows, or the model computes
             with something else than kernels.
         """
-        num_rows = batch.input_ids.shape[0]
-        if batch.max_query_len > 1 or num_rows > self._most_rows:
+        shape = shape_of(batch, self._query_lens)
+        if shape is None or shape[0] > self._most_rows:
             return None
-        self._inputs.fill(batch, num_rows)
-        hidden = self._hidden.get(num_rows)
+        self._inputs.fill(batch, shape[0])
+        hidden = self._hidden.get(shape)
         if hidden is None:
-            return self._record(num_rows)
-        self._tapes.replay(num_rows)
+            return self._record(shape)
+        self._tapes.replay(_key(shape))
         return hidden
 
-    def _record(self, num_rows: int) -> torch.Tensor | None:
-        batch = self._inputs.batch(num_rows)
+    def _record(self, shape: Shape) -> torch.Tensor | None:
+        batch = self._inputs.batch(*shape)
         try:
-            hidden = self._tapes.record(num_rows, lambda: self._forward(batch))
+            hidden = self._tapes.record(_key(shape), lambda: self._forward(batch))
         except UnrecordableError as error:
             logger.info("Decoding is not replayed from tapes: %s", error)
             self._most_rows = 0
             return None
-        self._hidden[num_rows] = hidden
+        self._hidden[shape] = hidden
         return hidden
+
+
+def _key(shape: Shape) -> int:
+    """The number of a shape's tape."""
+    num_rows, query_len = shape
+    return query_len * (MOST_ROWS + 1) + num_rows

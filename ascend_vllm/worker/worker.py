@@ -266,7 +266,9 @@ class Worker:
             return None
         config = self._config
         blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
-        return TapeRunner(runner.compute_hidden, config.scheduler.max_num_seqs, blocks_per_row)
+        return TapeRunner(
+            runner.compute_hidden, config.scheduler.max_num_seqs, blocks_per_row, config.graphs.query_lens
+        )
 
     def _make_captured_graphs(self, runner: _Runner) -> GraphRunner | None:
         """Graphs for a runner, not captured; None if it runs without."""

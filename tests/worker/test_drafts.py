@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from ascend_vllm import SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.sampling_params import RequestOutputKind
 from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import _places_of
 from ascend_vllm.worker.sampling.sampler import RAW_LOGPROBS, Sampler
+from ascend_vllm.worker.tape_runner import TapeRunner
 from tests.tiny_models import tiny_model
 from tests.worker.drafting import Asked, Drafts, generate, make_prompts, texts_of
 
@@ -31,7 +34,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(**options: Any) -> EngineConfig:
+def make_config(model: str = "qwen2", **options: Any) -> EngineConfig:
     settings: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 128,
@@ -41,7 +44,7 @@ def make_config(**options: Any) -> EngineConfig:
         "max_num_seqs": 8,
         "disable_log_stats": True,
     }
-    return EngineArgs(model=tiny_model("qwen2"), **(settings | options)).create_engine_config()
+    return EngineArgs(model=tiny_model(model), **(settings | options)).create_engine_config()
 
 
 def make_requests() -> dict[str, Asked]:
@@ -74,6 +77,31 @@ def test_answers_are_those_of_ordinary_decoding(options: dict[str, Any], num_dra
         assert drafted[name].logprobs == answer.logprobs, name
     assert drafted["greedy"].num_outputs < plain["greedy"].num_outputs * (0.8 if num_drafts == 3 else 0.9)
     assert drafted["long"].num_outputs == plain["long"].num_outputs == 40
+
+
+@pytest.mark.parametrize("model", ["qwen2", "mistral"])
+def test_tapes_are_recorded_for_each_number_of_drafts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: set[tuple[int, int]] = set()
+
+    class Noting(TapeRunner):
+        def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+            hidden = super().run(batch)
+            if hidden is not None:
+                shapes.add((len(batch.seq_lens), batch.max_query_len))
+            return hidden
+
+    monkeypatch.setattr("ascend_vllm.worker.worker.TapeRunner", Noting)
+    requests = make_requests()
+    plain = generate(make_config(model, enforce_eager=True), requests)
+    config = make_config(model)
+    config = msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, query_lens=(1, 4)))
+    drafted = generate(config, requests, [Drafts(texts_of(requests, plain), 3, is_steady=True)])
+    for name, answer in plain.items():
+        assert drafted[name].token_ids == answer.token_ids, name
+        assert drafted[name].logprobs == answer.logprobs, name
+    assert {(8, 4), (1, 4)} <= shapes
+    # the ends of texts have other numbers of drafts
+    assert {query_len for _, query_len in shapes} <= {1, 4}
 
 
 def filled_batch() -> InputBatch:

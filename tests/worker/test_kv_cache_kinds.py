@@ -91,7 +91,7 @@ class ToyAttention(AttentionBackend):
         numbers = blocks[:, :num_numbers].view(torch.int8).unflatten(1, cache.block_shape)
         return ScaledCache(numbers, blocks[:, num_numbers:].view(torch.float32).unflatten(1, cache.scale_shape))
 
-    def num_spare_blocks(self, max_num_rows: int) -> int:  # noqa: ARG002
+    def num_spare_blocks(self, max_num_tokens: int) -> int:  # noqa: ARG002
         return NUM_SPARE
 
     def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[LayerCache], num_blocks: int) -> None:
