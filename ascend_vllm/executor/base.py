@@ -24,7 +24,7 @@ EXECUTORS: dict[str, str] = {
 
 
 class Executor(abc.ABC):
-    """The workers, as one: what happens on all of them happens through these calls.
+    """All workers of an engine, behind one interface.
 
     Args:
         config: of the whole engine.
@@ -88,7 +88,7 @@ class Executor(abc.ABC):
         return None
 
     def note_failure(self, reason: str) -> None:
-        """Told before `shutdown` when the engine ends because something has failed; other machines hear of it."""
+        """Called before `shutdown` when the engine ends because of a failure; other machines are sent the reason."""
         logger.debug("The engine ends: %s", reason)
 
     @abc.abstractmethod
@@ -139,7 +139,7 @@ def check_kv_cache_size(num_blocks: int, config: EngineConfig) -> None:
 
 
 def _how_to_size(config: EngineConfig) -> str:
-    """vLLM's texts know accelerators only; on CPU the cache is sized by other means."""
+    """What vLLM's texts, which are about accelerators, lack: the flags that size the cache on CPU."""
     if config.device.device != "cpu":
         return ""
     return " (On CPU the KV cache is sized by --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE, in GiB.)"

@@ -1,4 +1,4 @@
-"""How a method of a worker is called by its name, where the worker is."""
+"""Calls of a worker's methods by name, in the worker's process."""
 
 from __future__ import annotations
 

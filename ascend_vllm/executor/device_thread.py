@@ -1,8 +1,7 @@
-"""Where a worker in this process computes: in the thread that calls, or in one of its own.
+"""The thread in which a worker of this process computes: the caller's, or one of its own.
 
-A thread of its own is what lets the next step be made while one is computed. The device is its alone from the
-first call to the last: OpenMP keeps a team of threads for every thread that computes, and two of them would
-fight for the cores.
+With a thread of its own the next step can be scheduled while one is computed. Only that thread uses the device:
+OpenMP keeps a team of threads for every thread that computes, and two teams would compete for the cores.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ SHUTDOWN_GRACE_S = 5.0
 
 
 def shut_down_error() -> EngineDeadError:
-    """What a call gets that comes too late."""
+    """The error of calls after the shutdown."""
     return EngineDeadError("the worker has been shut down")
 
 
 class ComputeThread(abc.ABC):
-    """One thread in which calls are made in the order they are submitted in."""
+    """One thread that makes calls in the order of their submission."""
 
     @abc.abstractmethod
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -43,7 +42,7 @@ class ComputeThread(abc.ABC):
 
 
 class CallersThread(ComputeThread):
-    """Calls at once, where it is asked to: futures are done when they are returned."""
+    """Makes each call at once, in the thread that submits it: futures are done when they are returned."""
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -58,7 +57,7 @@ class CallersThread(ComputeThread):
 
 
 class DeviceThread(ComputeThread):
-    """A thread that sleeps until there is something to do.
+    """A thread that sleeps while there is nothing to call.
 
     It is a daemon and registered nowhere, so that a call that never returns cannot keep the process from ending.
 
@@ -77,7 +76,7 @@ class DeviceThread(ComputeThread):
         self._grace_s = grace_s
         # its `get` waits on a lock: no polling, and the GIL is free
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        # orders what is submitted and the end
+        # no call is submitted behind the end
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -113,12 +112,12 @@ class DeviceThread(ComputeThread):
         while (call := self._calls.get()) is not None:
             if call.future.set_running_or_notify_cancel():
                 call.make(is_late=self._closing and not call.is_last)
-            # nothing is held while the thread sleeps
+            # arguments and results are not kept alive while the thread sleeps
             del call
 
 
 class _Call:
-    """A function to call, and who waits for it."""
+    """A function to call, and the future of its result."""
 
     __slots__ = ("args", "function", "future", "is_last")
 
@@ -136,7 +135,7 @@ class _Call:
                 raise shut_down_error()
             result = self.function(*self.args)
         except BaseException as error:
-            # whatever it is, it must reach who waits and not end this thread
+            # of any kind: it belongs to whoever waits for the future, and must not end this thread
             self.future.set_exception(error)
         else:
             self.future.set_result(result)

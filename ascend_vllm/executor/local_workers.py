@@ -1,4 +1,4 @@
-"""Processes of workers on this machine, as the process that started them sees them: told, heard, buried."""
+"""Processes of workers on this machine, as the process that started them sees them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ascend_vllm.executor.wire import WorkerSetup
 
 
 class _WorkerProcess:
-    """One worker's process, and the ring through which it speaks."""
+    """One worker's process, and the ring of its answers."""
 
     def __init__(self, rank: int, setup: WorkerSetup, answers: RingEnds) -> None:
         self.rank = rank
@@ -49,7 +49,7 @@ class _WorkerProcess:
         return f"worker {self.rank} (process {self.process.pid}) {how}"
 
     def bury(self) -> None:
-        """Ends the process if it has not ended, and closes what leads to it."""
+        """Ends the process if it has not ended, and closes its pipe and descriptor."""
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ class _WorkerProcess:
 
 
 class LocalWorkers:
-    """Starts the workers of an engine that run on this machine. One thread hears them, another may tell them.
+    """Starts the workers of an engine that run on this machine. One thread takes answers, another may write orders.
 
     Args:
         config: of the engine.
@@ -67,7 +67,7 @@ class LocalWorkers:
         search_path: where they find modules beside their own places.
 
     Attributes:
-        speakers: a descriptor for each worker, readable when it says something.
+        speakers: a descriptor for each worker, readable when an answer has come.
         deaths: a descriptor for each worker, readable when its process has ended.
     """
 
@@ -86,7 +86,7 @@ class LocalWorkers:
         self.deaths = {worker.death: worker for worker in workers}
 
     def write(self, record: bytes, is_abandoned: Callable[[], bool]) -> None:
-        """Has all of them get a record; waits for room.
+        """Writes a record for all of them; waits for room in the ring.
 
         Args:
             record: for every worker.
@@ -98,7 +98,7 @@ class LocalWorkers:
         self._orders.write(record, is_abandoned)
 
     def take(self, ready: Collection[int]) -> list[tuple[int, bytes]]:
-        """Takes what the workers of readable descriptors say: records that are complete, with their ranks."""
+        """Takes complete records of the workers of readable descriptors, with their ranks."""
         said = [(self.speakers[descriptor], self.speakers[descriptor].answers.take()) for descriptor in ready]
         return [(worker.rank, record) for worker, record in said if record is not None]
 
@@ -122,12 +122,12 @@ class LocalWorkers:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Ends them by force."""
+        """Kills them."""
         for worker in self._workers:
             worker.process.kill()
 
     def bury(self) -> None:
-        """Ends those that have not ended, and closes what leads to them."""
+        """Ends those that have not ended, and closes rings, pipes and descriptors."""
         for worker in self._workers:
             worker.bury()
         for ring in self._rings:

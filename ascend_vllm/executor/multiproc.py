@@ -19,7 +19,7 @@ class MultiprocExecutor(Executor):
     """A worker for each rank of --tensor-parallel-size in each stage of --pipeline-parallel-size.
 
     Each step is written once to shared memory and read by all workers. Those of the last stage sample the same
-    tokens; the first of them tells them. The workers end with this object, with its process, and with any one of
+    tokens; the first of them sends them. The workers end with this object, with its process, and with any one of
     them.
 
     Args:
@@ -47,7 +47,7 @@ class MultiprocExecutor(Executor):
     def initialize(self) -> KVCacheSize:
         self.collective_rpc("load_model")
         size = KVCacheSize(
-            # the tables are the same everywhere, so that the least of all decides
+            # block tables are the same on all workers, so the smallest number counts
             min(self.collective_rpc("determine_num_blocks")),
             min(self.collective_rpc("determine_num_cpu_blocks")),
         )

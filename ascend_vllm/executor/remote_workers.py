@@ -1,7 +1,7 @@
-"""Workers that are not in this process, as an executor sees them: what was asked of them, and who waits for it.
+"""Workers in other processes, as an executor sees them: steps and calls under way, and the futures of their results.
 
-How records travel is the subclasses' affair. Whatever goes wrong in a step, and the death of any worker, is the end
-of all of them: what they compute they compute together.
+Subclasses carry the records. A failure in a step, and the death of any worker, end all workers: they compute each
+step together.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class _GroupCall:
 
 
 class RemoteWorkers(abc.ABC):
-    """All workers of an engine. They are asked from any thread; one thread of the subclass's hears what they say.
+    """All workers of an engine. Any thread may call them; one thread of the subclass takes their answers.
 
     Args:
         size: how many there are.
 
     Attributes:
         death_descriptor: readable when the workers are gone without having been told to stop.
-        disorder: why it would be a failure if the workers were ended now; None: it would be an end as any other.
-            Those on other machines are told.
+        disorder: why an end of the workers now would be a failure, which is sent to other machines; None: it would be
+            an ordinary end.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.death_descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-        # the order of what is sent, which may have to wait for room
+        # keeps the order of records; a send may wait for room in a ring
         self._sending = threading.Lock()
-        # what is waited for
+        # of steps and calls under way
         self._waiting = threading.Lock()
         self._steps: collections.deque[Future[StepOutput]] = collections.deque()
         self._calls: dict[int, _GroupCall] = {START_CALL: _GroupCall(size)}
@@ -78,7 +78,7 @@ class RemoteWorkers(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, record: bytes) -> None:
-        """Has every worker get a record; called under `_sending`.
+        """Sends a record to every worker; called under `_sending`.
 
         Raises:
             EngineDeadError: the workers are gone.
@@ -96,7 +96,7 @@ class RemoteWorkers(abc.ABC):
 
     @abc.abstractmethod
     def _find_death(self) -> EngineDeadError | None:
-        """A worker that has died, or is about to: its end is why another one failed. Called by the hearing thread."""
+        """The death of a worker because of which another one has failed; waits for it. For the listening thread."""
 
     @abc.abstractmethod
     def _kill(self) -> None:
@@ -176,10 +176,10 @@ class RemoteWorkers(abc.ABC):
     def _is_over(self) -> bool:
         return self._error is not None
 
-    # ---- from the thread that hears ------------------------------------------------------------------------
+    # ---- from the listening thread -------------------------------------------------------------------------
 
     def _take(self, rank: int, record: bytes) -> None:
-        """Takes a record that a worker sent; one that tells of a failure may end all of them."""
+        """Takes a record that a worker sent; a failure may end all workers."""
         match record[0]:
             case RecordKind.STEP_OUTPUT:
                 with self._waiting:
@@ -214,22 +214,22 @@ class RemoteWorkers(abc.ABC):
         self._die(error)
 
     def _not_understood(self, error: Exception) -> None:
-        """The end, for the thread that hears cannot go on, and without it nobody would get an answer any more."""
+        """Ends the workers: the listening thread cannot go on, and nobody would get an answer any more."""
         logger.exception("What the workers say cannot be understood")
         self._die(EngineDeadError(f"what the workers say cannot be understood: {error!r}"))
 
     def _die(self, error: Exception) -> None:
-        """The end of all workers."""
+        """Ends all workers because of an error."""
         if isinstance(error, EngineDeadError):
             logger.error("The workers are gone: %s", error)
-        # who waits for room to send must see it first
+        # first, for a sender that waits for room in a ring
         self._error = error
         self._end(error)
         os.eventfd_write(self.death_descriptor, 1)
         self._kill()
 
     def _end(self, error: Exception) -> None:
-        """Everything that is waited for gets an error."""
+        """Sets an error as the result of all steps and calls under way."""
         with self._waiting:
             if self._error is None:
                 self._error = error

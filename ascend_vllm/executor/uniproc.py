@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class UniProcExecutor(Executor):
-    """One worker in this very process.
+    """One worker in the engine core's process.
 
     With async_scheduling everything the worker does happens in a thread of its own: `execute_model` returns at
     once, and done-callbacks of its futures run in that thread. Otherwise a step is computed while

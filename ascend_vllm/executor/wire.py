@@ -1,8 +1,8 @@
-"""What an executor and workers in other processes tell each other.
+"""The records that an executor and workers in other processes exchange.
 
 A record is one byte that says what it is, and its contents. Steps and their outputs are msgpack, with arrays as
-their bytes. Calls of methods and their results are pickled between a process and those that it has started, for these
-may be anything; between machines they are plain values (`nodes.plain_values`), and what is pickled is not taken.
+their bytes. Calls of methods and their results are pickled between a process and those that it has started, since
+they may be anything; between machines they are plain values (`nodes.plain_values`), and pickles are not taken.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordKind(enum.IntEnum):
     PLAIN_RESULT = 7
 
 
-# first bytes of all that is taken from another machine: by its workers, and by node 0
+# first bytes of the records that are taken from another machine: by its workers, and by node 0
 ORDERS_BETWEEN_MACHINES = frozenset(
     bytes((kind,)) for kind in (RecordKind.STEP, RecordKind.PLAIN_CALL, RecordKind.STOP)
 )
@@ -52,14 +52,14 @@ ANSWERS_BETWEEN_MACHINES = frozenset(
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """What a worker's process is told on its standard input.
+    """What a worker's process reads from its standard input.
 
     Attributes:
         config: of the engine.
         rank: of the worker.
         rendezvous: where the workers meet.
-        orders: ring that steps and calls come through.
-        answers: ring for what the worker says.
+        orders: ring of steps and calls.
+        answers: ring of outputs, results and failures.
         search_path: where its parent finds modules; functions that it calls in workers may come from there.
     """
 
@@ -87,7 +87,7 @@ class Failure(msgspec.Struct, array_like=True):
     trace: str
 
     def error(self) -> Exception:
-        """The exception, as near as this process knows it, with the traceback as a note."""
+        """The exception, of the same class if this process has it, with the traceback as a note."""
         found: Any = getattr(errors, self.kind, None) or getattr(builtins, self.kind, None)
         if found is errors.UnsupportedFlagError:
             found = ConfigError
@@ -137,12 +137,12 @@ def decode_step(record: bytes) -> SchedulerOutput:
 
 
 def encode_output(output: StepOutput) -> bytes:
-    """What a step gave."""
+    """The output of a step."""
     return bytes((RecordKind.STEP_OUTPUT,)) + _ENCODER.encode(output)
 
 
 def decode_output(record: bytes) -> StepOutput:
-    """What a step gave, of a record of kind STEP_OUTPUT."""
+    """The output of a step, from a record of kind STEP_OUTPUT."""
     return _OUTPUT_DECODER.decode(memoryview(record)[1:])
 
 
@@ -197,7 +197,7 @@ def encode_result(call: bytes, result: Any) -> bytes:
 
     Args:
         call: the record of kind CALL or PLAIN_CALL.
-        result: for who made the call.
+        result: what the method returned.
 
     Raises:
         Exception: it cannot be sent.
@@ -208,7 +208,7 @@ def encode_result(call: bytes, result: Any) -> bytes:
 
 
 def encode_start(call_id: int) -> bytes:
-    """That a worker has been made."""
+    """The record that a worker has been made."""
     return _CALL_HEADER.pack(RecordKind.PLAIN_RESULT, call_id) + encode_plain(None)
 
 
@@ -226,20 +226,20 @@ def decode_result(record: bytes) -> Any:
 
 
 def call_id_of(record: bytes) -> int:
-    """Which call a record is about: of kind CALL or RESULT, plain or not."""
+    """Id of the call that a record of kind CALL or RESULT, plain or not, belongs to."""
     return int(_CALL_HEADER.unpack_from(record)[1])
 
 
 def encode_failure(failure: Failure) -> bytes:
-    """What went wrong."""
+    """A record of a failure."""
     return bytes((RecordKind.FAILURE,)) + _ENCODER.encode(failure)
 
 
 def decode_failure(record: bytes) -> Failure:
-    """What went wrong, of a record of kind FAILURE."""
+    """The failure in a record of kind FAILURE."""
     return _FAILURE_DECODER.decode(memoryview(record)[1:])
 
 
 def encode_stop() -> bytes:
-    """The last record to a worker."""
+    """The record that ends a worker."""
     return bytes((RecordKind.STOP,))

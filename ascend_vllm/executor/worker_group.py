@@ -1,6 +1,6 @@
 """Workers in processes of their own on this machine.
 
-One thread listens: to what each worker says, and for the end of each process.
+One thread listens for the answers of each worker, and for the end of each process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S, shut_down_error
 from ascend_vllm.executor.local_workers import LocalWorkers
 from ascend_vllm.executor.remote_workers import RemoteWorkers
 
-# when a worker dies the others fail, too, and may be heard first
+# when a worker dies the others fail, too, and their failures may arrive first
 _LAST_WORDS_S = 0.5
 
 
@@ -76,7 +76,7 @@ class WorkerGroup(RemoteWorkers):
         self._close_descriptors()
 
     def _send_stop(self) -> None:
-        """Has every worker end by itself.
+        """Sends every worker the order to end.
 
         Raises:
             EngineDeadError: the workers are gone.
@@ -105,7 +105,7 @@ class WorkerGroup(RemoteWorkers):
     def _listen_until_the_end(self) -> None:
         while self._error is None:
             ready = {descriptor for descriptor, _ in self._poll.poll()}
-            # what a worker said before its end comes first: it may say why
+            # answers sent before the end come first: they may give the reason
             has_heard = self._hear(ready)
             if self._wake in ready:
                 return
@@ -113,10 +113,10 @@ class WorkerGroup(RemoteWorkers):
                 self._see_ends(ready)
 
     def _hear(self, ready: set[int]) -> bool:
-        """Takes what is said at readable descriptors; whether it was anything."""
+        """Takes the answers at readable descriptors; returns whether there were any."""
         speaking = ready & self._local.speakers.keys()
         for rank, record in self._local.take(speaking):
-            # nobody waits for anything any more when it is over
+            # after an error nothing is waited for any more
             if self._error is None:
                 self._take(rank, record)
         return bool(speaking)

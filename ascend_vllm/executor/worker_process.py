@@ -1,9 +1,9 @@
 """A worker in a process of its own: ``python -m ascend_vllm.executor.worker_process``.
 
-Started by `MultiprocExecutor`. Its standard input brings four bytes, big-endian, the length; then so many bytes, the
-WorkerSetup in msgpack. It stays open; its end means that the parent is gone, and ends this process at once, whatever
-it does. All else goes through two rings of shared memory. SIGINT and SIGTERM are ignored: a terminal, or whoever ends
-the engine, sends them to the whole group, and the engine ends its workers.
+Started by `LocalWorkers`. Its standard input brings the length of the WorkerSetup (four bytes, big-endian) and the
+WorkerSetup in msgpack. It stays open: when it ends the parent is gone, and this process ends at once. Steps, calls
+and answers go through two rings of shared memory. SIGINT and SIGTERM are ignored: a terminal, or whoever ends the
+engine, sends them to the whole process group, and the engine ends its workers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 logger = init_logger("ascend_vllm.executor.worker_process")
 
-# the call that a worker answers without having been asked, when it is made
+# id of the answer that a worker sends when it has been made; nobody calls for it
 START_CALL = 0
 
 
 class WorkerLoop:
-    """Does what a ring says, and tells what came of it through another.
+    """Executes the records of one ring, and writes the results to another.
 
     Args:
-        worker: what to ask.
+        worker: that executes them.
         rank: of the worker.
-        orders: ring that steps and calls come through.
-        answers: ring for what comes of them.
+        orders: ring of steps and calls.
+        answers: ring of outputs, results and failures.
     """
 
     def __init__(self, worker: Worker, rank: int, orders: RingReader, answers: RingWriter) -> None:
@@ -50,7 +50,7 @@ class WorkerLoop:
         self._answers = answers
 
     def run(self) -> None:
-        """Returns when it is told to stop."""
+        """Returns at a record of kind STOP."""
         while (record := self._orders.read())[0] != RecordKind.STOP:
             answer = answer_record(self._worker, self._rank, record)
             if answer is not None:
@@ -58,15 +58,15 @@ class WorkerLoop:
 
 
 def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
-    """Has a worker do what a record of kind STEP, CALL or PLAIN_CALL says.
+    """Has a worker execute a record of kind STEP, CALL or PLAIN_CALL.
 
     Args:
-        worker: what to ask.
+        worker: that executes it.
         rank: of the worker.
-        record: what to do.
+        record: the step or call.
 
     Returns:
-        A record of what came of it; None if nobody need know.
+        A record with the output, result or failure; None if another worker sends it.
     """
     if record[0] in (RecordKind.CALL, RecordKind.PLAIN_CALL):
         return _call(worker, record)
@@ -91,7 +91,7 @@ def describe(error: BaseException, call_id: int | None) -> Failure:
 
 
 def quieten(rank: int) -> None:
-    """Has workers but the first log warnings only: what the first one tells is true of all."""
+    """Has all workers but the first log warnings only: their other lines would repeat those of the first."""
     if rank and logger.isEnabledFor(logging.INFO) and not logger.isEnabledFor(logging.DEBUG):
         logging.getLogger("ascend_vllm").setLevel(logging.WARNING)
 
@@ -125,7 +125,7 @@ def _end_with_parent(descriptor: int) -> None:
 
 
 def _make_worker(setup: WorkerSetup) -> Worker:
-    # imported here, where a failure is told to the parent
+    # imported here, where a failure is sent to the parent
     from ascend_vllm.worker.worker import Worker
 
     return Worker(setup.config, setup.rank, setup.rendezvous)

@@ -1,7 +1,6 @@
-"""The cluster of Ray that workers run in: found or started, and what is reserved there.
+"""The Ray cluster that workers run in: found or started, and what is reserved there.
 
-Whatever Ray has that is used here is public, and the module is imported when it is needed: it is not installed with
-the server.
+Only Ray's public interface is used. The module is imported when it is needed: it is not installed with the server.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ascend_vllm.platforms.host import usable_cores
 
 logger = init_logger(__name__)
 
-# what a worker takes of its machine, in Ray's words
+# --device → Ray's name of the resource that a worker takes
 _RESOURCES = {"cpu": "CPU", "npu": "NPU"}
-# steps and what they give are small; Ray's own choice would be a third of the memory
+# steps and their outputs are small; Ray's default is a third of the memory
 _OBJECT_STORE_BYTES = 256 << 20
 _CONNECT_TIMEOUT_S = 10.0
-# for what others have reserved to become free: a server that has just ended may not have given it back
+# for reserved resources to become free: a server that has just ended may not have released them
 RESERVE_TIMEOUT_S = 60.0
 _FLAG = "--distributed-executor-backend ray"
 
@@ -91,7 +90,7 @@ class _Connection:
         with self._lock:
             if not ray.is_initialized():
                 _connect(ray, own)
-                # whoever used one that is gone gives back nothing that counts
+                # users of an earlier connection do not count
                 self._num_users, self._is_ours = 0, True
             self._num_users += 1
 
@@ -101,7 +100,7 @@ class _Connection:
             self._num_users -= 1
             if self._is_ours and self._num_users <= 0:
                 self._is_ours = False
-                # nothing happens if the program, or its end, has done so already
+                # does nothing if the program has shut it down already
                 ray.shutdown()
 
 
@@ -124,7 +123,7 @@ class Seat:
 
 
 class RayCluster:
-    """What an engine has of a cluster: a connection, and a device for each worker.
+    """An engine's share of a cluster: a connection, and a device for each worker.
 
     Args:
         device: "cpu" or "npu".
@@ -146,7 +145,7 @@ class RayCluster:
         self._num_workers = num_workers
         self._is_group_ours = False
         self.group: Any = None
-        # devices of other kinds are none of our business
+        # a cluster that is started here offers no devices of other kinds
         own: dict[str, Any] = {"num_gpus": 0, "object_store_memory": _OBJECT_STORE_BYTES}
         if device == "npu":
             own["resources"] = {"NPU": probe_npus().count}
@@ -159,7 +158,7 @@ class RayCluster:
             raise
 
     def _existing_group(self) -> Any:
-        """The placement group that this very process runs in, if it does; its owner has reserved what is needed."""
+        """The placement group that this process runs in, whose owner has reserved what is needed; None: in none."""
         group = self.ray.util.get_current_placement_group()
         if group is None:
             return None
@@ -207,7 +206,7 @@ class RayCluster:
         ]
 
     def close(self) -> None:
-        """Gives back what was reserved, and ends the connection, and the cluster with it if it was started here."""
+        """Releases what was reserved, and ends the connection, and the cluster with it if it was started here."""
         if self._is_group_ours and self.ray.is_initialized():
             self.ray.util.remove_placement_group(self.group)
         _CONNECTION.give_back(self.ray)
@@ -234,7 +233,7 @@ def _connect(ray: Any, own: dict[str, Any], address: str | None = None) -> None:
             if not _start(ray, options | own):
                 ray.init(**options)
                 logger.info("Connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
-    except Exception as error:  # Ray has no class of its own for what may go wrong here
+    except Exception as error:  # Ray has no common class for its errors here
         where = f"the Ray cluster at {asked}" if asked else "the Ray cluster of this machine"
         raise ConfigError(
             f"{_FLAG}: {where} cannot be used: {error}. See `ray status`; RAY_ADDRESS says which cluster is taken, "
@@ -247,7 +246,7 @@ def _start(ray: Any, options: dict[str, Any]) -> bool:
     try:
         ray.init(**options)
     except ValueError as error:
-        # only a cluster that is to be started can be told what it has
+        # resources can be given to a new cluster only
         if "existing cluster" not in str(error):
             raise
         return False
@@ -256,7 +255,7 @@ def _start(ray: Any, options: dict[str, Any]) -> bool:
 
 
 def _check_address(address: str | None) -> None:
-    """Ray itself would try for a minute to reach a cluster that is not there.
+    """Checks that a cluster answers; Ray itself would try for a minute.
 
     Raises:
         ConfigError: nobody listens at the address, or it is none that workers can be started through.
@@ -274,7 +273,7 @@ def _check_address(address: str | None) -> None:
 
 @contextlib.contextmanager
 def _same_signal_handlers() -> Iterator[None]:
-    """Ray would have SIGTERM end the process in its way."""
+    """Restores the handler of SIGTERM, which Ray replaces."""
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:

@@ -1,7 +1,7 @@
 """Workers in actors of Ray, on any machine of a cluster, as the process that started them sees them.
 
-Each has a call under way that never ends, whose failure tells of its death; nobody polls. One thread takes whatever
-comes from the actors: of each in the order in which it was asked for, whatever the order in which Ray tells of it.
+Each has a call under way that never ends, and fails when the actor dies; nobody polls. One thread takes the answers,
+those of one actor in the order of the calls, even if Ray completes them in another order.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ascend_vllm.platforms.host import LOOPBACK
 
 logger = init_logger(__name__)
 
-# when a worker dies the others fail, too, and may be heard first
+# when a worker dies the others fail, too, and their failures may arrive first
 _LAST_WORDS_S = 2.0
-# what is told of a death, of all that Ray says
+# characters of Ray's description of a death that are logged
 _MAX_REASON_LENGTH = 400
 
 
@@ -47,8 +47,8 @@ class _Actor:
         rank: of the worker.
         seat: where it is.
         handle: Ray's.
-        facts: who it is.
-        asked: what will come of its calls and has not been taken yet, oldest first.
+        facts: its process, version and devices.
+        asked: futures of calls whose results have not been taken, oldest first.
     """
 
     rank: int
@@ -67,10 +67,10 @@ class _Actor:
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """What came of a call of an actor.
+    """The result of a call of an actor.
 
     Attributes:
-        actor: of whom it was asked.
+        actor: that was called.
         result: done.
         is_watch: it is the call that never ends.
     """
@@ -117,7 +117,7 @@ class RayGroup(RemoteWorkers):
             ConfigError: one of them has another version of this package.
             EngineDeadError: one of them cannot be started.
         """
-        # resolved here: `ray` is known when it is needed only
+        # resolved here: `ray` is imported only when it is needed
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         make = self._ray.remote(concurrency_groups={"watch": 1})(RayWorker)
         takes = {"num_cpus": 1} if self._cluster.resource == "CPU" else {"num_cpus": 0, "resources": {"NPU": 1}}
@@ -146,7 +146,7 @@ class RayGroup(RemoteWorkers):
         return [_Actor(rank, *member) for rank, member in enumerate(members)]
 
     def _start_workers(self, config: EngineConfig) -> None:
-        """Tells the actors who they are; START_CALL is answered when they have found each other."""
+        """Sends the actors their setups; START_CALL is answered when they have found each other."""
         nodes = [actor.seat.node_id for actor in self._actors]
         is_one_machine = len(set(nodes)) == 1
         port = 0
@@ -175,7 +175,7 @@ class RayGroup(RemoteWorkers):
             )
 
     def _ask(self, actor: _Actor, reference: Any, *, is_watch: bool = False) -> None:
-        """Has what comes of a call of an actor told to the listening thread."""
+        """Has the listening thread take the result of a call of an actor."""
         future = reference.future()
         if not is_watch:
             actor.asked.append(future)
@@ -215,7 +215,7 @@ class RayGroup(RemoteWorkers):
     def _listen(self) -> None:
         while (answer := self._answers.get()) is not None:
             if self._error is not None or self._is_stopping:
-                # nobody waits for it any more
+                # nothing is waited for any more
                 continue
             try:
                 self._hear(answer)
@@ -228,7 +228,7 @@ class RayGroup(RemoteWorkers):
             self._die(EngineDeadError(answer.actor.describe_end(death or RuntimeError("it ended by itself"))))
             return
         asked = answer.actor.asked
-        # Ray may tell of two calls in another order than they were made in; one that failed has its own answer
+        # Ray may complete two calls in another order than they were made in; a failed one is handled above
         while asked and asked[0].done() and asked[0].exception() is None:
             record = asked.popleft().result()
             if record is not None:
@@ -242,7 +242,7 @@ class RayGroup(RemoteWorkers):
             except queue.Empty:
                 return None
             if answer is None:
-                # for the loop, which this is called from
+                # for the loop that this is called from
                 self._answers.put(None)
                 return None
             death = answer.result.exception()

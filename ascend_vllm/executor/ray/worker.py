@@ -1,4 +1,4 @@
-"""A worker in an actor of Ray: what its process does. The actor is made by `RayGroup`."""
+"""The Ray actor that runs a worker. `RayGroup` creates it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RayWorkerFacts(msgspec.Struct, frozen=True):
-    """Who an actor is.
+    """What an actor reports about its process.
 
     Attributes:
         pid: of its process.
@@ -39,7 +39,7 @@ class RayWorkerFacts(msgspec.Struct, frozen=True):
 
 
 class RayWorkerSetup(msgspec.Struct, frozen=True):
-    """What an actor is told before it makes its worker.
+    """What an actor needs to make its worker.
 
     Attributes:
         config: of the engine.
@@ -59,7 +59,7 @@ class RayWorkerSetup(msgspec.Struct, frozen=True):
 
 
 class RayWorker:
-    """Makes a worker and has it do what records say; all that it computes it computes in one thread.
+    """Makes a worker and has it execute records, all in one thread.
 
     Arguments and results are bytes and plain values: Ray pickles them.
     """
@@ -79,12 +79,12 @@ class RayWorker:
         return msgspec.msgpack.encode(RayWorkerFacts(os.getpid(), ascend_vllm.__version__, devices))
 
     def listen(self, host: str) -> int:
-        """Port of the store that this worker is going to keep."""
+        """Opens the port of the store that this worker is going to run, and returns it."""
         self._socket = listen(host)
         return int(self._socket.getsockname()[1])
 
     def start(self, setup: bytes) -> bytes:
-        """Makes the worker, as a RayWorkerSetup in msgpack says; a record of what came of it."""
+        """Makes the worker of a RayWorkerSetup in msgpack; returns a record of the start or of its failure."""
         try:
             self._thread.submit(self._make, msgspec.msgpack.decode(setup, type=RayWorkerSetup)).result()
         except BaseException as error:
@@ -99,7 +99,7 @@ class RayWorker:
             envs.export({"ASCEND_RT_VISIBLE_DEVICES": ",".join(setup.devices)}, {})
         sys.path.extend(path for path in setup.search_path if path not in sys.path)
         quieten(setup.rank)
-        # imported here, behind what it reads from the environment, and where a failure is told
+        # imported here: after the environment is set, and where a failure is sent back
         from ascend_vllm.worker.worker import Worker
 
         rendezvous = setup.rendezvous
@@ -109,24 +109,24 @@ class RayWorker:
         self._worker = Worker(setup.config, setup.rank, rendezvous)
 
     def run(self, record: bytes) -> bytes | None:
-        """Does what a record of kind STEP or CALL says; see `answer_record`."""
+        """Executes a record of kind STEP or CALL; see `answer_record`."""
         if self._worker is None:
             raise RuntimeError("the worker has not been made")
         return self._thread.submit(answer_record, self._worker, self._rank, record).result()
 
     def watch(self) -> None:
-        """Never returns: who has called it notices the end of this process."""
+        """Never returns; the call fails when this process ends."""
         threading.Event().wait()
 
     def stop(self) -> None:
-        """Ends the worker, behind what it was told to do."""
+        """Ends the worker after the calls that were submitted."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._thread.close(worker.shutdown)
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when the parent ends, by its descriptor: Ray would wait for `watch` to return."""
+    """Ends this process when the parent (a pidfd) ends; Ray would wait for `watch` to return."""
     poll = select.poll()
     poll.register(parent, select.POLLIN)
     poll.poll()
