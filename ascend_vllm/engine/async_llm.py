@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -17,17 +17,16 @@ from prometheus_client import CollectorRegistry
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.async_controls import AsyncControls
 from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.core_receiver import LoopTask
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
-from ascend_vllm.engine.metrics import LOG_INTERVAL_S, EngineMetrics
+from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics, StepStats
 from ascend_vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
 from ascend_vllm.engine.output_queue import OutputQueue
-from ascend_vllm.engine.pooling_state import pooling_output
-from ascend_vllm.engine.queue_limits import QueueLimits
-from ascend_vllm.engine.request_stats import StepStats
+from ascend_vllm.engine.pooling import pooling_output
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
-from ascend_vllm.errors import DuplicateRequestError, EngineDeadError, RequestError
+from ascend_vllm.errors import DuplicateRequestError, EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
@@ -44,13 +43,17 @@ T = TypeVar("T")
 _NO_PROCESSORS = (
     "logits_processors are functions, which only LLM and LLMEngine can call: here the model runs in another process."
 )
+_BUSY = (
+    "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
+)
+_BACKLOG = (
+    "The engine has reached its prefill token backlog limit. Please try again later or on a different instance."
+)
 # of a request: every step of its rows looks at all of them
 MAX_BAD_WORD_TOKENS = 8192
-# of `AsyncLLM.pause_generation`
-PAUSE_MODES = ("abort", "wait", "keep")
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControls):
     """An engine whose core runs in a process of its own; with --data-parallel-size several share the requests.
 
     The constructor starts these processes and returns before the model is loaded; `ready` waits for it.
@@ -75,6 +78,7 @@ class AsyncLLM:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
         self.config = config
         self._metrics = EngineMetrics(config)
         self._client = CoreClient(config, self._on_outputs, self._on_death)
@@ -91,8 +95,6 @@ class AsyncLLM:
         self._is_ready = False
         self._refusal: RequestError | None = None
         self._log_task: asyncio.Task[None] | None = None
-        # set when requests have ended, for those that wait for it
-        self._end_waiters: list[asyncio.Event] = []
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -224,9 +226,7 @@ class AsyncLLM:
         Args:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             pooling_params: what to make of it.
-            request_id: must not be in use.
-            priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
-            cache_salt: only requests with the same one share cached prefixes; None: all without one do.
+            request_id, priority, cache_salt: as of `generate`.
             is_further: as of `generate_shaped`.
 
         Raises:
@@ -280,129 +280,6 @@ class AsyncLLM:
         """Ids of the requests that run or wait."""
         return self._output.request_ids()
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Lets nothing be generated until `resume_generation`; requests that come now wait until then.
-
-        Args:
-            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets them run to their ends
-                and returns then, "keep" lets them stay as they are and go on later.
-            clear_cache: forget cached prefixes.
-
-        Raises:
-            RequestError: there is no such mode.
-            EngineDeadError: the engine is gone.
-        """
-        if mode not in PAUSE_MODES:
-            raise RequestError(f"mode must be one of {PAUSE_MODES}, got {mode!r}", "mode")
-        await self.ready()
-        # the queue, too: another request may come to have the id
-        present = {id_: self._output.queue_of(id_) for id_ in self._output.request_ids()}
-        if mode == "wait":
-            # the core holds back what comes from now on
-            await self._client.call_utility("pause", "wait", False)
-            await self._wait_for_ends(present)
-        await self._client.call_utility("pause", "keep", clear_cache)
-        self._client.expect_steps(False)
-        if mode == "abort":
-            for request_id, queue in present.items():
-                self._abort(request_id, queue)
-
-    async def resume_generation(self) -> None:
-        """Ends `pause_generation`.
-
-        Raises:
-            RequestError: the engine sleeps.
-            EngineDeadError: it is gone.
-        """
-        await self._client.call_utility("resume")
-        self._client.expect_steps(True)
-
-    async def is_paused(self) -> bool:
-        """Whether requests have to wait for `resume_generation` or `wake_up`.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-        """
-        return bool((await self._client.call_utility("state"))["is_paused"])
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pauses and gives memory back until `wake_up`; needs --enable-sleep-mode.
-
-        Args:
-            level: 0: none; 1: that of the KV cache; 2: that of the weights, too, which are read again later.
-            mode: as of `pause_generation`; requests that are kept are computed again afterwards.
-
-        Raises:
-            RequestError: there is no such level or mode, or the engine may not sleep.
-            EngineDeadError: it is gone.
-        """
-        await self.ready()
-        await self._client.call_utility("check_sleep", level)
-        await self.pause_generation(mode=mode, clear_cache=level > 0)
-        await self._client.call_utility("sleep", level)
-        self._metrics.set_sleep_level(level)
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes memory again; once all of it is there, requests go on.
-
-        Args:
-            tags: "weights", "kv_cache"; None: both.
-
-        Raises:
-            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
-            AscendVllmError: the memory or the weights are not there.
-            EngineDeadError: the engine is gone.
-        """
-        await self._client.call_utility("wake_up", tags)
-        if not await self.is_sleeping():
-            self._metrics.set_sleep_level(0)
-            self._client.expect_steps(True)
-
-    async def is_sleeping(self) -> bool:
-        """Whether memory of the engine is given back.
-
-        Raises:
-            EngineDeadError: it is gone.
-        """
-        return bool((await self._client.call_utility("state"))["is_sleeping"])
-
-    async def start_profile(self) -> None:
-        """Begins a trace of the workers in VLLM_TORCH_PROFILER_DIR.
-
-        Raises:
-            RequestError: it is not set.
-            EngineDeadError: the engine is gone.
-        """
-        await self._client.call_utility("profile", True)
-
-    async def stop_profile(self) -> None:
-        """Ends the trace and writes its file.
-
-        Raises:
-            RequestError: VLLM_TORCH_PROFILER_DIR is not set.
-            EngineDeadError: the engine is gone.
-        """
-        await self._client.call_utility("profile", False)
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of every worker and returns what each returned, as text what no message can hold.
-
-        The workers of the first engine core come first.
-
-        Raises:
-            RequestError: workers have no such method.
-            AscendVllmError: it failed, or took longer than `timeout` seconds.
-            EngineDeadError: the engine is gone.
-        """
-        result = await self._client.call_utility("collective_rpc", method, timeout, list(args), dict(kwargs or {}))
-        return list(result)
-
     async def check_health(self) -> None:
         """Returns if the engine serves.
 
@@ -447,26 +324,6 @@ class AsyncLLM:
     def default_sampling_params(self) -> dict[str, Any]:
         """Sampling defaults of the model's generation_config.json, as keywords of `SamplingParams`."""
         return self._input.default_sampling_params()
-
-    async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls a method of the engine core, for example "audit"; of several the results are merged.
-
-        Raises:
-            AscendVllmError: the method failed.
-            EngineDeadError: the engine is gone.
-        """
-        return await self._client.call_utility(method, *args)
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; requests that run keep their blocks.
-
-        Returns:
-            Whether that was possible.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-        """
-        return bool(await self._client.call_utility("reset_prefix_cache"))
 
     def refuse(self, error: RequestError) -> None:
         """Ends the requests that run with an error, and from now on every one that comes."""
@@ -555,26 +412,68 @@ class AsyncLLM:
         self._output.fail_all(error)
         self._tell_of_ends()
 
-    async def _wait_for_ends(self, requests: Mapping[str, OutputQueue[Any] | None]) -> None:
-        """Returns when none of some requests, given with their queues, is there any more."""
-        ended = asyncio.Event()
-        self._end_waiters.append(ended)
-        try:
-            while any(self._output.queue_of(id_) is queue for id_, queue in requests.items()):
-                await ended.wait()
-                ended.clear()
-        finally:
-            self._end_waiters.remove(ended)
-
-    def _tell_of_ends(self) -> None:
-        for waiter in self._end_waiters:
-            waiter.set()
-
     async def _log_stats(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while not self.errored:
                 self._metrics.log_if_due()
                 await asyncio.sleep(LOG_INTERVAL_S)
+
+
+class QueueLimits:
+    """Counts the requests that are there, from the moment they come; beyond --max-num-queued-reqs, or its like for
+    tokens, another one is refused.
+
+    Args:
+        config: of the engine.
+        output: knows the requests that the engine cores have.
+        metrics: count refusals.
+
+    Attributes:
+        num_waiting: requests that wait, as each of the cores counts them.
+    """
+
+    def __init__(self, config: EngineConfig, output: OutputProcessor, metrics: EngineMetrics) -> None:
+        self._config = config
+        self._output = output
+        self._metrics = metrics
+        # request id → sequences of requests that are being checked and tokenised
+        self._admitted: dict[str, int] = {}
+        self.num_waiting = [0] * config.parallel.data_parallel_size
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request of this id is being checked and tokenised."""
+        return request_id in self._admitted
+
+    @contextlib.contextmanager
+    def admit(self, request_id: str, num_sequences: int) -> Iterator[None]:
+        """Counts a request while it is checked and tokenised.
+
+        Raises:
+            EngineBusyError: too many requests wait, or too many of their tokens.
+        """
+        self._check()
+        self._admitted[request_id] = num_sequences
+        try:
+            yield
+        finally:
+            del self._admitted[request_id]
+
+    def _check(self) -> None:
+        """Refuses a request if too many wait: beyond those that can run, or by the core's own count."""
+        scheduler = self._config.scheduler
+        most_tokens = scheduler.max_num_queued_tokens
+        if most_tokens is not None and self._output.num_prefill_tokens >= most_tokens:
+            self._metrics.count_rejection(BACKLOG_FULL)
+            raise EngineBusyError(_BACKLOG)
+        limit = scheduler.max_num_queued_reqs
+        if limit is None:
+            return
+        in_flight = self._output.num_sequences + sum(self._admitted.values())
+        beyond_running = in_flight - scheduler.max_num_seqs * self._config.parallel.data_parallel_size
+        num_waiting = sum(self.num_waiting)
+        if beyond_running >= limit or (num_waiting > 0 and num_waiting >= limit):
+            self._metrics.count_rejection()
+            raise EngineBusyError(_BUSY)
 
 
 # its name of old

@@ -10,10 +10,9 @@ from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.inproc_client import InprocCoreClient
 from ascend_vllm.engine.input_processor import InputProcessor, PromptType, refuse_adapters
-from ascend_vllm.engine.metrics import EngineMetrics
+from ascend_vllm.engine.metrics import EngineMetrics, StepStats
 from ascend_vllm.engine.metrics_reader import Metric, read_metrics
 from ascend_vllm.engine.output_processor import OutputProcessor
-from ascend_vllm.engine.request_stats import StepStats
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.errors import ConfigError, RequestError

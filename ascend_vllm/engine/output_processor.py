@@ -12,18 +12,18 @@ additions and aborts over to the output thread instead would make them wait for 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.engine.beam_output import BeamSearchState
-from ascend_vllm.engine.fair_lock import FairLock
 from ascend_vllm.engine.input_processor import ProcessedRequest
+from ascend_vllm.engine.metrics import FinishedRequest, StepStats
 from ascend_vllm.engine.output_queue import OutputQueue
-from ascend_vllm.engine.pooling_state import PoolingState
-from ascend_vllm.engine.request_stats import FinishedRequest, StepStats
-from ascend_vllm.engine.sequence_state import PromptLogprobsState, SequenceState
+from ascend_vllm.engine.pooling import PoolingState
+from ascend_vllm.engine.sequence_state import BeamSearchState, PromptLogprobsState, SequenceState
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tracing import RequestTracer
 from ascend_vllm.errors import (
@@ -61,6 +61,32 @@ _ERRORS: dict[str, type[RequestError] | type[EngineDeadError]] = {
 
 # what a core request stands for
 AnySequence: TypeAlias = SequenceState | BeamSearchState | PoolingState
+
+
+class FairLock:
+    """A lock that whoever waits for it gets when it is released next.
+
+    A thread that releases a `threading.Lock` and takes it again at once nearly always wins against those that wait,
+    which have to wake up first. Here who waits holds the gate to the lock, so that nobody gets past.
+
+    Example::
+
+        with lock:
+            ...
+    """
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._gate:
+            self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
 
 
 @dataclasses.dataclass

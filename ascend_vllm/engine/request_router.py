@@ -108,11 +108,6 @@ class RequestRouter:
         self._engines[number].num_sequences += width
         return number
 
-    def engine_of(self, request_id: str) -> int | None:
-        """The number of the engine that has a request; None if it has ended."""
-        route = self._routes.get(request_id)
-        return None if route is None else route[0]
-
     def release(self, request_id: str) -> None:
         """Takes notice of a request's end; that of an unknown one is ignored."""
         number, width = self._routes.pop(request_id, (0, 0))

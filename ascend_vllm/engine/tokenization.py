@@ -421,6 +421,50 @@ class Tokenizer:
         return self.decode([*letter, token_id])[len(self.decode(letter)) :]
 
 
+def truncation_limit(requested: int, max_model_len: int) -> int:
+    """The most tokens of a prompt that are kept.
+
+    Args:
+        requested: -1: what the model takes.
+        max_model_len: that.
+
+    Raises:
+        RequestError: more is requested than the model takes.
+    """
+    if requested > max_model_len:
+        raise RequestError(
+            "truncate_prompt_tokens value is greater than max_model_len. Please request a smaller truncation size.",
+            "truncate_prompt_tokens",
+        )
+    return max_model_len if requested == -1 else requested
+
+
+def truncate(token_ids: list[int], limit: int, side: str, empty_ids: list[int]) -> list[int]:
+    """So many tokens of a prompt; what surrounds every text (a beginning-of-text token, an end) is not cut off.
+
+    Args:
+        token_ids: the prompt.
+        limit: most tokens to keep.
+        side: "right": the end is cut off; "left": the beginning is.
+        empty_ids: tokens of an empty text.
+
+    Example::
+
+        truncate([1, 7, 8, 9, 2], 3, "right", [1, 2])  # [1, 7, 2]
+    """
+    if len(token_ids) <= limit:
+        return token_ids
+    num_kept, size = 0, len(token_ids)
+    # of what surrounds a text, that at the end which is cut off
+    around = empty_ids if side == "left" else empty_ids[::-1]
+    end = token_ids[: len(around)] if side == "left" else token_ids[: -len(around) - 1 : -1]
+    while num_kept < min(len(around), limit - 1) and end[num_kept] == around[num_kept]:
+        num_kept += 1
+    if side == "left":
+        return token_ids[:num_kept] + token_ids[size - limit + num_kept :]
+    return token_ids[: limit - num_kept] + token_ids[size - num_kept :]
+
+
 class _ByteTable(dict[int, bytes]):
     """Token id → bytes of a byte-level vocabulary, filled on first use.
 

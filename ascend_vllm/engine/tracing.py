@@ -12,7 +12,7 @@ from typing import Any
 
 from ascend_vllm import envs
 from ascend_vllm.config.engine import ObservabilityConfig
-from ascend_vllm.engine.request_stats import FinishedRequest
+from ascend_vllm.engine.metrics import FinishedRequest
 from ascend_vllm.sampling_params import SamplingParams
 
 # W3C Trace Context: by which of a request's headers its span belongs to the trace of whoever sent it

@@ -19,7 +19,7 @@ import zmq
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
-from ascend_vllm.engine.fair_lock import FairLock
+from ascend_vllm.engine.output_processor import FairLock
 from ascend_vllm.engine.sequence_state import SequenceState
 from ascend_vllm.entrypoints.http.sse import ChatChunkWriter, CompletionChunkWriter
 from ascend_vllm.entrypoints.openai.app import build_app

@@ -14,10 +14,10 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from ascend_vllm.entrypoints.http import long_json, validation
-from ascend_vllm.entrypoints.http.errors import BodyError, decode_json, shown_params
+from ascend_vllm.entrypoints.http import validation
+from ascend_vllm.entrypoints.http.errors import BodyError, shown_params
 from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError
-from ascend_vllm.entrypoints.http.validation import check_num_values, read_by
+from ascend_vllm.entrypoints.http.validation import check_num_values, decode_json, read_by
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
@@ -165,8 +165,8 @@ async def test_long_bodies_are_read_one_at_a_time_and_those_of_clients_that_left
 )
 def test_json_in_parts_says_what_it_says_at_once(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     for part in range(1, 40):
-        monkeypatch.setattr(long_json, "_PART", part)
-        assert long_json.decode_in_parts(text.encode()) == json.loads(text)
+        monkeypatch.setattr(validation, "_PART", part)
+        assert validation.decode_in_parts(text.encode()) == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_json_in_parts_is_as_wrong_as_at_once(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(msgspec.DecodeError) as expected:
         msgspec.json.decode(text)
     for part in range(1, 20):
-        monkeypatch.setattr(long_json, "_PART", part)
+        monkeypatch.setattr(validation, "_PART", part)
         with pytest.raises(msgspec.DecodeError, match=re.escape(str(expected.value))):
-            long_json.decode_in_parts(text.encode())
+            validation.decode_in_parts(text.encode())
 
 
 def test_long_lists_of_numbers_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

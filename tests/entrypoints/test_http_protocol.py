@@ -7,7 +7,8 @@ from typing import Any
 import pydantic
 import pytest
 
-from ascend_vllm.entrypoints.http.errors import BodyError, decode_json, to_http_error
+from ascend_vllm.entrypoints.http.errors import BodyError, to_http_error
+from ascend_vllm.entrypoints.http.validation import decode_json
 from ascend_vllm.entrypoints.openai import protocol_common
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, parse_logit_bias

@@ -12,8 +12,8 @@ from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.fields import flags_of
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.entrypoints import api_server, cli
-from ascend_vllm.entrypoints.http.middleware import add_named_middleware
 from ascend_vllm.entrypoints.openai import run_batch
+from ascend_vllm.entrypoints.openai.app import add_named_middleware
 from ascend_vllm.errors import ConfigError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "engine" / "flags_0_6_3.json").read_text())

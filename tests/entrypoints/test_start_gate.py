@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from ascend_vllm.entrypoints.http.start_gate import StartGate
+from ascend_vllm.entrypoints.http.protocol import StartGate
 from tests.entrypoints.test_http_limits import opened, post
 
 

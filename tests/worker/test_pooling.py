@@ -12,7 +12,7 @@ import torch
 
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.core.engine_core import EngineCore, build
-from ascend_vllm.engine.pooling_requests import POOLED
+from ascend_vllm.engine.pooling import POOLED
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tests.pooling_models import bare_model, classifier, hidden_states, scores, unit

@@ -291,6 +291,6 @@ def error_of(body: dict[str, Any]) -> dict[str, Any]:
     """An error in Anthropic's shape; what vLLM adds to it (param and code) is kept.
 
     Args:
-        body: of `protocol_common.error_body`.
+        body: of `http.errors.error_body`.
     """
     return {"type": "error", "error": body["error"]}

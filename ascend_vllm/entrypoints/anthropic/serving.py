@@ -23,15 +23,16 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
 )
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
+from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.http.sse import encode_json
-from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
 from ascend_vllm.entrypoints.http.validation import read_by
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
+from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt
+from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter
+from ascend_vllm.entrypoints.openai.request_limits import check_number
+from ascend_vllm.entrypoints.openai.serving_base import Events
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
-from ascend_vllm.entrypoints.openai.usage import UsageCounter
-from ascend_vllm.entrypoints.templates.conversation_limits import check_number
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
 # for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice
@@ -60,19 +61,17 @@ class ServingMessages:
         Raises:
             RequestError: the request is wrong.
             pydantic.ValidationError: its tools do not fit each other.
-            EngineDeadError: the engine is gone.
-            ClientDisconnectedError: the client went away; the generation was aborted.
         """
         chat_request = await self._to_chat(request, http)
         prompt = await self._chat.prepare(chat_request, http)
         max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
-        response_id = self._chat.response_id(chat_request, "chatcmpl", http)
+        response_id = make_response_id(chat_request, "chatcmpl", http)
         answer = _Answer(self._chat, chat_request, response_id, prompt)
         if request.stream:
-            events = self._chat.start_stream(chat_request, response_id, http, [prompt], [max_tokens], answer.encode)
-            return await self._chat.open_stream(http, events, answer.stream)
-        generators = self._chat.start_request(chat_request, response_id, http, [prompt], [max_tokens])
-        outputs = await run_unless_disconnected(http.receive, self._chat.collect(generators))
+            return await self._chat.generate_stream(
+                chat_request, response_id, http, [prompt], [max_tokens], answer.encode, answer.stream
+            )
+        outputs = await self._chat.generate_whole(chat_request, response_id, http, [prompt], [max_tokens])
         answer.usage.add(0, outputs[0])
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0].outputs[0])))
 
@@ -82,7 +81,6 @@ class ServingMessages:
         Raises:
             RequestError: the request is wrong.
             pydantic.ValidationError: its tools do not fit each other.
-            ClientDisconnectedError: the client went away.
         """
         prompt = await self._chat.prepare(await self._to_chat(request, http), http)
         count = len(prompt.token_ids)
@@ -155,7 +153,7 @@ class _Answer:
         return usage
 
     def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
-        """The events of the next output, none while a parser holds text back; see `ServingBase.start_stream`."""
+        """The events of the next output, none while a parser holds text back; see `ServingBase.generate_stream`."""
         events = []
         if not self.usage.started:
             self.usage.add(0, output)

@@ -7,7 +7,6 @@ flat ``{"object": "error", message, type, param, code}`` of vLLM 0.6.3.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ascend_vllm.entrypoints.http.long_json import decode_in_parts
-from ascend_vllm.entrypoints.openai.protocol_common import error_body
 from ascend_vllm.errors import EngineDeadError, RequestError, ServerStoppingError, WorkerCallError
 from ascend_vllm.logger import init_logger
 
@@ -33,11 +30,6 @@ _MAX_MESSAGE_CHARACTERS = 8192
 _MAX_LOGGED_CHARACTERS = 2000
 # what pydantic calls the members of a union in the place of a finding
 _UNION_MEMBER = re.compile(r"str|(list|dict|literal|function-wrap)\[.*\]|constrained-\w+|[A-Z]\w+")
-# bodies that Python's json reads as well where msgspec does not: of longer ones it would make hundreds of
-# milliseconds in which nobody else has a turn
-_MAX_LENIENT_BYTES = 1 << 20
-# how msgspec tells a place
-_BYTE = re.compile(r"\(byte (\d+)\)$")
 _FIELD_IN_TEXT = re.compile(r"`(\w+)`")
 
 
@@ -52,6 +44,12 @@ class HttpError(NamedTuple):
 
     status: int
     body: dict[str, Any]
+
+
+def error_body(message: str, error_type: str, code: int, param: str | None = None) -> dict[str, Any]:
+    """An error in both shapes at once: today's nested one, and the flat one of vLLM 0.6.3."""
+    error = {"message": message, "type": error_type, "param": param, "code": code}
+    return {"error": error, "object": "error", **error}
 
 
 def to_http_error(error: BaseException) -> HttpError:
@@ -153,45 +151,6 @@ def _written(value: Any, most: int) -> Iterator[str]:
     else:
         # of a longer text its beginning is all that will be shown
         yield repr(value[: most + 1] if isinstance(value, str) else value)
-
-
-def decode_json(body: bytes) -> Any:
-    """A request body's JSON.
-
-    Raises:
-        BodyError: it is empty, not JSON, or not text.
-    """
-    if not body.strip():
-        raise BodyError("1 validation error:\n  {'type': 'missing', 'loc': 'body', 'msg': 'Field required'}", "body")
-    try:
-        return decode_in_parts(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if len(body) <= _MAX_LENIENT_BYTES:
-            return _decode_json_leniently(body)
-        found = _BYTE.search(str(error)) if isinstance(error, msgspec.DecodeError) else None
-        if found is None:
-            raise BodyError(f"The request body cannot be decoded: {error}", "body") from error
-        raise _wrong_json(int(found[1]), str(error)) from error
-
-
-def _decode_json_leniently(body: bytes) -> Any:
-    """What Python's json accepts beyond the standard (NaN), and its findings where it does not."""
-    try:
-        value = json.loads(body)
-        # a lone surrogate ("\\ud800") is no character and would fail later, in the tokenizer
-        json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise _wrong_json(error.pos, error.msg) from error
-    except (UnicodeError, RecursionError, ValueError) as error:
-        raise BodyError(f"The request body cannot be decoded: {error}", "body") from error
-    return value
-
-
-def _wrong_json(position: int, message: str) -> BodyError:
-    """What is wrong with a body, and where."""
-    place = f"body.{position}"
-    finding = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "ctx": message}
-    return BodyError(f"1 validation error:\n  {finding}", place)
 
 
 def json_response(content: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:

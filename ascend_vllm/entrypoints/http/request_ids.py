@@ -1,4 +1,4 @@
-"""Ids that clients choose for their requests: what they may be, and who has one at the moment.
+"""Ids that clients choose for their requests: what they may be, who has one, and how answers carry them.
 
 The field `request_id` of a body is the client's own name for one request: while the request lives, no other one of
 the same caller has it. The header ``X-Request-Id`` is not: proxies set it and repeat it when they try again, and
@@ -8,12 +8,15 @@ as in vLLM; in the engine, where ids get a random end, they are told apart all t
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Protocol
 
 from pydantic import AfterValidator
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ascend_vllm.entrypoints.http.access import caller_of
 from ascend_vllm.errors import DuplicateRequestError, RequestError
 
 # ids come back in answers, in headers and in the log
@@ -108,6 +111,35 @@ def claims_of(http: Request) -> Claims:
     return claims
 
 
+def make_response_id(request: NamedRequest, prefix: str, http: Request) -> str:
+    """The id of the answer to a request: what the client chose, if it did, behind the prefix.
+
+    It is the request's from here on.
+
+    Raises:
+        DuplicateRequestError: the request names itself like another one that lives.
+        RequestError: the header's id is none.
+    """
+    return f"{prefix}-{claim_id(request, http) or header_id(http) or secrets.token_hex(8)}"
+
+
+def claim_id(request: NamedRequest, http: Request) -> str | None:
+    """The name that a request has in its body, taken for it; None: it has none.
+
+    Raises:
+        DuplicateRequestError: another one that lives has it.
+    """
+    if request.request_id:
+        claims_of(http).take(caller_of(http.scope), request.request_id)
+    return request.request_id
+
+
+def make_engine_id(request: NamedRequest, response_id: str, http: Request) -> str:
+    """What the ids in the engine begin with; with a random end, for clients repeat the ids they choose."""
+    is_chosen = request.request_id or header_id(http)
+    return f"{response_id}-{secrets.token_hex(4)}" if is_chosen else response_id
+
+
 class RequestIdClaimsMiddleware:
     """Gives every request room for the ids it takes, and frees them when its answer ends, in whatever way.
 
@@ -126,3 +158,24 @@ class RequestIdClaimsMiddleware:
             await self._app(scope, receive, send)
         finally:
             claims.release()
+
+
+class RequestIdMiddleware:
+    """Adds `X-Request-Id` to every answer: the request's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with the header added to its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id") or secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(raw=message["headers"])["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

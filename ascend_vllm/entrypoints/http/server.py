@@ -18,14 +18,14 @@ import uvicorn
 from ascend_vllm import envs
 from ascend_vllm.args.tables.server import HttpArgs
 from ascend_vllm.entrypoints.http import tls
-from ascend_vllm.entrypoints.http.middleware import BodyLimitMiddleware
 from ascend_vllm.entrypoints.http.protocol import (
     DEFAULT_MAX_HEAD_BYTES,
     DEFAULT_MAX_HEADERS,
     HttpLimits,
     LimitedHttpProtocol,
+    StartGate,
 )
-from ascend_vllm.entrypoints.http.start_gate import StartGate
+from ascend_vllm.entrypoints.http.validation import BodyLimitMiddleware
 from ascend_vllm.errors import ConfigError, ServerStoppingError
 from ascend_vllm.log_lines import keep_safe
 from ascend_vllm.logger import init_logger

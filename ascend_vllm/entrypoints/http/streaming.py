@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ascend_vllm.engine.text_threads import SHORT
+from ascend_vllm.entrypoints.http.request_ids import claims_of
 
 T = TypeVar("T")
 
@@ -188,3 +189,61 @@ async def _drain(
             raise item
         else:
             yield item
+
+
+async def collect(generators: Sequence[AsyncGenerator[T, None]]) -> list[T]:
+    """The final outputs, in the order of the prompts."""
+    async with contextlib.aclosing(merge(generators)) as outputs:
+        finals = {index: output async for index, output in outputs}
+    return [finals[index] for index in range(len(generators))]
+
+
+async def open_stream(
+    http: Request,
+    generators: Sequence[AsyncGenerator[T, None]],
+    shape: Callable[[AsyncGenerator[tuple[int, T], None]], AsyncGenerator[bytes, None]],
+    interval_s: float,
+) -> StreamResponse:
+    """A stream of events, begun only once the engine has answered.
+
+    Waiting for the first output lets what the engine refuses (a full queue) become a plain error status.
+
+    Args:
+        http: whose client may go away.
+        generators: the outputs of each prompt, or events made of them.
+        shape: makes the stream of them, each with its prompt's index.
+        interval_s: after so many seconds of silence a comment is sent; 0: never.
+
+    Raises:
+        RequestError: the engine refused the request.
+        EngineDeadError: the engine is gone.
+    """
+    outputs = merge(generators)
+    first = asyncio.ensure_future(anext(outputs))
+    try:
+        # with signs of life the answer begins after the first interval, whatever becomes of it
+        await run_unless_disconnected(http.receive, asyncio.wait((first,), timeout=interval_s or None))
+        if first.done():
+            first.result()
+    except BaseException:
+        await _close(first, outputs)
+        raise
+    body = shape(_chain(first, outputs))
+    if interval_s:
+        body = with_keep_alive(body, interval_s)
+    return StreamResponse(body, "text/event-stream", lambda: _close(first, outputs), on_end=claims_of(http).release)
+
+
+async def _chain(
+    first: asyncio.Future[tuple[int, T]], rest: AsyncGenerator[tuple[int, T], None]
+) -> AsyncGenerator[tuple[int, T], None]:
+    yield await first
+    async for item in rest:
+        yield item
+
+
+async def _close(first: asyncio.Future[tuple[int, T]], rest: AsyncGenerator[tuple[int, T], None]) -> None:
+    """End the generators, also while the first output is still waited for."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await rest.aclose()

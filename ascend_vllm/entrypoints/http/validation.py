@@ -2,23 +2,28 @@
 
 Long bodies take time, however clean they are, and wrong ones took far more: pydantic tells of every wrong entry of a
 list, once for every type that the list may have. A long body is checked up to the first wrong entry of each list
-instead, lists of numbers by msgspec, in a thread that works on one body at a time.
+instead, lists of numbers by msgspec, in a thread that works on one body at a time. Long JSON is decoded in parts:
+what does not end for milliseconds keeps all other threads from the interpreter.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 from pydantic_core import SchemaValidator, core_schema
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.engine.text_threads import TextThread
-from ascend_vllm.entrypoints.http.errors import BodyError, decode_json
-from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.http.errors import BodyError
+from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError, run_unless_disconnected
 from ascend_vllm.entrypoints.openai.request_limits import (
     MAX_FIELDS,
     MAX_NESTED_ENTRIES,
@@ -26,6 +31,7 @@ from ascend_vllm.entrypoints.openai.request_limits import (
     check_sizes,
     has_more_entries,
 )
+from ascend_vllm.errors import RequestError
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
@@ -46,15 +52,82 @@ _MOST = {
     "texts": 2 * MAX_NESTED_ENTRIES + 2 * MAX_PROMPTS,
     "values": 1 << 23,
 }
-# what a body is read for in parts of so many bytes, and what is not counted in them
+# bodies, and lists of numbers in them, are looked at in parts of so many bytes
 _PART = 1 << 16
+# what is not counted in them
 _UNCOUNTED = bytes(set(range(256)) - set(b'[{:,"'))
+
+# what lists of numbers are made of
+_NUMBERS = b"0123456789+-.eE, \t\r\n"
+# how msgspec tells a place
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+# bodies that Python's json reads as well where msgspec does not: of longer ones it would make hundreds of
+# milliseconds in which nobody else has a turn
+_MAX_LENIENT_BYTES = 1 << 20
 
 # not of a low priority: they hold the interpreter, for which others would wait
 _medium_bodies = TextThread("medium-bodies", max_waiting=_MAX_WAITING, wait="bodies of {} bytes wait to be read")
 _long_bodies = TextThread("long-bodies", max_waiting=_MAX_WAITING, wait="bodies of {} bytes wait to be read")
 
 _Ids = list[Annotated[int, msgspec.Meta(ge=0)]]
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class BodyTooLargeError(RequestError):
+    """The body of a request is above --max-body-bytes."""
+
+    status_code = 413
+    error_type = "RequestEntityTooLargeError"
+
+
+class BodyLimitMiddleware:
+    """Refuses to receive more of a body than the limit.
+
+    The refusal is raised where the body is read, so that it is answered like every other error, after the key was
+    checked and with all headers. A body whose declared length is too large is not read at all.
+
+    Args:
+        app: what receives.
+        max_bytes: of a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with a limited body."""
+        if scope["type"] == "http":
+            receive = self._limited(Headers(scope=scope).get("content-length", ""), receive)
+        await self._app(scope, receive, send)
+
+    def _limited(self, declared: str, receive: Receive) -> Receive:
+        num_bytes = int(declared) if declared.isdecimal() else 0
+        is_whole = False
+        is_first = True
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes, is_whole, is_first
+            if is_first:
+                self._check(num_bytes)
+                is_first, num_bytes = False, 0
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                self._check(num_bytes)
+                is_whole = not message.get("more_body", False)
+            elif not is_whole:
+                # nobody is left to be told what is wrong with half a body
+                raise ClientDisconnectedError
+            return message
+
+        return receive_limited
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise BodyTooLargeError(
+                f"The request body is larger than the {self._max_bytes} bytes that --max-body-bytes allows.", "body"
+            )
 
 
 async def read_model(http: Request, model: type[B]) -> B:
@@ -198,3 +271,87 @@ def _take_ids(value: Any, check: Callable[[Any], Any]) -> Any:
     except msgspec.ValidationError:
         return check(value)
     return value
+
+
+def decode_in_parts(body: bytes) -> Any:
+    """What msgspec makes of JSON; long lists of numbers in the fields of an object are decoded part by part.
+
+    Raises:
+        msgspec.DecodeError: it is not JSON; as if it was decoded at once.
+        UnicodeDecodeError, RecursionError: likewise.
+    """
+    try:
+        fields = _fields.decode(body)
+    except msgspec.ValidationError:
+        # not an object
+        return msgspec.json.decode(body)
+    try:
+        return {name: _decode_field(raw) for name, raw in fields.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # as a whole, for the place of what is wrong
+        return msgspec.json.decode(body)
+
+
+def _decode_field(raw: msgspec.Raw) -> Any:
+    view = memoryview(raw)
+    entries = _decode_numbers(view) if len(view) > _PART and view[0] == ord("[") else None
+    return msgspec.json.decode(raw) if entries is None else entries
+
+
+def _decode_numbers(view: memoryview) -> list[Any] | None:
+    """The entries of a list; None: some are no numbers.
+
+    Args:
+        view: the JSON of a list.
+    """
+    entries: list[Any] = []
+    start, end = 1, len(view) - 1
+    while start < end:
+        part = bytes(view[start : min(start + _PART, end)])
+        if start + len(part) < end:
+            # not in the middle of a number
+            part = part[: max(part.rfind(b","), 0)]
+        if not part or part.translate(None, _NUMBERS):
+            return None
+        entries += msgspec.json.decode(b"[" + part + b"]")
+        start += len(part) + 1
+    return entries
+
+
+def decode_json(body: bytes) -> Any:
+    """A request body's JSON.
+
+    Raises:
+        BodyError: it is empty, not JSON, or not text.
+    """
+    if not body.strip():
+        raise BodyError("1 validation error:\n  {'type': 'missing', 'loc': 'body', 'msg': 'Field required'}", "body")
+    try:
+        return decode_in_parts(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if len(body) <= _MAX_LENIENT_BYTES:
+            return _decode_json_leniently(body)
+        found = _BYTE.search(str(error)) if isinstance(error, msgspec.DecodeError) else None
+        if found is None:
+            raise BodyError(f"The request body cannot be decoded: {error}", "body") from error
+        raise _wrong_json(int(found[1]), str(error)) from error
+
+
+def _decode_json_leniently(body: bytes) -> Any:
+    """What Python's json accepts beyond the standard (NaN), and its findings where it does not."""
+    try:
+        value = json.loads(body)
+        # a lone surrogate ("\\ud800") is no character and would fail later, in the tokenizer
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise _wrong_json(error.pos, error.msg) from error
+    except (UnicodeError, RecursionError, ValueError) as error:
+        raise BodyError(f"The request body cannot be decoded: {error}", "body") from error
+    return value
+
+
+def _wrong_json(position: int, message: str) -> BodyError:
+    """What is wrong with a body, and where."""
+    place = f"body.{position}"
+    finding = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "ctx": message}
+    return BodyError(f"1 validation error:\n  {finding}", place)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from ascend_vllm.engine.llm_engine import LLMEngine
-from ascend_vllm.engine.metrics_reader import Metric
 from ascend_vllm.entrypoints.offline.arguments import REFUSED_METHODS, refuse
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_engine(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Concatenate[EngineControls, P], R]:
+    """A method of the engine as one of `LLM`."""
+
+    @functools.wraps(method)
+    def call(self: EngineControls, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self.llm_engine, *args, **kwargs)
+
+    return call
 
 
 class EngineControls:
@@ -18,6 +31,13 @@ class EngineControls:
     """
 
     llm_engine: LLMEngine
+
+    stop_profile = _of_engine(LLMEngine.stop_profile)
+    sleep = _of_engine(LLMEngine.sleep)
+    wake_up = _of_engine(LLMEngine.wake_up)
+    is_sleeping = _of_engine(LLMEngine.is_sleeping)
+    collective_rpc = _of_engine(LLMEngine.collective_rpc)
+    get_metrics = _of_engine(LLMEngine.get_metrics)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets the prefixes that enable_prefix_caching keeps, for example after the weights have changed.
@@ -47,32 +67,6 @@ class EngineControls:
         refuse(profile_prefix=profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations)
         self.llm_engine.start_profile()
 
-    def stop_profile(self) -> None:
-        """Ends the trace and writes its file into VLLM_TORCH_PROFILER_DIR."""
-        self.llm_engine.stop_profile()
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Gives memory back until `wake_up`; see `LLMEngine.sleep`."""
-        self.llm_engine.sleep(level, mode)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Ends `sleep`; see `LLMEngine.wake_up`."""
-        self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether memory of the engine is given back."""
-        return self.llm_engine.is_sleeping()
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of every worker; see `LLMEngine.collective_rpc`."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Calls a function with each worker's model, a tree of `ascend_vllm.layers.base.Layer`.
 
@@ -88,10 +82,6 @@ class EngineControls:
         """How many workers there are, with all copies of the model or of one alone; in this version the same."""
         del include_dp
         return self.llm_engine.get_parallel_config().world_size
-
-    def get_metrics(self) -> list[Metric]:
-        """All metrics as they are now; see `LLMEngine.get_metrics`."""
-        return self.llm_engine.get_metrics()
 
     if not TYPE_CHECKING:
 

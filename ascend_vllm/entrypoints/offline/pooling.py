@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
-from ascend_vllm.engine.pooling_requests import check_task, truncation_limit
-from ascend_vllm.engine.pooling_scores import is_cross_encoder, pair_up, similarity
-from ascend_vllm.engine.pooling_state import pooling_output
+from ascend_vllm.engine.pooling import check_task, is_cross_encoder, pair_up, pooling_output, similarity
+from ascend_vllm.engine.tokenization import truncation_limit
 from ascend_vllm.entrypoints.offline.progress import UseTqdm
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import (

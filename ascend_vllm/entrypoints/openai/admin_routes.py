@@ -14,7 +14,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ascend_vllm.engine.async_llm import PAUSE_MODES
+from ascend_vllm.engine.async_controls import PAUSE_MODES
 from ascend_vllm.entrypoints.http.errors import BodyError, json_response
 from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError, WorkerCallError
 

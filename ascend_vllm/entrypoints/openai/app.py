@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import inspect
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import prometheus_client
 from fastapi import FastAPI, Request
@@ -17,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 import ascend_vllm
 from ascend_vllm import envs
-from ascend_vllm.engine.pooling_scores import is_cross_encoder
+from ascend_vllm.engine.pooling import is_cross_encoder
 from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from ascend_vllm.entrypoints.http.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware, api_keys
@@ -35,8 +37,7 @@ from ascend_vllm.entrypoints.http.metrics import (
     ServerLoad,
     ServerLoadMiddleware,
 )
-from ascend_vllm.entrypoints.http.middleware import RequestIdMiddleware, add_named_middleware
-from ascend_vllm.entrypoints.http.request_ids import RequestIdClaimsMiddleware
+from ascend_vllm.entrypoints.http.request_ids import RequestIdClaimsMiddleware, RequestIdMiddleware
 from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError
 from ascend_vllm.entrypoints.http.validation import read_model
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
@@ -66,7 +67,7 @@ from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.serving_tokens import ServingTokens
 from ascend_vllm.entrypoints.openai.small_routes import add_small_routes
 from ascend_vllm.entrypoints.openai.tool_metrics import ToolCallCollector
-from ascend_vllm.errors import EngineDeadError
+from ascend_vllm.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
@@ -299,6 +300,25 @@ def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
     )
+
+
+def add_named_middleware(app: FastAPI, name: str) -> None:
+    """Install the middleware of an import path such as ``package.module.Name``.
+
+    Raises:
+        ConfigError: there is no such thing, or it is neither a function nor a class.
+    """
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        middleware: Any = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--middleware {name} cannot be imported: {error}") from error
+    if isinstance(middleware, type):
+        app.add_middleware(cast("Any", middleware))
+    elif inspect.iscoroutinefunction(middleware):
+        app.middleware("http")(middleware)
+    else:
+        raise ConfigError(f"Invalid middleware {name}. Must be a function or a class.")
 
 
 async def _client_gone(_http: Request, _error: Exception) -> Response:

@@ -31,6 +31,7 @@ from ascend_vllm.entrypoints.openai.structured_fields import (
 )
 from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.refusals import Refusal, first_refused
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
@@ -377,7 +378,35 @@ class Usage(msgspec.Struct):
     completion_tokens_details: None = None
 
 
-def error_body(message: str, error_type: str, code: int, param: str | None = None) -> dict[str, Any]:
-    """An error in both shapes at once: today's nested one, and the flat one of vLLM 0.6.3."""
-    error = {"message": message, "type": error_type, "param": param, "code": code}
-    return {"error": error, "object": "error", **error}
+class UsageCounter:
+    """Counts the tokens of a request while its outputs arrive.
+
+    Prompts count once each, however many choices they have; choices count every generated token.
+    """
+
+    def __init__(self, num_choices: int, tell_cached: bool) -> None:
+        self.completion_tokens = [0] * num_choices
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._tell_cached = tell_cached
+
+    @property
+    def started(self) -> bool:
+        """Whether any prompt was counted."""
+        return bool(self._prompts)
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take note of a prompt's size; `completion_tokens` is counted by the caller."""
+        self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+
+    def choice_usage(self, prompt_index: int, choice_index: int) -> Usage:
+        """Usage so far as a chunk of one choice tells it."""
+        return self._usage([self._prompts[prompt_index]], self.completion_tokens[choice_index])
+
+    def total(self) -> Usage:
+        """Usage of the whole request."""
+        return self._usage(list(self._prompts.values()), sum(self.completion_tokens))
+
+    def _usage(self, prompts: list[tuple[int, int]], completion_tokens: int) -> Usage:
+        prompt_tokens = sum(size for size, _ in prompts)
+        details = PromptTokensDetails(sum(cached for _, cached in prompts)) if self._tell_cached else None
+        return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)

@@ -3,13 +3,19 @@
 What a request costs, in time and in memory, is linear in its size; these limits say how large that may get. They are
 far above what clients send, are looked at before anything else is done with a body, and hold for the servers alone:
 `LLM` and `SamplingParams` take what the machine can bear.
+
+A message and each part of its content are a token at least, so that more of them than the model has tokens cannot be
+a prompt. What chat templates print of the rest (tools, documents, arguments of past calls) is bounded by its size,
+and by its depth: Python's own functions go no deeper than its stack.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 from ascend_vllm import envs
 from ascend_vllm.errors import RequestError
@@ -29,6 +35,10 @@ MAX_REPEATED_TOKENS = 1 << 23
 MAX_SAMPLING_ENTRIES = 1 << 20
 # candidates that stop_token_ids add to a step of a beam search: so many for each pair of beams
 MAX_ADDED_CANDIDATES = 1 << 18
+# of a conversation: characters and values together, or so many for each token of the model, and levels
+_MAX_SIZE = 4 * 1024 * 1024
+_SIZE_PER_TOKEN = 8
+_MAX_DEPTH = 128
 # what JSON makes of lists and objects
 _NESTED = frozenset({list, dict})
 # fields with many prompts; a list of numbers is one prompt
@@ -144,6 +154,22 @@ def check_lists(fields: Any, num_prompts: int) -> None:
         )
 
 
+def check_request(request: Any, num_prompts: int, max_sequences: int, field: str = "prompt") -> None:
+    """Refuses a request for too many sequences, or with long lists for many, before anything is made for it.
+
+    Args:
+        request: of a client; it has `n` and `best_of`.
+        num_prompts: prompts or conversations that it has.
+        max_sequences: --max-sequences-per-request.
+        field: holds them.
+
+    Raises:
+        RequestError: tells the limit.
+    """
+    check_sequences(num_prompts, request.n, request.best_of, max_sequences, field)
+    check_lists(request, num_prompts)
+
+
 def check_beams(num_beams: int, num_stop_ids: int) -> None:
     """Refuses a beam search whose steps would be long: each beam brings candidates for all of them.
 
@@ -210,6 +236,55 @@ def check_params(params: SamplingParams, max_sequences: int) -> None:
         check_beams(params.num_sequences, len(params.stop_token_ids or ()))
 
 
+def check_max_tokens(name: str, requested: int | None, limit: int) -> None:
+    """Refuses a number of output tokens that no prompt leaves room for.
+
+    Args:
+        name: of the field.
+        requested: its value.
+        limit: most tokens of prompt and output together.
+
+    Raises:
+        RequestError: it is larger than the model's length.
+    """
+    if requested is not None and requested > limit:
+        raise RequestError(
+            f"{name}={requested} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
+            name,
+        )
+
+
+def limit_tokens(limit: int, num_prompt_tokens: int, requested: int | None, clamp: bool = False) -> int:
+    """`max_tokens` of a prompt.
+
+    Args:
+        limit: most tokens of prompt and output together.
+        num_prompt_tokens: tokens of the prompt.
+        requested: what the request says; None: all that fits.
+        clamp: lower `requested` to what fits instead of refusing it.
+
+    Raises:
+        RequestError: prompt and output do not fit in the model's length.
+    """
+    head = f"This model's maximum context length is {limit} tokens. However, you requested"
+    room = limit - num_prompt_tokens
+    if room < 1 or num_prompt_tokens == 0:
+        if num_prompt_tokens == 0:
+            raise RequestError("The decoder prompt cannot be empty", param="prompt")
+        raise RequestError(
+            f"{head} {num_prompt_tokens} tokens in the messages, Please reduce the length of the messages."
+        )
+    if requested is None or (clamp and requested > room):
+        return room
+    if requested > room:
+        raise RequestError(
+            f"{head} {num_prompt_tokens + requested} tokens ({num_prompt_tokens} in the messages, {requested} in "
+            "the completion). Please reduce the length of the messages or completion.",
+            param="max_tokens",
+        )
+    return requested
+
+
 def has_more_entries(value: Any, most: int) -> bool:
     """Whether all lists and objects in a value together have more entries; takes the time of `most` at most."""
     return _room_after(value, most) < 0
@@ -247,3 +322,87 @@ def _room_after(value: Any, room: int) -> int:
             break
         stack += [one for one in (item.values() if isinstance(item, dict) else item) if type(one) in _NESTED]
     return room
+
+
+def check_number(number: int, max_model_len: int, param: str = "messages") -> None:
+    """Refuse more messages, parts of contents, or tools than any prompt can hold.
+
+    Args:
+        number: of them.
+        max_model_len: most tokens of the model.
+        param: the field of the request.
+
+    Raises:
+        RequestError: there are too many.
+    """
+    if number > max_model_len:
+        what = "tools" if param == "tools" else "messages and parts of their contents"
+        raise RequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your request has {number} "
+            f"{what}. Please reduce their number.",
+            param,
+        )
+
+
+def check_conversation(
+    messages: Sequence[BaseModel],
+    max_model_len: int,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    any_length: bool = False,
+) -> int:
+    """Refuse a conversation that no prompt can hold; its size: characters and values together.
+
+    Args:
+        messages: each with a content.
+        max_model_len: most tokens of the model.
+        tools: functions that the model may call.
+        template_kwargs: further variables of the template.
+        any_length: the prompt is cut or only told, so that there may be more messages.
+
+    Raises:
+        RequestError: there is too much of it, or it is nested too deeply.
+    """
+    if not any_length:
+        contents = (getattr(message, "content", None) for message in messages)
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        check_number(max(len(messages), num_parts), max_model_len)
+        check_number(len(tools), max_model_len, "tools")
+    limit = max(_MAX_SIZE, _SIZE_PER_TOKEN * max_model_len)
+    size = _measure(messages, limit, "messages")
+    size += _measure(tools, limit, "tools")
+    return size + _measure((template_kwargs or {}).values(), limit, "chat_template_kwargs")
+
+
+def _measure(values: Iterable[Any], limit: int, param: str) -> int:
+    """Characters and values of a field of a request.
+
+    Raises:
+        RequestError: it has more than the limit, or is nested too deeply.
+    """
+    size, level = 0, list(values)
+    for _ in range(_MAX_DEPTH):
+        size += len(level)
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                size += len(value)
+            elif isinstance(value, Mapping):
+                size += sum(len(key) for key in value if isinstance(key, str))
+                inner.extend(value.values())
+            elif isinstance(value, list | tuple):
+                inner.extend(value)
+            elif isinstance(value, BaseModel):
+                inner.extend(value.__dict__.values())
+                inner.extend((value.model_extra or {}).values())
+            if size + len(inner) > limit:
+                raise RequestError(
+                    f"`{param}` has more than {limit} characters and values, which no prompt holds. Please reduce "
+                    "its length.",
+                    param,
+                )
+        if not inner:
+            return size
+        level = inner
+    raise RequestError(f"`{param}` is nested too deeply: the limit is {_MAX_DEPTH} levels.", param)

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from ascend_vllm.entrypoints.http import sse
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
-from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs, shown_positions
+from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatChoice,
     ChatCompletionRequest,
@@ -22,9 +23,9 @@ from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatLogprobs,
     ChatResponseMessage,
 )
-from ascend_vllm.entrypoints.openai.protocol_common import unix_time
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase
-from ascend_vllm.entrypoints.openai.usage import UsageCounter
+from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter, unix_time
+from ascend_vllm.entrypoints.openai.request_limits import check_max_tokens, check_request, limit_tokens
+from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase
 from ascend_vllm.entrypoints.templates.chat_template import parse_messages
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
@@ -38,19 +39,17 @@ class ServingChat(ServingBase):
 
         Raises:
             RequestError: the request is wrong.
-            EngineDeadError: the engine is gone.
-            ClientDisconnectedError: the client went away; the generation was aborted.
         """
         prompt = await self.prepare(request, http)
         max_tokens = self.max_tokens(request, len(prompt.token_ids))
-        response_id = self.response_id(request, "chatcmpl", http)
+        response_id = make_response_id(request, "chatcmpl", http)
         answer = ChatAnswer(self, request, response_id, prompt)
         with _naming_tools(request):
             if request.stream:
-                events = self.start_stream(request, response_id, http, [prompt], [max_tokens], answer.encode)
-                return await self.open_stream(http, events, answer.stream)
-            generators = self.start_request(request, response_id, http, [prompt], [max_tokens])
-            outputs = await run_unless_disconnected(http.receive, self.collect(generators))
+                return await self.generate_stream(
+                    request, response_id, http, [prompt], [max_tokens], answer.encode, answer.stream
+                )
+            outputs = await self.generate_whole(request, response_id, http, [prompt], [max_tokens])
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0])))
 
     async def prepare(self, request: ChatCompletionRequest, http: Request | None = None) -> Prompt:
@@ -62,13 +61,12 @@ class ServingChat(ServingBase):
 
         Raises:
             RequestError: the request is wrong.
-            ClientDisconnectedError: the client went away while its long prompt was prepared.
         """
         self.check_model(request.model)
         request.check_supported()
-        self.check_sequences(request, 1, "messages")
+        check_request(request, 1, self.settings.max_sequences, "messages")
         self.settings.parsers.prepare(request)
-        text = await self.render(
+        text = await self.prompts.render(
             request.messages,
             request_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
@@ -79,7 +77,7 @@ class ServingChat(ServingBase):
             any_length=request.truncate_prompt_tokens is not None,
         )
         request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
-        token_ids = await self.encode_prompt(request, text, request.add_special_tokens, http)
+        token_ids = await self.prompts.encode_prompt(request, text, request.add_special_tokens, http)
         return Prompt(token_ids, text)
 
     def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
@@ -90,17 +88,12 @@ class ServingChat(ServingBase):
         """
         requested = request.effective_max_tokens
         limit = self.settings.max_model_len
-        if requested is not None and requested > limit:
-            name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-            raise RequestError(
-                f"{name}={requested} cannot be greater than max_model_len={limit}. Please request fewer output "
-                "tokens.",
-                param=name,
-            )
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        check_max_tokens(name, requested, limit)
         if requested is None:
             # the model's own default (max_new_tokens of generation_config.json), as far as it fits
-            return self.limit_tokens(num_prompt_tokens, self.sampling_defaults.get("max_tokens"), clamp=True)
-        return self.limit_tokens(num_prompt_tokens, requested, clamp=request.truncate_prompt_tokens == -1)
+            return limit_tokens(limit, num_prompt_tokens, self.sampling_defaults.get("max_tokens"), clamp=True)
+        return limit_tokens(limit, num_prompt_tokens, requested, clamp=request.truncate_prompt_tokens == -1)
 
 
 @contextlib.contextmanager
@@ -210,7 +203,7 @@ class ChatAnswer:
         return chat_logprobs(generated.token_ids, generated.logprobs, num_top, self._as_token_ids)
 
     def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
-        """The events of the next output, none while a parser holds text back; see `ServingBase.start_stream`."""
+        """The events of the next output, none while a parser holds text back; see `ServingBase.generate_stream`."""
         writer, plain, usage = self._writer, self._is_plain, self._usage
         events = []
         if not usage.started:

@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from ascend_vllm.entrypoints.http.errors import json_response
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
-from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.http.validation import validated
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatCompletionResponse, ChatMessage
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, PromptTokensDetails, Usage
-from ascend_vllm.entrypoints.openai.request_limits import check_sequences
+from ascend_vllm.entrypoints.openai.request_limits import check_request, check_sequences
 from ascend_vllm.entrypoints.openai.serving_chat import ChatAnswer, ServingChat
 from ascend_vllm.errors import RequestError
 
@@ -58,21 +58,18 @@ class ServingChatBatch:
         Raises:
             RequestError: a conversation, or a field, is wrong; nothing was generated.
             pydantic.ValidationError: a field is of the wrong type.
-            EngineDeadError: the engine is gone.
-            ClientDisconnectedError: the client went away; the generation was aborted.
         """
         chat = self._chat
         check_sequences(len(batch.messages), None, None, chat.settings.max_sequences, "messages")
         requests = batch.to_chat()
-        chat.check_sequences(requests[0], len(requests), "messages")
+        check_request(requests[0], len(requests), chat.settings.max_sequences, "messages")
         prompts = [await chat.prepare(request, http) for request in requests]
         max_tokens = [
             chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)
         ]
         # but for their messages the requests are equal, so one of them speaks for all
-        response_id = chat.response_id(requests[0], "chatcmpl", http)
-        generators = chat.start_request(requests[0], response_id, http, prompts, max_tokens)
-        outputs = await run_unless_disconnected(http.receive, chat.collect(generators))
+        response_id = make_response_id(requests[0], "chatcmpl", http)
+        outputs = await chat.generate_whole(requests[0], response_id, http, prompts, max_tokens)
 
         def make() -> Response:
             answers = [

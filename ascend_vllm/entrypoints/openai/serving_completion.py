@@ -12,18 +12,19 @@ from starlette.responses import Response
 from ascend_vllm.entrypoints.http import sse
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
-from ascend_vllm.entrypoints.http.streaming import run_unless_disconnected
+from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs, shown_positions
-from ascend_vllm.entrypoints.openai.protocol_common import unix_time
+from ascend_vllm.entrypoints.openai.prompts import Prompt
+from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter, unix_time
 from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Events, Prompt, ServingBase
+from ascend_vllm.entrypoints.openai.request_limits import check_request, limit_tokens
+from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.entrypoints.openai.usage import UsageCounter
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
@@ -43,28 +44,26 @@ class ServingCompletion(ServingBase):
 
         Raises:
             RequestError: the request is wrong.
-            EngineDeadError: the engine is gone.
-            ClientDisconnectedError: the client went away; the generation was aborted.
         """
         self.check_model(request.model)
         request.check_supported()
         prompts = await self._prompts(request, http)
         max_tokens = [self._max_tokens(request, prompt) for prompt in prompts]
-        response_id = self.response_id(request, "cmpl", http)
+        response_id = make_response_id(request, "cmpl", http)
         answer = _Answer(self, request, response_id, prompts)
         if request.stream:
-            events = self.start_stream(request, response_id, http, prompts, max_tokens, answer.encode)
-            return await self.open_stream(http, events, answer.stream)
-        generators = self.start_request(request, response_id, http, prompts, max_tokens)
-        outputs = await run_unless_disconnected(http.receive, self.collect(generators))
+            return await self.generate_stream(
+                request, response_id, http, prompts, max_tokens, answer.encode, answer.stream
+            )
+        outputs = await self.generate_whole(request, response_id, http, prompts, max_tokens)
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs)))
 
     def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
         if request.echo_only:
-            return self.limit_tokens(len(prompt.token_ids), 1)
+            return limit_tokens(self.settings.max_model_len, len(prompt.token_ids), 1)
         # a prompt cut to what fits leaves no room for more than a token
         clamp = request.max_tokens is None or request.truncate_prompt_tokens == -1
-        return self.limit_tokens(len(prompt.token_ids), request.effective_max_tokens, clamp)
+        return limit_tokens(self.settings.max_model_len, len(prompt.token_ids), request.effective_max_tokens, clamp)
 
     async def _prompts(self, request: CompletionRequest, http: Request) -> list[Prompt]:
         given = request.prompt
@@ -73,18 +72,18 @@ class ServingCompletion(ServingBase):
         if not given:
             raise RequestError("You must pass at least one prompt", param="prompt")
         several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        self.check_sequences(request, len(several))
+        check_request(request, len(several), self.settings.max_sequences)
         return [await self._prompt(request, prompt, http) for prompt in several]
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[int], http: Request) -> Prompt:
         if isinstance(prompt, str):
-            token_ids = await self.encode_prompt(request, prompt, request.add_special_tokens, http)
+            token_ids = await self.prompts.encode_prompt(request, prompt, request.add_special_tokens, http)
             text: str | None = prompt
         else:
-            token_ids = self.cut_prompt(request, prompt, [])
+            token_ids = self.prompts.cut_prompt(request, prompt, [])
             text = None
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
-            text = await self.tokenizer().decode_async(token_ids)
+            text = await self.prompts.tokenizer().decode_async(token_ids)
         return Prompt(token_ids, text)
 
 
@@ -185,7 +184,7 @@ class _Answer:
         positions: list[PositionLogprobs | None] = [] if request.echo_only else [*generated.logprobs]
         of_prompt = self._prompt_logprobs[prompt_index]
         if request.echo and index not in self._begun and of_prompt is not None:
-            tokenizer = self._serving.tokenizer()
+            tokenizer = self._serving.prompts.tokenizer()
             token_ids = self._prompts[prompt_index].token_ids + token_ids
             positions = of_prompt + positions
         self._begun.add(index)
@@ -196,7 +195,7 @@ class _Answer:
         return result
 
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """The events of a prompt's next output; see `ServingBase.start_stream`.
+        """The events of a prompt's next output; see `ServingBase.generate_stream`.
 
         What is counted is counted by choice, so that prompts do not get in each other's way.
         """

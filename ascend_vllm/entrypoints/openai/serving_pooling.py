@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm.config.model import PoolerConfig
-from ascend_vllm.engine.pooling_requests import check_task, truncate, truncation_limit
-from ascend_vllm.engine.pooling_scores import is_cross_encoder, pair_up, similarity
+from ascend_vllm.engine.pooling import check_task, is_cross_encoder, pair_up, similarity
+from ascend_vllm.engine.tokenization import truncate, truncation_limit
 from ascend_vllm.entrypoints.http.errors import BodyError, json_response
 from ascend_vllm.entrypoints.http.long_answers import encode_rows, make_answer
-from ascend_vllm.entrypoints.http.streaming import merge, run_unless_disconnected, unless_gone
+from ascend_vllm.entrypoints.http.request_ids import make_engine_id, make_response_id
+from ascend_vllm.entrypoints.http.streaming import collect, run_unless_disconnected, unless_gone
+from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_common import PromptTokensDetails, Usage, unix_time
 from ascend_vllm.entrypoints.openai.protocol_pooling import (
     ClassificationData,
@@ -40,7 +41,7 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     missing_field,
 )
 from ascend_vllm.entrypoints.openai.request_limits import check_sequences
-from ascend_vllm.entrypoints.openai.serving_base import Prompt, ServingBase
+from ascend_vllm.entrypoints.openai.serving_base import ServingBase
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.entrypoints.openai.vectors import describe, to_base64, to_bytes
 from ascend_vllm.errors import RequestError
@@ -78,8 +79,6 @@ class ServingPooling(ServingBase):
 
         Raises:
             RequestError: the request is wrong.
-            EngineDeadError: the engine is gone.
-            ClientDisconnectedError: the client went away; its prompts were aborted.
         """
         self._check(request, "embed", "Embeddings")
         response_id, outputs = await self._pool_prompts(request, http, "embd")
@@ -196,7 +195,7 @@ class ServingPooling(ServingBase):
 
         Raises:
             RequestError: it is negative, or no less than the model's length; or a text is too long.
-            EngineBusyError, ClientDisconnectedError: see `ServingBase.encode_prompt`.
+            EngineBusyError, ClientDisconnectedError: see `PromptMaker.encode_prompt`.
         """
         if not most:
             return texts
@@ -205,7 +204,7 @@ class ServingPooling(ServingBase):
             raise RequestError(f"{name} must be a non-negative integer", name)
         if most >= limit:
             raise RequestError(f"{name} ({most}) must be less than max_model_len ({limit}).", name)
-        tokenizer = self.tokenizer()
+        tokenizer = self.prompts.tokenizer()
         for text in texts:
             tokenizer.check_size(text, limit)
         return [await unless_gone(http, len(text), tokenizer.shorten_async(text, most)) for text in texts]
@@ -218,8 +217,8 @@ class ServingPooling(ServingBase):
         self, request: PoolingApiRequest, http: Request, prompts: Sequence[Prompt], params: PoolingParams, prefix: str
     ) -> tuple[str, list[Output]]:
         """The answer's id, and the engine's results in the order of the prompts."""
-        response_id = self.response_id(request, prefix, http)
-        engine_id = self.engine_id(request, response_id, http)
+        response_id = make_response_id(request, prefix, http)
+        engine_id = make_engine_id(request, response_id, http)
         generators = []
         for index, prompt in enumerate(prompts):
             if self.settings.log_requests:
@@ -234,13 +233,7 @@ class ServingPooling(ServingBase):
                     is_further=index > 0,
                 )
             )
-
-        async def collect() -> list[Output]:
-            async with contextlib.aclosing(merge(generators)) as outputs:
-                found = {index: output async for index, output in outputs}
-            return [found[index] for index in range(len(generators))]
-
-        return response_id, await run_unless_disconnected(http.receive, collect())
+        return response_id, await run_unless_disconnected(http.receive, collect(generators))
 
     async def _prompts(self, request: PromptsRequest, http: Request) -> list[Prompt]:
         """The prompts of a request.
@@ -252,7 +245,7 @@ class ServingPooling(ServingBase):
         if request.messages is not None:
             if request.input is not None:
                 raise RequestError("Exactly one of `input` and `messages` must be given.", param="input")
-            text = await self.render(
+            text = await self.prompts.render(
                 request.messages,
                 request_template=request.chat_template,
                 add_generation_prompt=request.add_generation_prompt,
@@ -280,7 +273,7 @@ class ServingPooling(ServingBase):
         self, request: PoolingApiRequest, http: Request, text: str, *, add_special_tokens: bool
     ) -> Prompt:
         is_cut = request.truncate_prompt_tokens is not None
-        token_ids = await self.encode_text(text, add_special_tokens, http, any_length=is_cut)
+        token_ids = await self.prompts.encode_text(text, add_special_tokens, http, any_length=is_cut)
         return Prompt(self._cut(request, token_ids, self._empty_ids(add_special_tokens)), text)
 
     async def _pair_prompt(self, request: PoolingApiRequest, http: Request, first: str, second: str) -> Prompt:
@@ -288,7 +281,7 @@ class ServingPooling(ServingBase):
         if limit is not None:
             limit = truncation_limit(limit, longest)
         side = request.truncation_side or "right"
-        encoding = self.tokenizer().encode_pair_async(first, second, limit, side, max_tokens=longest)
+        encoding = self.prompts.tokenizer().encode_pair_async(first, second, limit, side, max_tokens=longest)
         return Prompt(
             _need(await unless_gone(http, len(first) + len(second), encoding)),
             f"{first}\n{second}",
@@ -296,7 +289,7 @@ class ServingPooling(ServingBase):
 
     def _empty_ids(self, add_special_tokens: bool) -> list[int]:
         """What surrounds every text."""
-        return self.tokenizer().encode("") if add_special_tokens else []
+        return self.prompts.tokenizer().encode("") if add_special_tokens else []
 
     def _cut(self, request: PoolingApiRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:
         """A prompt's ids, truncated if the request says so; without a side at the end, as tokenizers do."""

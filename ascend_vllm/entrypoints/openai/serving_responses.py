@@ -13,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.http.access import keep_place
+from ascend_vllm.entrypoints.http.access import caller_of, keep_place
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
-from ascend_vllm.entrypoints.http.request_ids import claims_of
-from ascend_vllm.entrypoints.http.streaming import StreamResponse, merge, run_unless_disconnected
+from ascend_vllm.entrypoints.http.request_ids import claim_id, claims_of
+from ascend_vllm.entrypoints.http.streaming import StreamResponse, merge, open_stream, run_unless_disconnected
 from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs
+from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
 from ascend_vllm.entrypoints.openai.protocol_responses import (
@@ -31,6 +32,7 @@ from ascend_vllm.entrypoints.openai.protocol_responses import (
     ResponseUsage,
     encode_part,
 )
+from ascend_vllm.entrypoints.openai.request_limits import check_max_tokens, check_number, limit_tokens
 from ascend_vllm.entrypoints.openai.responses_events import OutputItems
 from ascend_vllm.entrypoints.openai.responses_input import continues_message, input_items, to_messages
 from ascend_vllm.entrypoints.openai.responses_store import (
@@ -43,10 +45,9 @@ from ascend_vllm.entrypoints.openai.responses_store import (
     StoreFullError,
     Turn,
 )
-from ascend_vllm.entrypoints.openai.serving_base import Prompt
+from ascend_vllm.entrypoints.openai.serving_base import EngineRequest
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.entrypoints.templates.conversation_limits import check_number
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -88,8 +89,6 @@ class ServingResponses:
 
         Raises:
             RequestError: the request is wrong.
-            EngineDeadError: the engine is gone.
-            ClientDisconnectedError: the client went away; unless it runs in the background, generating was aborted.
         """
         try:
             return await self._create(request, http)
@@ -104,7 +103,7 @@ class ServingResponses:
         if request.background and self.store is None:
             raise InvalidResponseError(_NO_STORE, "background")
         items = input_items(request.input)
-        caller = self._chat.caller(http)
+        caller = caller_of(http.scope)
         previous = self._previous(request, caller)
         answer = await self._prepare(request, items, previous, http)
         answer.trace_headers = self._chat.trace_headers(http)
@@ -119,7 +118,9 @@ class ServingResponses:
             return self._begin_background(answer, entry, http, stream=bool(request.stream))
         outputs = [answer.generate()]
         if request.stream:
-            return await self._chat.open_stream(http, outputs, lambda pieces: self._stream(answer, pieces, entry))
+            return await open_stream(
+                http, outputs, lambda pieces: self._stream(answer, pieces, entry), self._settings.keep_alive_s
+            )
         await run_unless_disconnected(http.receive, answer.collect(merge(outputs)))
         if entry is None:
             return json_response(answer.response)
@@ -138,7 +139,7 @@ class ServingResponses:
         Raises:
             RequestError: there is no such response, or it has no events.
         """
-        entry = self._stored(response_id, self._chat.caller(http))
+        entry = self._stored(response_id, caller_of(http.scope))
         if not stream:
             return _encoded_response(entry)
         if entry.events is None:
@@ -154,7 +155,7 @@ class ServingResponses:
         Raises:
             RequestError: there is no such response, or it does not run.
         """
-        entry = self._stored(response_id, self._chat.caller(http))
+        entry = self._stored(response_id, caller_of(http.scope))
         if entry.task is None or entry.response is None:
             raise InvalidResponseError("Cannot cancel a synchronous response.", "response_id")
         entry.response.status = "cancelled"
@@ -211,22 +212,17 @@ class ServingResponses:
         params.output_kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
         # the prompt says it all; what is large of it should not stay as long as the answer takes
         chat.messages = []
-        chosen = self._chat.claim_id(request, http)
-        if chosen is not None and self.store is not None and self.store.has(chosen, self._chat.caller(http)):
+        chosen = claim_id(request, http)
+        if chosen is not None and self.store is not None and self.store.has(chosen, caller_of(http.scope)):
             raise RequestError(f"There is a response with the id '{chosen}' already.", "request_id")
         return _Answer(self._chat, request, chat, prompt, params, chosen or f"resp_{secrets.token_hex(8)}")
 
     def _max_tokens(self, request: ResponsesRequest, num_prompt_tokens: int) -> int:
         requested, limit = request.max_output_tokens, self._settings.max_model_len
-        if requested is not None and requested > limit:
-            raise RequestError(
-                f"max_output_tokens={requested} cannot be greater than max_model_len={limit}. Please request fewer "
-                "output tokens.",
-                "max_output_tokens",
-            )
+        check_max_tokens("max_output_tokens", requested, limit)
         if requested is None:
             requested = self._chat.sampling_defaults.get("max_tokens")
-        return self._chat.limit_tokens(num_prompt_tokens, requested, clamp=True)
+        return limit_tokens(limit, num_prompt_tokens, requested, clamp=True)
 
     def _keep(self, entry: StoredResponse) -> None:
         """A response has ended, in whatever way."""
@@ -327,16 +323,16 @@ class _Answer:
         """The engine's outputs, with their events, which are made in the output thread."""
         # a chosen id may come again while the engine still has it
         engine_id = f"{self.response.id}-{secrets.token_hex(4)}"
-        return self._serving.generate_shaped(
+        request = EngineRequest(
             self._chat,
             engine_id,
             self.prompt,
             self._params,
-            self._take,
             self.trace_headers,
             # nobody waits for what is made in the background
             is_further=self.response.background,
         )
+        return self._serving.generate(request, self._take)
 
     async def collect(self, pieces: Pieces) -> None:
         """Wait for the end; `response` is the answer then."""
@@ -424,7 +420,9 @@ class _Answer:
         num_input = len(output.prompt_token_ids)
         thoughts = self._items.thoughts
         num_thoughts = (
-            len(await self._serving.tokenizer().encode_async(thoughts, add_special_tokens=False)) if thoughts else 0
+            len(await self._serving.prompts.tokenizer().encode_async(thoughts, add_special_tokens=False))
+            if thoughts
+            else 0
         )
         return ResponseUsage(
             num_input,

@@ -27,7 +27,6 @@ class ServingTokens(ServingBase):
             RequestError: both prompt and messages, an unknown model, or a text that is too long.
             ValidationError: neither prompt nor messages.
             EngineBusyError: too many long texts wait to be tokenised.
-            ClientDisconnectedError: the client went away.
         """
         self.check_model(request.model)
         if request.messages is None:
@@ -40,7 +39,7 @@ class ServingTokens(ServingBase):
         elif request.prompt is not None:
             raise RequestError("Exactly one of `prompt` and `messages` must be given.", param="prompt")
         else:
-            text = await self.render(
+            text = await self.prompts.render(
                 request.messages,
                 request_template=request.chat_template,
                 add_generation_prompt=request.add_generation_prompt,
@@ -51,12 +50,12 @@ class ServingTokens(ServingBase):
                 any_length=True,
             )
         special = request.add_special_tokens
-        token_ids = await self.encode_text(
+        token_ids = await self.prompts.encode_text(
             text, request.messages is None if special is None else special, http, any_length=True
         )
         tokens = None
         if request.return_token_strs:
-            tokens = await encode_list(await self.tokenizer().convert_ids_to_tokens_async(token_ids))
+            tokens = await encode_list(await self.prompts.tokenizer().convert_ids_to_tokens_async(token_ids))
         return TokenizeResponse(len(token_ids), self.settings.max_model_len, await encode_list(token_ids), tokens)
 
     async def detokenize(self, request: DetokenizeRequest, http: Request) -> DetokenizeResponse:
@@ -64,9 +63,8 @@ class ServingTokens(ServingBase):
 
         Raises:
             RequestError: an unknown model, or too many ids.
-            ClientDisconnectedError: the client went away.
         """
         self.check_model(request.model)
-        self.tokenizer().check_num_ids(request.tokens, self.settings.max_model_len)
-        decoding = self.tokenizer().decode_async(request.tokens)
+        self.prompts.tokenizer().check_num_ids(request.tokens, self.settings.max_model_len)
+        decoding = self.prompts.tokenizer().decode_async(request.tokens)
         return DetokenizeResponse(await unless_gone(http, len(request.tokens), decoding))

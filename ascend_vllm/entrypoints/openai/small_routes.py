@@ -9,10 +9,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.http.errors import json_response
+from ascend_vllm.entrypoints.http.errors import error_body, json_response
 from ascend_vllm.entrypoints.http.metrics import ServerLoad
 from ascend_vllm.entrypoints.http.validation import read_by, read_json
-from ascend_vllm.entrypoints.openai.protocol_common import error_body
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:

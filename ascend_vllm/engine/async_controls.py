@@ -1,0 +1,179 @@
+"""What an asynchronous engine can be told beside requests: pausing, sleeping, caches, traces, workers."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ascend_vllm.engine.core_client import CoreClient
+from ascend_vllm.engine.metrics import EngineMetrics
+from ascend_vllm.engine.output_processor import OutputProcessor
+from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.errors import RequestError
+
+# of `AsyncControls.pause_generation`
+PAUSE_MODES = ("abort", "wait", "keep")
+
+
+class AsyncControls(abc.ABC):
+    """The part of `AsyncLLM` that is not about requests, made of the engine cores' `CONTROLS`.
+
+    `EngineDeadError` is raised by all of these methods if the engine is gone.
+    """
+
+    _client: CoreClient
+    _output: OutputProcessor
+    _metrics: EngineMetrics
+
+    def __init__(self) -> None:
+        # set when requests have ended, for those that wait for it
+        self._end_waiters: list[asyncio.Event] = []
+
+    @abc.abstractmethod
+    async def ready(self) -> None:
+        """Waits until the model is loaded."""
+
+    @abc.abstractmethod
+    def _abort(self, request_id: str, queue: OutputQueue[Any] | None = None) -> None:
+        """Ends a request; with a queue, only if it is still the one with this queue."""
+
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls a method of the engine core, for example "audit"; of several the results are merged.
+
+        Raises:
+            AscendVllmError: the method failed.
+        """
+        return await self._client.call_utility(method, *args)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; requests that run keep their blocks.
+
+        Returns:
+            Whether that was possible.
+        """
+        return bool(await self._client.call_utility("reset_prefix_cache"))
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Lets nothing be generated until `resume_generation`; requests that come now wait until then.
+
+        Args:
+            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets them run to their ends
+                and returns then, "keep" lets them stay as they are and go on later.
+            clear_cache: forget cached prefixes.
+
+        Raises:
+            RequestError: there is no such mode.
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"mode must be one of {PAUSE_MODES}, got {mode!r}", "mode")
+        await self.ready()
+        # the queue, too: another request may come to have the id
+        present = {id_: self._output.queue_of(id_) for id_ in self._output.request_ids()}
+        if mode == "wait":
+            # the core holds back what comes from now on
+            await self._client.call_utility("pause", "wait", False)
+            await self._wait_for_ends(present)
+        await self._client.call_utility("pause", "keep", clear_cache)
+        self._client.expect_steps(False)
+        if mode == "abort":
+            for request_id, queue in present.items():
+                self._abort(request_id, queue)
+
+    async def resume_generation(self) -> None:
+        """Ends `pause_generation`.
+
+        Raises:
+            RequestError: the engine sleeps.
+        """
+        await self._client.call_utility("resume")
+        self._client.expect_steps(True)
+
+    async def is_paused(self) -> bool:
+        """Whether requests have to wait for `resume_generation` or `wake_up`."""
+        return bool((await self._client.call_utility("state"))["is_paused"])
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pauses and gives memory back until `wake_up`; needs --enable-sleep-mode.
+
+        Args:
+            level: 0: none; 1: that of the KV cache; 2: that of the weights, too, which are read again later.
+            mode: as of `pause_generation`; requests that are kept are computed again afterwards.
+
+        Raises:
+            RequestError: there is no such level or mode, or the engine may not sleep.
+        """
+        await self.ready()
+        await self._client.call_utility("check_sleep", level)
+        await self.pause_generation(mode=mode, clear_cache=level > 0)
+        await self._client.call_utility("sleep", level)
+        self._metrics.set_sleep_level(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes memory again; once all of it is there, requests go on.
+
+        Args:
+            tags: "weights", "kv_cache"; None: both.
+
+        Raises:
+            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
+            AscendVllmError: the memory or the weights are not there.
+        """
+        await self._client.call_utility("wake_up", tags)
+        if not await self.is_sleeping():
+            self._metrics.set_sleep_level(0)
+            self._client.expect_steps(True)
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory of the engine is given back."""
+        return bool((await self._client.call_utility("state"))["is_sleeping"])
+
+    async def start_profile(self) -> None:
+        """Begins a trace of the workers in VLLM_TORCH_PROFILER_DIR.
+
+        Raises:
+            RequestError: it is not set.
+        """
+        await self._client.call_utility("profile", True)
+
+    async def stop_profile(self) -> None:
+        """Ends the trace and writes its file.
+
+        Raises:
+            RequestError: VLLM_TORCH_PROFILER_DIR is not set.
+        """
+        await self._client.call_utility("profile", False)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker and returns what each returned, as text what no message can hold.
+
+        The workers of the first engine core come first.
+
+        Raises:
+            RequestError: workers have no such method.
+            AscendVllmError: it failed, or took longer than `timeout` seconds.
+        """
+        result = await self._client.call_utility("collective_rpc", method, timeout, list(args), dict(kwargs or {}))
+        return list(result)
+
+    async def _wait_for_ends(self, requests: Mapping[str, OutputQueue[Any] | None]) -> None:
+        """Returns when none of some requests, given with their queues, is there any more."""
+        ended = asyncio.Event()
+        self._end_waiters.append(ended)
+        try:
+            while any(self._output.queue_of(id_) is queue for id_, queue in requests.items()):
+                await ended.wait()
+                ended.clear()
+        finally:
+            self._end_waiters.remove(ended)
+
+    def _tell_of_ends(self) -> None:
+        for waiter in self._end_waiters:
+            waiter.set()
