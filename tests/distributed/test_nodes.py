@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import pathlib
+import os
+import pickle
 import socket
-import threading
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +28,8 @@ from ascend_vllm.executor.local_workers import LocalWorkers
 from ascend_vllm.executor.nodes import agent
 from ascend_vllm.executor.nodes.acceptor import NodeAcceptor
 from ascend_vllm.executor.nodes.agent import NodeAgent
-from ascend_vllm.executor.nodes.handshake import SessionKeys, introduce
-from ascend_vllm.executor.nodes.link import Hello, MessageKind, NodeLink
+from ascend_vllm.executor.nodes.link import Hello, LinkToZero, Message, MessageKind, connection_of
+from ascend_vllm.executor.wire import RecordKind
 from ascend_vllm.platforms.facts import NpuProbe
 from tests.plain_arch import make_arch
 from tests.server import free_port, wait_until
@@ -50,28 +52,33 @@ def model() -> str:
     return tiny_model("llama-biases")
 
 
+class Acceptor(NodeAcceptor):
+    """Of three nodes, waiting for the others in a thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.port = config.parallel.master_port
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self.links = self._thread.submit(self.wait)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
+
+
 @pytest.fixture
-def door(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAcceptor]:
-    """Of three nodes."""
-    monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", str(TIMEOUT_S))
-    config = make_config(model, pipeline_parallel_size=3, nnodes=3, master_port=free_port())
-    door = NodeAcceptor(config)
-    yield door
-    door.close()
+def acceptor(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
+    monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", "10")
+    acceptor = Acceptor(make_config(model, pipeline_parallel_size=3, nnodes=3, master_port=free_port()))
+    yield acceptor
+    acceptor.close()
 
 
-def _port(door: NodeAcceptor) -> int:
-    return int(door._socket.getsockname()[1])
-
-
-def _connect(door: NodeAcceptor) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", _port(door)))
-
-
-def _knock(door: NodeAcceptor) -> NodeLink:
+def _connect(acceptor: Acceptor) -> LinkToZero:
     """A connection of one who knows the secret."""
-    sock = _connect(door)
-    return NodeLink(sock, introduce(sock, SECRET.encode(), TIMEOUT_S), TIMEOUT_S)
+    link = LinkToZero(("127.0.0.1", acceptor.port), SECRET.encode(), TIMEOUT_S)
+    link.open(TIMEOUT_S)
+    return link
 
 
 def _hello(directory: str, node_rank: int, **fields: Any) -> bytes:
@@ -101,83 +108,98 @@ def _hello(directory: str, node_rank: int, **fields: Any) -> bytes:
     ],
 )
 def test_a_node_that_does_not_fit_ends_the_start_on_both_sides(
-    fields: dict[str, Any], message: str, door: NodeAcceptor, model: str
+    fields: dict[str, Any], message: str, acceptor: Acceptor, model: str
 ) -> None:
-    link = _knock(door)
+    link = _connect(acceptor)
     link.send(MessageKind.HELLO, _hello(model, **({"node_rank": 2} | fields)))
     answer = link.receive(TIMEOUT_S)
     assert answer.kind == MessageKind.REFUSAL
     with pytest.raises(ConfigError, match=message) as caught:
-        door.wait()
+        acceptor.links.result(TIMEOUT_S)
     assert str(caught.value) == answer.text
     link.close()
 
 
-def test_another_version_need_not_know_todays_fields(door: NodeAcceptor) -> None:
-    link = _knock(door)
+def test_another_version_need_not_know_todays_fields(acceptor: Acceptor) -> None:
+    link = _connect(acceptor)
     link.send(MessageKind.HELLO, msgspec.msgpack.encode({"version": "9", "node_rank": 1, "colour": "red"}))
     assert "has ascend-vllm 9" in link.receive(TIMEOUT_S).text
     link.close()
 
 
 def test_who_is_no_node_is_ignored(
-    door: NodeAcceptor, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    acceptor: Acceptor, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
-    browser, *strangers = [_connect(door) for _ in range(3)]
+    browser, *strangers = [socket.create_connection(("127.0.0.1", acceptor.port)) for _ in range(3)]
     browser.sendall(b"GET / HTTP/1.1\r\nHost: node\r\n\r\n")
     strangers[0].sendall(b"\x80\x04whatever, as a record with a pickle")
     strangers[1].sendall(b"no msgpack")
-    # closed, and not one byte was answered
+    # closed, and nothing was answered but zmq's greeting
     for stranger in (browser, *strangers):
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(100) == b""
+            while data := stranger.recv(100):
+                assert len(data) <= 64
         stranger.close()
     assert wait_until(lambda: sum("is no node" in text for text in caplog.messages) >= 3)
-    nodes = [_knock(door) for _ in range(2)]
+    nodes = [_connect(acceptor) for _ in range(2)]
     for node_rank, link in enumerate(nodes, start=1):
         link.send(MessageKind.HELLO, _hello(model, node_rank))
-    for link in door.wait():
-        link.close()
+    assert [link.node_rank for link in acceptor.links.result(TIMEOUT_S)] == [1, 2]
     for link in nodes:
         link.close()
 
 
-def test_a_rank_is_for_one_node_that_lives(door: NodeAcceptor, model: str) -> None:
-    first, second, third, late = (_knock(door) for _ in range(4))
+def test_a_rank_is_for_one_node_that_lives(acceptor: Acceptor, model: str) -> None:
+    first, second, third, late = (_connect(acceptor) for _ in range(4))
     first.send(MessageKind.HELLO, _hello(model, 1))
-    assert wait_until(lambda: 1 in door._links)
+    assert wait_until(lambda: 1 in acceptor._nodes)
     second.send(MessageKind.HELLO, _hello(model, 1))
     assert second.receive(TIMEOUT_S).text.startswith("--node-rank 1 is there already. It is the one at 127.0.0.1.")
     # one that was started again takes its place
     first.close()
-    place = door._links[1]
-    assert wait_until(place.is_lost)
+    place = acceptor._nodes[1]
+    assert place.has_ended.wait(TIMEOUT_S)
     third.send(MessageKind.HELLO, _hello(model, 1))
-    assert wait_until(lambda: door._links[1] is not place)
-    last = _knock(door)
+    assert wait_until(lambda: acceptor._nodes[1] is not place)
+    last = _connect(acceptor)
     last.send(MessageKind.HELLO, _hello(model, 2))
-    links = door.wait()
+    acceptor.links.result(TIMEOUT_S)
     late.send(MessageKind.HELLO, _hello(model, 2))
+    acceptor.take_within(TIMEOUT_S)
     assert "--node-rank 2 is there already" in late.receive(TIMEOUT_S).text
-    for link in (*links, second, third, late, last):
+    # the end of one that was refused is no node's
+    num_known = len(acceptor._known)
+    said: list[object] = []
+    late.close()
+    assert wait_until(lambda: said.extend(acceptor.take()) or len(acceptor._known) < num_known)
+    assert said == []
+    for link in (second, third, last):
         link.close()
 
 
-def test_nodes_are_not_waited_for_without_end(
-    door: NodeAcceptor, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", "0.2")
-    link = _knock(door)
+def test_nodes_are_not_waited_for_without_end(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_VLLM_NODE_WAIT_S", "1")
+    acceptor = Acceptor(make_config(model, pipeline_parallel_size=3, nnodes=3, master_port=free_port()))
+    link = _connect(acceptor)
     link.send(MessageKind.HELLO, _hello(model, 1))
-    assert wait_until(lambda: 1 in door._links)
-    place = rf"--master-addr 127.0.0.1 --master-port {_port(door)}"
-    with pytest.raises(ConfigError, match=f"node 2 of --nnodes 3 did not come to {place} within 0.2 seconds"):
-        door.wait()
-    door.close()
+    place = rf"--master-addr 127.0.0.1 --master-port {acceptor.port}"
+    with pytest.raises(ConfigError, match=f"node 2 of --nnodes 3 did not come to {place} within 1 seconds"):
+        acceptor.links.result(TIMEOUT_S)
+    acceptor.close()
     # who waits with node 0 is told
     assert link.receive(TIMEOUT_S).text.startswith("node 0 does not start")
     link.close()
+
+
+def test_a_descriptor_that_means_something_else_by_now() -> None:
+    """Its copy stayed open: whoever read from the pipe waited for its end."""
+    reader, writer = os.pipe()
+    assert connection_of(writer) is None
+    os.close(writer)
+    assert connection_of(writer) is None
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_where_node_zero_cannot_listen(model: str) -> None:
@@ -208,59 +230,82 @@ def test_node_zero_that_is_not_there(model: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_node_zero_hears_why_a_node_cannot_take_part(
-    door: NodeAcceptor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    acceptor: Acceptor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
-    start = make_start(_args("/absent/model", master_port=_port(door)))
+    start = make_start(_args("/absent/model", master_port=acceptor.port))
     assert agent.run_node(start, lambda _: None) == 2
     with pytest.raises(ConfigError, match=r"node 1 \(127.0.0.1\) cannot take part: .*/absent/model"):
-        door.wait()
+        acceptor.links.result(TIMEOUT_S)
     assert any("/absent/model" in record.message and record.name.endswith("nodes.agent") for record in caplog.records)
 
 
-def test_a_refused_node_says_why(door: NodeAcceptor, model: str) -> None:
-    start = make_start(_args(model, master_port=_port(door), pipeline_parallel_size=6))
+def test_a_refused_node_says_why(acceptor: Acceptor, model: str) -> None:
+    start = make_start(_args(model, master_port=acceptor.port, pipeline_parallel_size=6))
     assert start.config is not None
     with pytest.raises(ConfigError, match=r"Node 0 \(127.0.0.1\) refuses this node: .*--pipeline-parallel-size 6"):
         agent.run_node(start, lambda _: None)
 
 
-@contextlib.contextmanager
-def _agent(model: str, tmp_path: pathlib.Path) -> Iterator[tuple[NodeAgent, NodeLink]]:
-    """An agent without workers, and node 0's end of its connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        keys = SessionKeys(b"one", b"other")
-        outer = NodeLink(socket.create_connection(server.getsockname()), keys, TIMEOUT_S)
-        inner = NodeLink(server.accept()[0], SessionKeys(keys.receiving, keys.sending), TIMEOUT_S)
-    yield NodeAgent(1, outer, LocalWorkers(make_config(model), {}, [])), inner
-    inner.close()
+class _NodeZero:
+    """Node 0's end of a connection, as it would be with workers."""
+
+    def __init__(self, acceptor: Acceptor, model: str) -> None:
+        self.link = _connect(acceptor)
+        self.link.send(MessageKind.HELLO, _hello(model, 1))
+        other = _connect(acceptor)
+        other.send(MessageKind.HELLO, _hello(model, 2))
+        self.node, _ = acceptor.links.result(TIMEOUT_S)
+        other.close()
+        self._acceptor = acceptor
+
+    def receive(self) -> tuple[MessageKind, str]:
+        """What the node says."""
+        found: list[Message] = []
+
+        def has_come() -> bool:
+            said = self._acceptor.take()
+            found.extend(message for node, message in said if node is self.node and isinstance(message, Message))
+            return bool(found)
+
+        assert wait_until(has_come)
+        return found[0].kind, found[0].text
 
 
-def test_a_node_that_is_told_to_stop(model: str, tmp_path: pathlib.Path) -> None:
-    codes: list[int] = []
-    with _agent(model, tmp_path) as (agent, link):
-        thread = threading.Thread(target=lambda: codes.append(agent.run()))
-        thread.start()
+def test_a_node_that_is_told_to_stop(acceptor: Acceptor, model: str) -> None:
+    zero = _NodeZero(acceptor, model)
+    agent = NodeAgent(1, zero.link, LocalWorkers(make_config(model), {}, []))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        code = thread.submit(agent.run)
         agent.stop()
-        message = link.receive(TIMEOUT_S)
-        assert (message.kind, message.text) == (MessageKind.LOSS, "node 1 (127.0.0.1) was told to stop by a signal")
-        link.finish(MessageKind.END, message.text)
-        thread.join(TIMEOUT_S)
-    assert codes == [0]
+        assert zero.receive() == (MessageKind.LOSS, "node 1 (127.0.0.1) was told to stop by a signal")
+        zero.node.send(MessageKind.END, b"as it said")
+        assert code.result(TIMEOUT_S) == 0
+    zero.link.close()
 
 
 @pytest.mark.parametrize(("reason", "code"), [("", 0), ("a worker died", 1), (None, 1)])
-def test_a_node_ends_as_node_zero_does(reason: str | None, code: int, model: str, tmp_path: pathlib.Path) -> None:
-    codes: list[int] = []
-    with _agent(model, tmp_path) as (agent, link):
-        thread = threading.Thread(target=lambda: codes.append(agent.run()))
-        thread.start()
+def test_a_node_ends_as_node_zero_does(reason: str | None, code: int, acceptor: Acceptor, model: str) -> None:
+    zero = _NodeZero(acceptor, model)
+    agent = NodeAgent(1, zero.link, LocalWorkers(make_config(model), {}, []))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        found = thread.submit(agent.run)
         if reason is None:
-            link.close()
+            acceptor.close()
         else:
-            link.finish(MessageKind.END, reason)
-        thread.join(TIMEOUT_S)
-    assert codes == [code]
+            zero.node.send(MessageKind.END, reason.encode())
+        assert found.result(TIMEOUT_S) == code
+    zero.link.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RecordKind if kind.name in ("CALL", "RESULT", "PLAIN_RESULT")])
+def test_a_node_hands_its_workers_no_pickles(kind: RecordKind, acceptor: Acceptor, model: str) -> None:
+    zero = _NodeZero(acceptor, model)
+    agent = NodeAgent(1, zero.link, LocalWorkers(make_config(model), {}, []))
+    zero.node.send(MessageKind.ORDER, struct.pack("<Bq", kind, 7) + pickle.dumps(None))
+    assert agent.run() == 1
+    assert agent._orders.empty()
+    zero.link.close()
 
 
 # ---- flags -------------------------------------------------------------------------------------------------

@@ -300,8 +300,10 @@ def test_node_zero_waits_for_the_true_node(odd_model: str, tmp_path: pathlib.Pat
     for version in (ascend_vllm.__version__, "0.0.0"):
         with socket.create_connection(place, TIMEOUT_S) as impostor:
             impostor.sendall(b"\xa5" + msgspec.msgpack.encode(msgspec.structs.replace(hello, version=version)))
+            # closed, and nothing was answered but zmq's greeting
             with contextlib.suppress(ConnectionError):
-                assert impostor.recv(100) == b""
+                while data := impostor.recv(100):
+                    assert len(data) <= 64
     with _second_node(config, tmp_path / "log", files["wrong"]) as node:
         assert node.wait(TIMEOUT_S) == 2
     assert "Node 0 (127.0.0.1) refuses this node: it has another secret" in (tmp_path / "log").read_text()

@@ -1,8 +1,8 @@
-"""Where node 0 waits for the other nodes of --nnodes, and turns away who does not belong.
+"""Node 0's end of the connections with the other nodes of --nnodes: who is let in, and what the nodes say.
 
-Who connects is a stranger until it has proved that it knows the secret of the nodes (`handshake`). Strangers
-have a few seconds and a few bytes, one thread hears all of them, and there are never more than a handful: the more of
-them come from one address, the sooner those are sent away. They can neither end the start nor fill the log.
+Who connects is a stranger until it has proved to zmq that it knows the nodes' secret (see `link`), and has said which
+node it is. Strangers have a few seconds and little memory, and there are never more than a handful: the more of them
+come from one address, the sooner those are sent away. They can neither end the start nor fill the log.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import os
 import select
 import socket
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 
 import msgspec
+import zmq
 
 import ascend_vllm
 from ascend_vllm import envs
@@ -24,58 +26,92 @@ from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.node import model_digest
 from ascend_vllm.config.node_secret import VARIABLE, make_secret, read_secret
 from ascend_vllm.errors import ConfigError
-from ascend_vllm.executor.nodes.handshake import SessionKeys, Stranger, StrangerError
-from ascend_vllm.executor.nodes.link import Hello, LinkLostError, Message, MessageKind, NodeLink
+from ascend_vllm.executor.nodes import link as protocol
+from ascend_vllm.executor.nodes.link import Hello, LinkLostError, Message, MessageKind
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.host import LOOPBACK
 
 logger = init_logger(__name__)
 
-# for all that a stranger has to say
-STRANGER_TIMEOUT_S = 5.0
-# who have connected and proved nothing
+# who have connected and are not known to be nodes
 MAX_STRANGERS = 16
-# who comes when all nodes are there waits so long for the next one to be heard: the engine works in this process
-_LATE_PAUSE_S = 0.05
-# for the first message of a node
-_GREETING_TIMEOUT_S = 10.0
 # lines about strangers: so many at once, and then one in so many seconds
 _NUM_LINES = 5
 _LINE_INTERVAL_S = 10.0
-# of accept: the connection was closed meanwhile, or there is no room for it now
-_PASSING_ERRORS = frozenset(
-    getattr(errno, name) for name in ("EAGAIN", "ECONNABORTED", "EPROTO", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM")
-)
+
+
+# what is said of strangers
+_LATE = "it does not prove that it is one in time"
+_CLOSED = "it has closed the connection"
+_WRONG = "it does not know the secret of this start, or what it says is no message of ascend-vllm"
 
 
 class _StrangerLog:
-    """Tells of strangers, whatever their number is, in few lines. Nothing of what they said is in these."""
+    """Logs strangers, whatever their number is, in few lines. Nothing of what they said is in these."""
 
     def __init__(self) -> None:
         self._left = float(_NUM_LINES)
         self._last = time.monotonic()
-        self._num_untold = 0
+        self._num_unlogged = 0
 
-    def tell(self, address: str, why: str) -> None:
+    def add(self, address: str, why: str) -> None:
         now = time.monotonic()
         self._left = min(float(_NUM_LINES), self._left + (now - self._last) / _LINE_INTERVAL_S)
         self._last = now
         if self._left < 1:
-            self._num_untold += 1
+            self._num_unlogged += 1
             return
-        untold = f" (and {self._num_untold} others before)" if self._num_untold else ""
-        self._left, self._num_untold = self._left - 1, 0
-        logger.warning("%s connected to --master-port and is no node: %s%s", address, why, untold)
+        others = f" (and {self._num_unlogged} others before)" if self._num_unlogged else ""
+        self._left, self._num_unlogged = self._left - 1, 0
+        logger.warning("%s connected to --master-port and is no node: %s%s", address, why, others)
+
+
+class _Stranger:
+    """A connection that has not said which node it is; `connection` is a copy of zmq's socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.address = str(connection.getpeername()[0])
+        self.since = time.monotonic()
+
+
+class NodeLink:
+    """Node 0's end of the connection with another node.
+
+    Attributes:
+        identity: that zmq gave it.
+        node_rank: of the node.
+        address: of its machine.
+        has_ended: set when the connection is closed.
+    """
+
+    def __init__(self, acceptor: NodeAcceptor, identity: bytes, node_rank: int, address: str) -> None:
+        self._acceptor = acceptor
+        self.identity = identity
+        self.node_rank = node_rank
+        self.address = address
+        self.has_ended = threading.Event()
+
+    def send(self, kind: MessageKind, contents: bytes = b"") -> None:
+        """Sends a message, without waiting; from any thread.
+
+        Raises:
+            LinkLostError: the node is gone.
+        """
+        self._acceptor.send(self.identity, kind, contents)
 
 
 class NodeAcceptor:
-    """Listens at --master-addr and --master-port, for as long as it lives; who comes late is told so.
+    """Listens at --master-addr and --master-port, for as long as it lives; a node that comes late is refused.
+
+    One thread at a time takes messages (`wait`, `take`), when one of `descriptors` is readable; any may send.
 
     Args:
         config: of the engine.
 
     Attributes:
         host: the address that it listens at.
+        descriptors: readable when there may be something to take.
 
     Raises:
         ConfigError: the address is not this machine's, or taken.
@@ -86,23 +122,47 @@ class NodeAcceptor:
         self._device = config.device.device
         self._model = model_digest(config.model.model)
         self._timeout_s = envs.node_timeout_s()
-        self._changed = threading.Condition()
-        self._links: dict[int, NodeLink] = {}
+        secret = read_secret(config.parallel.node_secret_file)
+        family, address = _resolve(config.parallel)
+        self.host = address[0]
+        # of zmq's socket, which two threads use
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._listen(secret, address, family == socket.AF_INET6)
+        except BaseException:
+            self._destroy()
+            raise
+        # by the identity that zmq gives them
+        self._links: dict[bytes, NodeLink] = {}
+        # of node ranks, when all are there
+        self._nodes: dict[int, NodeLink] = {}
         self._is_full = False
         # why no engine can be made of those who came
         self._problem: str | None = None
-        given = read_secret(config.parallel.node_secret_file)
-        self._socket = _listen(config.parallel)
-        self._socket.setblocking(False)
-        self.host = str(self._socket.getsockname()[0])
-        self._secret = given or _tell_new_secret()
-        self._poll = select.poll()
-        listening = self._socket.fileno()
-        self._poll.register(listening, select.POLLIN)
-        # oldest first, by their descriptors
-        self._strangers: dict[int, Stranger] = {}
+        # by zmq's descriptors, oldest first; and others: nodes, or None for those that were refused or sent away
+        self._strangers: dict[int, _Stranger] = {}
+        self._known: dict[int, NodeLink | None] = {}
         self._log = _StrangerLog()
-        threading.Thread(target=self._receive, args=(listening,), name="wait-for-nodes", daemon=True).start()
+
+    # ---- the start -----------------------------------------------------------------------------------------
+
+    def _listen(self, given: bytes | None, address: tuple[str, int], ipv6: bool) -> None:
+        """Opens the port, and prints the secret if none was given."""
+        secret = given or make_secret().encode()
+        self._socket = protocol.make_socket(
+            self._context, is_zero=True, secret=secret, timeout_s=self._timeout_s, ipv6=ipv6
+        )
+        self._monitor = protocol.monitor_of(self._socket)
+        sockets = self._socket, self._monitor
+        self.descriptors = frozenset((self._wake, *(int(made.getsockopt(zmq.FD)) for made in sockets)))
+        try:
+            self._socket.bind(protocol.endpoint_of(address))
+        except zmq.ZMQError as error:
+            raise _cannot_listen(self._parallel, error) from error
+        if given is None:
+            _print_secret(secret.decode())
 
     def wait(self) -> list[NodeLink]:
         """Returns when all nodes are there, in the order of their ranks.
@@ -112,164 +172,204 @@ class NodeAcceptor:
         """
         limit_s = envs.node_wait_s()
         deadline = time.monotonic() + limit_s
-        self._log_waiting(limit_s)
-        with self._changed:
-            while self._problem is None and (missing := self._missing()):
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise ConfigError(
-                        f"{_nodes(missing)} of --nnodes {self._parallel.nnodes} did not come to --master-addr "
-                        f"{self._parallel.master_addr} --master-port {self._parallel.master_port} within "
-                        f"{limit_s:g} seconds (ASCEND_VLLM_NODE_WAIT_S). Start each with the same command as this "
-                        "one, the same secret and its own --node-rank, and see what its log says."
-                    )
-            if self._problem is not None:
-                raise ConfigError(self._problem)
-            self._is_full = True
-            return [self._links[rank] for rank in sorted(self._links)]
-
-    def _log_waiting(self, limit_s: float) -> None:
         parallel = self._parallel
-        hint = f" (only this machine reaches {LOOPBACK})" if self.host == LOOPBACK else ""
         logger.info(
             "Waiting for %s of --nnodes %d at %s:%d%s, %g seconds at most",
             _nodes(list(range(1, parallel.nnodes))),
             parallel.nnodes,
             self.host,
             parallel.master_port,
-            hint,
+            f" (only this machine reaches {LOOPBACK})" if self.host == LOOPBACK else "",
             limit_s,
         )
+        self.take()
+        while self._problem is None and (missing := self._missing()):
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise ConfigError(
+                    f"{_nodes(missing)} of --nnodes {parallel.nnodes} did not come to --master-addr "
+                    f"{parallel.master_addr} --master-port {parallel.master_port} within "
+                    f"{limit_s:g} seconds (ASCEND_VLLM_NODE_WAIT_S). Start each with the same command as this "
+                    "one, the same secret and its own --node-rank, and see what its log says."
+                )
+            self.take_within(left_s)
+        if self._problem is not None:
+            raise ConfigError(self._problem)
+        self._is_full = True
+        return [self._nodes[rank] for rank in sorted(self._nodes)]
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self._parallel.nnodes) if rank not in self._links]
+        return [rank for rank in range(1, self._parallel.nnodes) if not self._is_there(rank)]
+
+    def _is_there(self, rank: int) -> bool:
+        return rank in self._nodes and not self._nodes[rank].has_ended.is_set()
 
     def close(self) -> None:
-        """Listens no more, and ends the connections that nobody has taken over."""
-        with contextlib.suppress(OSError):
-            # wakes the thread that accepts
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        with self._changed:
-            links = [] if self._is_full else list(self._links.values())
-            self._is_full = True
-        for link in links:
-            link.finish(MessageKind.REFUSAL, f"node 0 does not start: {self._problem or 'see its log'}")
-            link.close()
+        """Listens no more, and ends the connections when what was sent has left; nodes that wait get the reason."""
+        for link in () if self._is_full else self._nodes.values():
+            with contextlib.suppress(LinkLostError):
+                text = f"node 0 does not start: {self._problem or 'see its log'}"
+                link.send(MessageKind.REFUSAL, text.encode())
+        self._destroy()
+        for stranger in self._strangers.values():
+            stranger.connection.close()
 
-    # ---- threads -------------------------------------------------------------------------------------------
+    def _destroy(self) -> None:
+        if not self._context.closed:
+            if hasattr(self, "_monitor"):
+                self._socket.disable_monitor()
+            self._context.destroy()
+            os.close(self._wake)
 
-    def _receive(self, listening: int) -> None:
-        """Hears all strangers, and has those that are nodes greeted."""
-        try:
-            while True:
-                ready = {descriptor for descriptor, _ in self._poll.poll(self._ms_to_deadline())}
-                for descriptor in ready & self._strangers.keys():
-                    self._hear(descriptor)
-                for stranger in [*self._strangers.values()]:
-                    if stranger.deadline <= time.monotonic():
-                        self._send_away(stranger, "it does not prove that it is one in time")
-                if listening in ready:
-                    self._accept()
-        except OSError:
-            # the socket is closed
-            for stranger in self._strangers.values():
-                stranger.socket.close()
+    # ---- messages ------------------------------------------------------------------------------------------
 
-    def _ms_to_deadline(self) -> float | None:
-        oldest = next(iter(self._strangers.values()), None)
-        # rounded up: a poll that ends too early is one for nothing
-        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic()) * 1000 + 1
+    def send(self, identity: bytes, kind: MessageKind, contents: bytes) -> None:
+        """See `NodeLink.send`."""
+        with self._lock:
+            try:
+                self._socket.send_multipart([identity, *protocol.frames_of(kind, contents)], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                raise protocol.lost(self._timeout_s) from None
+            # sending may make the descriptor unreadable that another thread polls, though a message is there
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                os.eventfd_write(self._wake, 1)
 
-    def _accept(self) -> None:
-        """Takes one stranger in, for whom another one may have to go.
+    def take(self) -> list[tuple[NodeLink, Message | LinkLostError]]:
+        """What the nodes have said and which of them are gone, without waiting; new nodes are let in."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        # before messages are read, so that those that came before the end are taken
+        gone = self._follow_connections()
+        taken: list[tuple[NodeLink, Message | LinkLostError]] = []
+        while (frames := self._receive()) is not None:
+            identity, *contents = (frame.bytes for frame in frames)
+            link = self._links.get(identity)
+            if link is None:
+                gone += self._follow_connections()
+                self._greet(identity, contents, frames[-1])
+            else:
+                try:
+                    taken.append((link, protocol.message_of(contents)))
+                except LinkLostError as error:
+                    taken.append((link, error))
+        for link in gone:
+            self._links.pop(link.identity, None)
+            link.has_ended.set()
+            taken.append((link, protocol.lost(self._timeout_s)))
+        return taken
 
-        Raises:
-            OSError: the socket is closed.
-        """
-        if self._is_full:
-            time.sleep(_LATE_PAUSE_S)
-        try:
-            connection, _ = self._socket.accept()
-        except OSError as error:
-            if error.errno not in _PASSING_ERRORS:
-                raise
-            time.sleep(_LATE_PAUSE_S)
+    def take_within(self, timeout_s: float) -> None:
+        """Waits for something to take, and takes it; what the nodes say is dropped."""
+        poll = select.poll()
+        for descriptor in self.descriptors:
+            poll.register(descriptor, select.POLLIN)
+        # rounded up: one that ends too early is for nothing
+        poll.poll(max(0.0, timeout_s) * 1000 + 1)
+        self.take()
+
+    def _receive(self) -> list[zmq.Frame] | None:
+        with self._lock, contextlib.suppress(zmq.Again):
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return None
+
+    # ---- strangers -----------------------------------------------------------------------------------------
+
+    def _follow_connections(self) -> list[NodeLink]:
+        """Notes who has connected and who is gone; returns the nodes among these."""
+        gone, is_closed = [], False
+        for event, value in protocol.events_of(self._monitor):
+            if event == zmq.EVENT_ACCEPTED and value not in self._known:
+                self._add_stranger(value)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                is_closed = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                if value not in self._known:
+                    self._lose_stranger(self._strangers.pop(value, None), is_closed)
+                elif (link := self._known.pop(value)) is not None:
+                    gone.append(link)
+                is_closed = False
+        # behind all that has happened: those that are left have zmq's descriptor still
+        self._evict_strangers()
+        return gone
+
+    def _add_stranger(self, descriptor: int) -> None:
+        connection = protocol.connection_of(descriptor)
+        if connection is None:
             return
-        if len(self._strangers) == MAX_STRANGERS:
+        try:
+            # the number may mean something else by now
+            if connection.getsockname()[1] == self._parallel.master_port:
+                self._strangers[descriptor] = _Stranger(connection)
+                return
+        except (OSError, IndexError):
+            # closed meanwhile
+            pass
+        connection.close()
+
+    def _lose_stranger(self, stranger: _Stranger | None, is_closed: bool) -> None:
+        why = _CLOSED if is_closed else _WRONG
+        if stranger is not None:
+            stranger.connection.close()
+            why = _LATE if time.monotonic() - stranger.since > protocol.HANDSHAKE_TIMEOUT_S else why
+        # without an address if it had gone before its connection could be looked at
+        self._log.add("Somebody" if stranger is None else stranger.address, why)
+
+    def _evict_strangers(self) -> None:
+        """Sends those away that are too many: of the address with most of them, the oldest first."""
+        while len(self._strangers) > MAX_STRANGERS:
             counts = collections.Counter(stranger.address for stranger in self._strangers.values())
             crowd = max(counts.values())
-            oldest = next(stranger for stranger in self._strangers.values() if counts[stranger.address] == crowd)
+            oldest = next(key for key, stranger in self._strangers.items() if counts[stranger.address] == crowd)
             self._send_away(oldest, "it has not proved that it is one, and others have come")
-        try:
-            stranger = Stranger(connection, self._secret, STRANGER_TIMEOUT_S)
-        except OSError:
-            # gone already
-            connection.close()
-            return
-        self._strangers[connection.fileno()] = stranger
-        self._poll.register(connection, select.POLLIN)
 
-    def _hear(self, descriptor: int) -> None:
-        stranger = self._strangers[descriptor]
-        try:
-            keys = stranger.hear()
-        except StrangerError as error:
-            self._send_away(stranger, str(error))
-            return
-        if keys is not None:
-            self._forget(stranger)
-            # it knows the secret: it may take its time
-            threading.Thread(target=self._greet, args=(stranger, keys), name="greet-node", daemon=True).start()
+    def _send_away(self, descriptor: int, why: str) -> None:
+        stranger = self._strangers.pop(descriptor)
+        # its end, which is to come, is known
+        self._known[descriptor] = None
+        # zmq closes its own copy, too
+        with contextlib.suppress(OSError):
+            stranger.connection.shutdown(socket.SHUT_RDWR)
+        stranger.connection.close()
+        self._log.add(stranger.address, why)
 
-    def _send_away(self, stranger: Stranger, why: str) -> None:
-        self._forget(stranger)
-        stranger.socket.close()
-        self._log.tell(stranger.address, why)
-
-    def _forget(self, stranger: Stranger) -> None:
-        self._poll.unregister(stranger.socket)
-        del self._strangers[stranger.socket.fileno()]
-
-    def _greet(self, stranger: Stranger, keys: SessionKeys) -> None:
+    def _greet(self, identity: bytes, frames: list[bytes], last: zmq.Frame) -> None:
+        """Handles the first message of a connection that has proved to know the secret."""
+        descriptor, address = int(last.get(zmq.SRCFD)), str(last.get("Peer-Address"))
         try:
-            link = NodeLink(stranger.socket, keys, self._timeout_s)
-        except OSError:
-            stranger.socket.close()
-            return
-        try:
-            hello = _read_hello(link.receive(_GREETING_TIMEOUT_S))
+            hello = _read_hello(protocol.message_of(frames))
         except (LinkLostError, msgspec.MsgspecError) as error:
-            logger.warning("%s knows the secret, and does not say which node it is: %s", link.address, error)
-            link.close()
+            logger.warning("%s knows the secret, and does not say which node it is: %s", address, error)
+            if descriptor in self._strangers:
+                self._send_away(descriptor, "it does not say which node it is")
             return
-        with self._changed:
-            refusal = self._place(hello, link)
-            self._changed.notify_all()
+        stranger = self._strangers.pop(descriptor, None)
+        link = NodeLink(self, identity, hello.node_rank, address)
+        if stranger is None:
+            # it had gone before its message was read
+            link.has_ended.set()
+        refusal = self._place(hello, link)
+        if stranger is not None:
+            stranger.connection.close()
+            self._known[descriptor] = link if refusal is None else None
         if refusal is None:
-            logger.info("Node %d has come, from %s", hello.node_rank, link.address)
+            self._links[identity] = link
+            logger.info("Node %d has come, from %s", hello.node_rank, address)
             return
-        logger.error("%s is refused: %s", link.address, refusal)
-        link.finish(MessageKind.REFUSAL, refusal)
-        # until it has read that
+        logger.error("%s is refused: %s", address, refusal)
         with contextlib.suppress(LinkLostError):
-            link.receive(_GREETING_TIMEOUT_S)
-        link.close()
+            link.send(MessageKind.REFUSAL, refusal.encode())
 
     def _place(self, hello: Hello, link: NodeLink) -> str | None:
-        """Takes a node in, or says why not; under `_changed`."""
+        """Takes a node in, or says why not."""
         problem = self._why_not(hello, link.address)
         if problem is not None:
             if not self._is_full and self._problem is None:
                 self._problem = problem
             return problem
         rank = hello.node_rank
-        present = self._links.get(rank)
-        if self._is_full or (present is not None and not present.is_lost()):
-            there = f" It is the one at {present.address}." if present is not None else ""
+        if self._is_full or self._is_there(rank):
+            there = f" It is the one at {self._nodes[rank].address}." if rank in self._nodes else ""
             return f"--node-rank {rank} is there already.{there} Give every node a --node-rank of its own."
-        if present is not None:
-            present.close()
-        self._links[rank] = link
+        self._nodes[rank] = link
         return None
 
     def _why_not(self, hello: Hello, address: str) -> str | None:
@@ -301,34 +401,34 @@ def _read_hello(message: Message) -> Hello:
     return msgspec.msgpack.decode(message.contents, type=Hello)
 
 
-def _tell_new_secret() -> bytes:
-    """Makes a secret and prints it: into the log, which may be kept and sent on, it does not belong."""
-    secret = make_secret()
+def _print_secret(secret: str) -> None:
+    """Prints a secret that was made for this start: it does not belong in the log, which may be kept and sent on."""
     sys.stderr.write(
         "Node 0 of --nnodes, which this machine is, was given no secret and has made one for this start. Start each "
         f"other node with it in the environment, and show it to nobody else:\n\n    export {VARIABLE}={secret}\n\n"
     )
     sys.stderr.flush()
-    return secret.encode()
 
 
 def _nodes(ranks: list[int]) -> str:
     return f"node {ranks[0]}" if len(ranks) == 1 else f"nodes {', '.join(map(str, ranks))}"
 
 
-def _listen(parallel: ParallelConfig) -> socket.socket:
-    where = f"--master-addr {parallel.master_addr} --master-port {parallel.master_port}"
+def _resolve(parallel: ParallelConfig) -> tuple[int, tuple[str, int]]:
     try:
         family, *_, address = socket.getaddrinfo(
             parallel.master_addr, parallel.master_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            text = f"{where} is already in use on this machine: choose another --master-port, on all nodes."
-        else:
-            text = (
-                f"{where}: node 0 cannot listen there: {error.strerror or error}. --master-addr is an address of the "
-                "machine with --node-rank 0, at which the other machines reach it."
-            )
-        raise ConfigError(text) from error
+        raise _cannot_listen(parallel, error) from error
+    return family, (str(address[0]), int(address[1]))
+
+
+def _cannot_listen(parallel: ParallelConfig, error: OSError | zmq.ZMQError) -> ConfigError:
+    where = f"--master-addr {parallel.master_addr} --master-port {parallel.master_port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{where} is already in use on this machine: choose another --master-port, on all nodes.")
+    return ConfigError(
+        f"{where}: node 0 cannot listen there: {error.strerror or error}. --master-addr is an address of the "
+        "machine with --node-rank 0, at which the other machines reach it."
+    )

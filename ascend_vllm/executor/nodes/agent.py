@@ -1,9 +1,9 @@
 """A node of --nnodes that has no engine: ``python -m ascend_vllm.executor.nodes.agent``.
 
-It starts its share of the workers and hands on what node 0 and they tell each other. Its standard input holds a
-NodeStart in msgpack. It ends with node 0, with any worker, and with its process its workers end.
+It starts its share of the workers, and passes messages between node 0 and them. Its standard input holds a NodeStart
+in msgpack. It ends with node 0 and with any worker; with its process its workers end.
 
-Two threads beside the main one: each direction must go on while the other waits for room.
+One thread beside the main one writes to the workers: the answers must go on while it waits for room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import queue
-import select
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import msgspec
+import zmq
 
 import ascend_vllm
 from ascend_vllm import envs
@@ -32,8 +32,7 @@ from ascend_vllm.distributed.shm_ring import RingAbandonedError
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S
 from ascend_vllm.executor.local_workers import LocalWorkers
-from ascend_vllm.executor.nodes.handshake import introduce
-from ascend_vllm.executor.nodes.link import Hello, LinkLostError, Message, MessageKind, NodeLink, NodeSetup
+from ascend_vllm.executor.nodes.link import Hello, LinkLostError, LinkToZero, Message, MessageKind, NodeSetup
 from ascend_vllm.executor.wire import ORDERS_BETWEEN_MACHINES, RecordKind
 from ascend_vllm.logger import init_logger, name_process
 
@@ -45,11 +44,13 @@ EXIT_USAGE = 2
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
-# for node 0 to close the connection when it has been told of the end
+# connections that are closed before they are open, one after the other
+_MAX_REFUSALS = 3
+# for node 0 to end the connection after this node has reported its end
 _LAST_WORDS_S = 5.0
 
 
-def connect(start: NodeStart, secret: bytes, wait_s: float) -> NodeLink:
+def connect(start: NodeStart, secret: bytes, wait_s: float) -> LinkToZero:
     """A connection with node 0, which may be started later than this one; both have proved who they are.
 
     Raises:
@@ -58,11 +59,18 @@ def connect(start: NodeStart, secret: bytes, wait_s: float) -> NodeLink:
     where = f"--master-addr {start.master_addr} --master-port {start.master_port}"
     logger.info("Looking for node 0 at %s, %g seconds at most", where, wait_s)
     deadline = time.monotonic() + wait_s
+    num_refusals = 0
     while True:
         try:
-            return _connect_once(start, secret, envs.node_timeout_s())
+            return _connect_once(start, secret)
         except OSError as error:
-            # node 0 is not there yet, or has no ear for this node because of strangers
+            # closed instead of an answer: by a node 0 with another secret, or because of strangers for once
+            num_refusals = num_refusals + 1 if isinstance(error, PermissionError) else 0
+            if num_refusals == _MAX_REFUSALS:
+                raise ConfigError(
+                    f"Node 0 ({error.filename}) refuses this node: it has another secret. Give all nodes the same "
+                    "one, by --node-secret-file or ASCEND_VLLM_NODE_SECRET."
+                ) from error
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"{where}: node 0 does not answer there within {wait_s:g} seconds (ASCEND_VLLM_NODE_WAIT_S): "
@@ -72,13 +80,16 @@ def connect(start: NodeStart, secret: bytes, wait_s: float) -> NodeLink:
         time.sleep(_RETRY_S)
 
 
-def _connect_once(start: NodeStart, secret: bytes, timeout_s: float) -> NodeLink:
-    sock = socket.create_connection((start.master_addr, start.master_port), _CONNECT_TIMEOUT_S)
+def _connect_once(start: NodeStart, secret: bytes) -> LinkToZero:
+    found = socket.getaddrinfo(start.master_addr, start.master_port, type=socket.SOCK_STREAM)
+    host, port = found[0][4][:2]
+    link = LinkToZero((str(host), int(port)), secret, envs.node_timeout_s())
     try:
-        return NodeLink(sock, introduce(sock, secret, _CONNECT_TIMEOUT_S), timeout_s)
+        link.open(_CONNECT_TIMEOUT_S)
     except BaseException:
-        sock.close()
+        link.close()
         raise
+    return link
 
 
 def _hello(start: NodeStart) -> bytes:
@@ -95,17 +106,14 @@ def _hello(start: NodeStart) -> bytes:
     return msgspec.msgpack.encode(hello)
 
 
-def join(start: NodeStart, link: NodeLink) -> NodeSetup:
+def join(start: NodeStart, link: LinkToZero) -> NodeSetup:
     """What node 0 has this one do, when all nodes are there.
 
     Raises:
         ConfigError: node 0 refuses this one.
         LinkLostError: it is gone.
     """
-    try:
-        link.send(MessageKind.HELLO, _hello(start))
-    except OSError as error:
-        raise LinkLostError(error.strerror or str(error)) from error
+    link.send(MessageKind.HELLO, _hello(start))
     logger.info("Node 0 is there, at %s; waiting for all nodes to come", link.address)
     message = link.receive()
     if message.kind == MessageKind.REFUSAL:
@@ -123,6 +131,10 @@ def _meetings(setup: NodeSetup, address: str) -> dict[int, Rendezvous]:
     }
 
 
+class _NodeZeroEndedError(Exception):
+    """Node 0 ends, or is gone; the text says why, and is empty if it was told to end."""
+
+
 class NodeAgent:
     """Runs the workers of a node.
 
@@ -132,18 +144,16 @@ class NodeAgent:
         workers: of the node, started.
     """
 
-    def __init__(self, node_rank: int, link: NodeLink, workers: LocalWorkers) -> None:
+    def __init__(self, node_rank: int, link: LinkToZero, workers: LocalWorkers) -> None:
         self._name = f"node {node_rank} ({link.own_address})"
         self._link = link
         self._workers = workers
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # why node 0 ends, or is gone; empty: it was told to end; None: it goes on
-        self._end: str | None = None
         # the record that ends the workers has come
         self._has_stop = False
+        self._has_ended = False
         self._is_told_to_stop = False
-        self._reader = threading.Thread(target=self._hear_node_zero, name="hear-node-0", daemon=True)
 
     def stop(self) -> None:
         """Has `run` return; from a signal handler, too."""
@@ -152,79 +162,77 @@ class NodeAgent:
 
     def run(self) -> int:
         """Returns the process's exit code when node 0, a worker or this node has ended."""
-        self._reader.start()
         threading.Thread(target=self._write_orders, name="write-orders", daemon=True).start()
         try:
-            reason = self._hand_answers_on()
-        except OSError as error:
-            self._end = self._end or f"the connection is lost: {error.strerror or error}"
-            reason = None
-        code = self._end_with_node_zero() if reason is None else self._end_by_itself(reason)
+            reason = self._pass_on()
+            code = EXIT_OK if self._is_told_to_stop else EXIT_FAILURE
+            level = logging.INFO if self._is_told_to_stop else logging.ERROR
+            logger.log(level, "This node ends, and node 0 with it: %s", reason)
+            self._report_end(reason)
+        except _NodeZeroEndedError as end:
+            code = self._end_with_node_zero(str(end))
+        self._has_ended = True
         self._workers.kill()
         self._workers.wait(SHUTDOWN_GRACE_S)
         return code
 
-    def _end_with_node_zero(self) -> int:
-        if self._end:
-            logger.error("Node 0 (%s) has ended: %s", self._link.address, self._end)
+    def _end_with_node_zero(self, reason: str) -> int:
+        if reason:
+            logger.error("Node 0 (%s) has ended: %s", self._link.address, reason)
             return EXIT_FAILURE
         self._workers.wait(SHUTDOWN_GRACE_S)
         logger.info("Node 0 has ended, and this node with it")
         return EXIT_OK
 
-    def _end_by_itself(self, reason: str) -> int:
-        level = logging.INFO if self._is_told_to_stop else logging.ERROR
-        logger.log(level, "This node ends, and node 0 with it: %s", reason)
-        self._link.finish(MessageKind.LOSS, reason)
-        # node 0 closes the connection when it has heard that
-        self._reader.join(_LAST_WORDS_S)
-        return EXIT_OK if self._is_told_to_stop else EXIT_FAILURE
+    def _report_end(self, reason: str) -> None:
+        """Reports why this node ends, and waits for node 0 to end, too."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        with contextlib.suppress(LinkLostError):
+            self._link.send(MessageKind.LOSS, reason.encode())
+            while self._link.receive(deadline - time.monotonic()).kind != MessageKind.END:
+                pass
 
-    def _hand_answers_on(self) -> str | None:
-        """Why this node ends; None: node 0 has ended.
+    def _pass_on(self) -> str:
+        """Passes messages on; returns why this node ends.
 
         Raises:
-            OSError: the connection is lost.
+            _NodeZeroEndedError: node 0 has ended.
         """
-        poll = select.poll()
-        for descriptor in (self._wake, *self._workers.speakers, *self._workers.deaths):
-            poll.register(descriptor, select.POLLIN)
+        poller = zmq.Poller()
+        descriptors = (self._wake, *self._workers.speakers, *self._workers.deaths)
+        for source in (*descriptors, self._link.socket, self._link.monitor):
+            poller.register(source, zmq.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
-            # what a worker said before its end comes first: it may say why
-            speaking = ready & self._workers.speakers.keys()
-            for rank, record in self._workers.take(speaking):
-                self._link.send(MessageKind.ANSWER, record, rank)
-            if self._end is not None:
-                return None
+            try:
+                for message in self._link.take():
+                    self._take_order(message)
+                ready = {source for source, _ in poller.poll()}
+                # answers sent before the end come first: they may give the reason
+                speaking = ready & self._workers.speakers.keys()
+                for rank, record in self._workers.take(speaking):
+                    self._link.send(MessageKind.ANSWER, record, rank)
+            except LinkLostError as error:
+                raise _NodeZeroEndedError(error) from None
             if self._is_told_to_stop:
                 return f"{self._name} was told to stop by a signal"
             for descriptor in ready & self._workers.deaths.keys() if not speaking else ():
                 if not self._has_stop:
                     return f"{self._workers.describe_end(descriptor)} on {self._name}"
-                poll.unregister(descriptor)
+                poller.unregister(descriptor)
 
-    # ---- threads -------------------------------------------------------------------------------------------
-
-    def _hear_node_zero(self) -> None:
-        try:
-            while _is_order(message := self._link.receive()):
-                self._has_stop = self._has_stop or message.contents[0] == RecordKind.STOP
-                self._orders.put(message.contents)
-            is_end = message.kind == MessageKind.END
-            self._end = message.text if is_end else "what it says cannot be understood"
-        except LinkLostError as error:
-            self._end = str(error)
-        os.eventfd_write(self._wake, 1)
+    def _take_order(self, message: Message) -> None:
+        if message.kind == MessageKind.END:
+            raise _NodeZeroEndedError(message.text)
+        if not (message.kind == MessageKind.ORDER and message.contents[:1] in ORDERS_BETWEEN_MACHINES):
+            raise _NodeZeroEndedError("what it says cannot be understood")
+        self._has_stop = self._has_stop or message.contents[0] == RecordKind.STOP
+        self._orders.put(message.contents)
 
     def _write_orders(self) -> None:
+        """The other thread."""
         with contextlib.suppress(RingAbandonedError):
             while True:
-                self._workers.write(self._orders.get(), lambda: bool(self._end) or self._is_told_to_stop)
-
-
-def _is_order(message: Message) -> bool:
-    return message.kind == MessageKind.ORDER and message.contents[:1] in ORDERS_BETWEEN_MACHINES
+                self._workers.write(self._orders.get(), lambda: self._has_ended)
 
 
 class _Signals:
@@ -260,25 +268,25 @@ def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
         LinkLostError: node 0 is gone.
     """
     if start.config is None:
-        _tell_problem(start)
+        _report_problem(start)
         return start.exit_code
     secret = require_secret(start.secret_file, start.node_rank)
     with contextlib.closing(connect(start, secret, envs.node_wait_s())) as link:
         return _make_agent(start, link, hand_over).run()
 
 
-def _tell_problem(start: NodeStart) -> None:
-    """Logs why this node cannot take part, and tells node 0, if it is there: it would wait for this node."""
+def _report_problem(start: NodeStart) -> None:
+    """Logs why this node cannot take part, and reports it to node 0, if it is there: that would wait."""
     # without the secret nobody listens to it
     with contextlib.suppress(OSError, LinkLostError, ConfigError):
         secret = require_secret(start.secret_file, start.node_rank)
-        with contextlib.closing(_connect_once(start, secret, _CONNECT_TIMEOUT_S)) as link:
+        with contextlib.closing(_connect_once(start, secret)) as link:
             link.send(MessageKind.HELLO, _hello(start))
             link.receive(_CONNECT_TIMEOUT_S)
     logger.error("%s", start.problem)
 
 
-def _make_agent(start: NodeStart, link: NodeLink, hand_over: Callable[[NodeAgent], None]) -> NodeAgent:
+def _make_agent(start: NodeStart, link: LinkToZero, hand_over: Callable[[NodeAgent], None]) -> NodeAgent:
     if start.config is None:
         raise ValueError("a node whose flags cannot be used has no workers")
     setup = join(start, link)

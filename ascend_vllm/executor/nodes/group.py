@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import select
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,26 +16,12 @@ from ascend_vllm.distributed.rendezvous import Machine, Rendezvous, listen
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.executor import wire
 from ascend_vllm.executor.local_workers import LocalWorkers
-from ascend_vllm.executor.nodes.acceptor import NodeAcceptor
-from ascend_vllm.executor.nodes.link import LinkLostError, Message, MessageKind, NodeLink, NodeSetup
+from ascend_vllm.executor.nodes.acceptor import NodeAcceptor, NodeLink
+from ascend_vllm.executor.nodes.link import LinkLostError, Message, MessageKind, NodeSetup
 from ascend_vllm.executor.worker_group import WorkerGroup
 
-# when a worker dies the others fail, too, and may be heard first, those of this machine before those of another
+# when a worker dies the others fail, too, and their failures may arrive first, above all those of this machine
 _LAST_WORDS_S = 2.0
-
-
-class _Node:
-    """Another node, and its connection."""
-
-    def __init__(self, node_rank: int, link: NodeLink, ranks: range) -> None:
-        self.node_rank = node_rank
-        self.link = link
-        self.ranks = ranks
-        # it has closed the connection
-        self.has_ended = threading.Event()
-
-    def describe_loss(self, how: str) -> str:
-        return f"node {self.node_rank} ({self.link.address}) is gone: {how}"
 
 
 class NodeGroup(WorkerGroup):
@@ -52,29 +37,25 @@ class NodeGroup(WorkerGroup):
     """
 
     def _start(self, config: EngineConfig) -> LocalWorkers:
-        self._nodes: dict[int, _Node] = {}
         self._acceptor = NodeAcceptor(config)
         try:
-            links = self._acceptor.wait()
-            return self._start_workers(config, links)
+            self._nodes = self._acceptor.wait()
+            return self._start_workers(config)
         except BaseException:
-            for node in self._nodes.values():
-                node.link.close()
             self._acceptor.close()
             raise
 
-    def _start_workers(self, config: EngineConfig, links: list[NodeLink]) -> LocalWorkers:
-        count, host = config.parallel.local_world_size, self._acceptor.host
+    def _start_workers(self, config: EngineConfig) -> LocalWorkers:
+        self._num_local = count = config.parallel.local_world_size
+        host = self._acceptor.host
         with listen(host) as socket:
             port = socket.getsockname()[1]
-            for node_rank, link in enumerate(links, start=1):
-                ranks = range(node_rank * count, (node_rank + 1) * count)
-                setup = NodeSetup(config, ranks.start, host, port, sys.path)
-                node = _Node(node_rank, link, ranks)
-                self._nodes[link.fileno()] = node
-                with contextlib.suppress(OSError):  # a node that is gone is noticed by its silence
-                    link.send(MessageKind.SETUP, msgspec.msgpack.encode(setup))
-                self._poll.register(link, select.POLLIN)
+            for node in self._nodes:
+                setup = NodeSetup(config, node.node_rank * count, host, port, sys.path)
+                with contextlib.suppress(LinkLostError):  # the listening thread notices that it is gone
+                    node.send(MessageKind.SETUP, msgspec.msgpack.encode(setup))
+            for descriptor in self._acceptor.descriptors:
+                self._poll.register(descriptor, select.POLLIN)
             meetings = {
                 rank: Rendezvous(port, None if rank else socket.fileno(), host, host, Machine(rank, count))
                 for rank in range(count)
@@ -82,11 +63,11 @@ class NodeGroup(WorkerGroup):
             return LocalWorkers(config, meetings, sys.path)
 
     def _send(self, record: bytes) -> None:
-        for node in self._nodes.values():
+        for node in self._nodes:
             try:
-                node.link.send(MessageKind.ORDER, record)
-            except OSError as error:
-                raise EngineDeadError(str(self._error or node.describe_loss(str(error)))) from error
+                node.send(MessageKind.ORDER, record)
+            except LinkLostError as error:
+                raise EngineDeadError(str(self._error or _describe_loss(node, error))) from error
         super()._send(record)
 
     def _encode_call(
@@ -95,93 +76,85 @@ class NodeGroup(WorkerGroup):
         return wire.encode_plain_call(call_id, method, args, kwargs)
 
     def _send_stop(self) -> None:
-        if self.disorder is not None:
-            self._finish_nodes(self.disorder)
+        if self.disorder is None:
+            super()._send_stop()
+            self._end_nodes("")
+        else:
+            self._end_nodes(self.disorder)
             super()._send(wire.encode_stop())
-            return
-        super()._send_stop()
-        for node in self._nodes.values():
-            with contextlib.suppress(OSError):
-                node.link.send(MessageKind.END)
 
-    def _finish_nodes(self, reason: str) -> None:
-        for node in self._nodes.values():
-            node.link.finish(MessageKind.END, reason)
+    def _end_nodes(self, reason: str) -> None:
+        for node in self._nodes:
+            with contextlib.suppress(LinkLostError):
+                node.send(MessageKind.END, reason.encode())
 
     def _wait_for_ends(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         super()._wait_for_ends(timeout_s)
-        for node in self._nodes.values():
+        for node in self._nodes:
             node.has_ended.wait(max(0.0, deadline - time.monotonic()))
 
     def _kill(self) -> None:
         super()._kill()
-        self._finish_nodes(str(self._error))
+        self._end_nodes(str(self._error))
 
     def close(self) -> None:
         super().close()
-        self._acceptor.close()
+        # nodes close their connections when they have read why they end
         deadline = time.monotonic() + _LAST_WORDS_S
-        for node in self._nodes.values():
-            if not node.has_ended.is_set():
-                node.link.drain(deadline - time.monotonic())
-            node.link.close()
-        self._nodes.clear()
+        while not all(node.has_ended.is_set() for node in self._nodes) and time.monotonic() < deadline:
+            self._acceptor.take_within(deadline - time.monotonic())
+        self._nodes = []
+        self._acceptor.close()
 
     # ---- the listening thread ------------------------------------------------------------------------------
 
     def _hear(self, ready: set[int]) -> bool:
         has_heard = super()._hear(ready)
-        speaking = ready & self._nodes.keys()
-        for descriptor in speaking:
-            self._hear_node(self._nodes[descriptor])
-        return has_heard or bool(speaking)
-
-    def _hear_node(self, node: _Node) -> None:
-        try:
-            for message in node.link.take():
+        said = self._acceptor.take() if ready & self._acceptor.descriptors else []
+        for node, message in said:
+            # after an error nothing is waited for any more
+            if self._error is None:
                 self._take_message(node, message)
-        except LinkLostError as error:
-            self._poll.unregister(node.link)
-            node.has_ended.set()
-            self._lose(node.describe_loss(str(error)))
+        return has_heard or bool(said)
 
-    def _take_message(self, node: _Node, message: Message) -> None:
-        if self._error is not None:
-            # nobody waits for anything any more
-            return
-        if message.kind == MessageKind.ANSWER and message.rank in node.ranks and _is_answer(message.contents):
+    def _take_message(self, node: NodeLink, message: Message | LinkLostError) -> None:
+        if (end := _end_of(node, message)) is not None:
+            self._lose(end)
+        elif isinstance(message, Message) and self._is_answer(node, message):
             self._take(message.rank, message.contents)
-        elif message.kind == MessageKind.LOSS:
-            self._lose(message.text)
         else:
-            raise LinkLostError("what it says cannot be understood")
+            self._lose(_describe_loss(node, LinkLostError("what it says cannot be understood")))
+
+    def _is_answer(self, node: NodeLink, message: Message) -> bool:
+        return (
+            message.kind == MessageKind.ANSWER
+            and message.rank // self._num_local == node.node_rank
+            and message.contents[:1] in wire.ANSWERS_BETWEEN_MACHINES
+        )
 
     def _lose(self, how: str) -> None:
         if not self._is_stopping and self._error is None:
             self._die(EngineDeadError(how))
 
     def _find_death(self) -> EngineDeadError | None:
-        poll = select.poll()
-        for descriptor in (*self._local.deaths, *self._nodes):
-            poll.register(descriptor, select.POLLIN)
         deadline = time.monotonic() + _LAST_WORDS_S
         while (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
-                is_local = descriptor in self._local.deaths
-                end = self._local.describe_end(descriptor) if is_local else _last_words(self._nodes[descriptor])
-                if end is not None:
+            # of this machine first
+            if (end := self._local.find_death(min(left, 0.01))) is not None:
+                return EngineDeadError(end)
+            for node, message in self._acceptor.take():
+                if (end := _end_of(node, message)) is not None:
                     return EngineDeadError(end)
         return None
 
 
-def _is_answer(record: bytes) -> bool:
-    return record[:1] in wire.ANSWERS_BETWEEN_MACHINES
+def _end_of(node: NodeLink, message: Message | LinkLostError) -> str | None:
+    """How a node or a worker of it ended, if that is what a message says."""
+    if isinstance(message, LinkLostError):
+        return _describe_loss(node, message)
+    return message.text if message.kind == MessageKind.LOSS else None
 
 
-def _last_words(node: _Node) -> str | None:
-    """How a node or a worker of it ended, if that is among what can be read."""
-    try:
-        return next((message.text for message in node.link.take() if message.kind == MessageKind.LOSS), None)
-    except LinkLostError as error:
-        return node.describe_loss(str(error))
+def _describe_loss(node: NodeLink, error: LinkLostError) -> str:
+    return f"node {node.node_rank} ({node.address}) is gone: {error}"

@@ -1,40 +1,51 @@
-"""The connection between node 0 and another node of --nnodes, and what they tell each other through it.
+"""The connection between node 0 and another node of --nnodes, and the messages on it.
 
-A message has a kind, the rank of a worker and contents: msgpack, a text, or a record of `wire` as it came out of a
-ring. It travels in pieces: a header, a part of the contents, and a code that only the two ends can make, of both and
-of the number of the piece. What was changed, left out, repeated or sent by somebody else ends the connection before
-any of it is looked at. It can be read by whoever sees it.
+Connections are zmq's, encrypted and authenticated by CURVE. Node 0's keys are derived from the nodes' secret, the
+public one, too: it is never sent, and CURVE's first message cannot be made without it. So both ends prove that they
+know the secret, and nobody else can read, change, repeat or leave out what they say. A message has a kind, the rank
+of a worker and contents: msgpack, a text, or a record of `wire` as it came out of a ring. Nothing is pickled.
 
-That the other end is gone without a word is noticed by the kernel, which asks it when nothing else is sent; a process
-that is busy, or gets no processor, cannot be mistaken for one that is gone.
+The kernel notices that the other machine is gone without a word, by TCP's keepalives; zmq's own heartbeats would take
+a process that is busy, or gets no processor, for one that is gone.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import enum
+import errno
 import hmac
-import select
+import math
+import os
 import socket
 import struct
-import threading
 import time
+from collections.abc import Iterable, Iterator
 
 import msgspec
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.executor.nodes.handshake import SessionKeys
+from ascend_vllm.errors import ConfigError
 
-_CHUNK_BYTES = 1 << 20
-# of the contents of a piece: so much is believed of a header before the code behind it is seen
-_MAX_PIECE_BYTES = 1 << 20
-# one that is sent without waiting
-_MAX_LAST_WORDS_BYTES = 1 << 16
-# kind, whether it is the last piece of the message, rank, length
-_HEADER = struct.Struct("<B?II")
-_NUMBER = struct.Struct("<Q")
-_CODE_BYTES = 32
+# kind, rank
+_HEADER = struct.Struct("<BI")
+# of a message, which may have many
+_FRAME_BYTES = 1 << 16
+# of whatever comes, with what CURVE adds; strangers can have no more than that stored
+_MAX_FRAME_BYTES = 1 << 17
+# for a stranger to prove that it knows the secret
+HANDSHAKE_TIMEOUT_S = 5.0
+# events of connections. Not HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) also reports changed messages by it, and then
+# does not close their connection, because reporting has overwritten errno
+_EVENTS = (
+    zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)  # fmt: skip
+# at the end, for what has been sent to leave this machine
+_LINGER_MS = 2000
 
 
 class MessageKind(enum.IntEnum):
@@ -49,10 +60,6 @@ class MessageKind(enum.IntEnum):
     SETUP = 4
     ORDER = 5
     END = 6
-
-
-_KINDS = frozenset(MessageKind)
-_NOT_UNDERSTOOD = "what it says is no message of this connection"
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -100,7 +107,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class NodeSetup(msgspec.Struct, frozen=True):
-    """What a node is told when all are there.
+    """What a node needs to start its workers, sent when all nodes are there.
 
     Attributes:
         config: of the engine; the directory of the model is node 0's.
@@ -118,172 +125,212 @@ class NodeSetup(msgspec.Struct, frozen=True):
 
 
 class LinkLostError(Exception):
-    """The other end is gone, or says what cannot be understood."""
+    """The other end is gone, or says what cannot be understood; the text is the end of a sentence."""
 
 
-class _Pieces:
-    """Codes of the pieces of one direction, in their order."""
-
-    def __init__(self, key: bytes) -> None:
-        self._start = hmac.new(key, digestmod="sha256")
-        self._count = 0
-
-    def next_code(self, header: bytes | memoryview, contents: bytes | memoryview) -> bytes:
-        """The code of the next piece."""
-        code = self._start.copy()
-        code.update(_NUMBER.pack(self._count))
-        code.update(header)
-        code.update(contents)
-        self._count += 1
-        return code.digest()
+def frames_of(kind: MessageKind, contents: bytes, rank: int = 0) -> list[bytes]:
+    """A message as it is sent."""
+    rest = [contents[start : start + _FRAME_BYTES] for start in range(_FRAME_BYTES, len(contents), _FRAME_BYTES)]
+    return [_HEADER.pack(kind, rank) + contents[:_FRAME_BYTES], *rest]
 
 
-class NodeLink:
-    """One end of the connection. One thread takes messages, any may send.
+def message_of(frames: Iterable[bytes]) -> Message:
+    """The message of some frames.
+
+    Raises:
+        LinkLostError: they are none.
+    """
+    data = b"".join(frames)
+    try:
+        kind, rank = _HEADER.unpack_from(data)
+        return Message(MessageKind(kind), rank, data[_HEADER.size :])
+    except (struct.error, ValueError):
+        raise LinkLostError("what it says is no message of this connection") from None
+
+
+def _keys_of_zero(secret: bytes) -> tuple[bytes, bytes]:
+    """Node 0's public and secret key, in Z85; without the secret neither can be known."""
+    own = z85.encode(hmac.digest(secret, b"ascend-vllm node 0", "sha256"))
+    return zmq.curve_public(own), own
+
+
+def make_socket(
+    context: zmq.Context[zmq.Socket[bytes]], *, is_zero: bool, secret: bytes, timeout_s: float, ipv6: bool
+) -> zmq.Socket[bytes]:
+    """A socket of node 0 (ROUTER) or of another node (DEALER).
 
     Args:
-        sock: connected, and both ends have proved who they are; it belongs to this object.
-        keys: of the connection, for this end.
         timeout_s: seconds without an answer of the other machine's kernel after which it counts as gone.
+    """
+    interval_s = max(1, round(timeout_s / 4))
+    zero_public, zero_secret = _keys_of_zero(secret)
+    own_public, own_secret = (zero_public, zero_secret) if is_zero else zmq.curve_keypair()
+    options: dict[int, int | bytes] = {
+        zmq.CURVE_PUBLICKEY: own_public,
+        zmq.CURVE_SECRETKEY: own_secret,
+        **({zmq.CURVE_SERVER: 1, zmq.ROUTER_MANDATORY: 1} if is_zero else {zmq.CURVE_SERVERKEY: zero_public}),
+        # a connection that is lost stays so
+        zmq.RECONNECT_IVL: -1,
+        zmq.IPV6: int(ipv6),
+        zmq.MAXMSGSIZE: _MAX_FRAME_BYTES,
+        zmq.HANDSHAKE_IVL: round(HANDSHAKE_TIMEOUT_S * 1000),
+        zmq.LINGER: _LINGER_MS,
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: interval_s,
+        zmq.TCP_KEEPALIVE_INTVL: interval_s,
+        # TCP_USER_TIMEOUT, of what was sent and of keepalives alike
+        zmq.TCP_MAXRT: max(1, round(timeout_s * 1000)),
+    }
+    # who sends never waits, since steps and calls under way are few; nor may zmq wait for who reads its monitor
+    context.sndhwm = context.rcvhwm = 0
+    made = context.socket(zmq.ROUTER if is_zero else zmq.DEALER)
+    for option, value in options.items():
+        made.setsockopt(option, value)
+    return made
+
+
+def monitor_of(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """The socket that receives the events of another one's connections."""
+    monitor: zmq.Socket[bytes] = made.get_monitor_socket(_EVENTS)
+    return monitor
+
+
+def endpoint_of(address: tuple[str, int]) -> str:
+    """A numeric address and a port as zmq writes them."""
+    host, port = address
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def connection_of(descriptor: int) -> socket.socket | None:
+    """A copy of one of zmq's connections, which lives on beside it; None: it is closed by now."""
+    copy = -1
+    try:
+        copy = os.dup(descriptor)
+        return socket.socket(fileno=copy)
+    except OSError:
+        if copy >= 0:
+            # the number means something else by now
+            os.close(copy)
+        return None
+
+
+def lost(timeout_s: float) -> LinkLostError:
+    """What is said of a connection that has ended."""
+    return LinkLostError(
+        f"the connection is closed, or nothing was heard of it for {timeout_s:g} seconds (ASCEND_VLLM_NODE_TIMEOUT_S)"
+    )
+
+
+def events_of(monitor: zmq.Socket[bytes]) -> Iterator[tuple[int, int]]:
+    """Kinds and values of what has happened to a socket's connections, without waiting."""
+    while monitor.poll(0):
+        event = recv_monitor_message(monitor)
+        yield event["event"], event["value"]
+
+
+class LinkToZero:
+    """Another node's end of its connection with node 0; for one thread.
+
+    Args:
+        address: of node 0, numeric, and its port.
+        secret: of the nodes.
+        timeout_s: see `make_socket`.
 
     Attributes:
-        address: of the other machine.
-        own_address: of this machine, at which the other one reaches it.
+        address: of node 0.
+        own_address: of this machine, at which node 0 reaches it.
     """
 
-    def __init__(self, sock: socket.socket, keys: SessionKeys, timeout_s: float) -> None:
-        self._socket = sock
+    def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+        self.address, self.own_address = address[0], ""
         self._timeout_s = timeout_s
-        self.address = str(sock.getpeername()[0])
-        self.own_address = str(sock.getsockname()[0])
-        self._sending = threading.Lock()
-        self._sent = _Pieces(keys.sending)
-        self._received = _Pieces(keys.receiving)
-        self._data = bytearray()
-        # of the message whose last piece has not come
-        self._contents = bytearray()
-        self._messages: collections.deque[Message] = collections.deque()
-        sock.setblocking(True)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        interval_s = max(1, round(timeout_s / 4))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
-        # of what was sent and of questions alike; it decides how many of these may stay without an answer, too
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(timeout_s * 1000)))
+        self._is_lost = False
+        self._messages: list[Message] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = make_socket(
+            self._context, is_zero=False, secret=secret, timeout_s=timeout_s, ipv6=":" in address[0]
+        )
+        self.monitor = monitor_of(self.socket)
+        self.socket.connect(endpoint_of(address))
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when `take` has something to take."""
-        return self._socket.fileno()
+    def open(self, timeout_s: float) -> None:
+        """Returns when both ends have proved to each other that they know the secret.
+
+        Raises:
+            ConfigError: what listens there is no node 0, or knows another secret.
+            PermissionError: it has closed the connection instead, as node 0 does if this node has another secret.
+            OSError: nobody answers.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.monitor.poll(max(0, round((deadline - time.monotonic()) * 1000))):
+            event = recv_monitor_message(self.monitor)
+            match event["event"]:
+                case zmq.EVENT_CONNECTED:
+                    connection = connection_of(event["value"])
+                    if connection is not None:
+                        with connection:
+                            self.own_address = str(connection.getsockname()[0])
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    raise PermissionError(
+                        errno.EACCES, "it has closed the connection before it said who it is", self.address
+                    )
+                case zmq.EVENT_DISCONNECTED:
+                    raise ConfigError(
+                        f"{self.address}, where node 0 should listen, is no node of ours: what it says is no message "
+                        "of ascend-vllm, or does not prove that it knows the secret. Nothing was told it."
+                    )
+                case zmq.EVENT_CLOSED:
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
     def send(self, kind: MessageKind, contents: bytes = b"", rank: int = 0) -> None:
-        """Sends a message; waits while the other end does not take it.
+        """Sends a message, without waiting.
 
         Raises:
-            OSError: the other end is gone.
+            LinkLostError: node 0 is gone.
         """
-        view = memoryview(contents)
-        with self._sending:
-            for start in range(0, max(1, len(view)), _MAX_PIECE_BYTES):
-                part = view[start : start + _MAX_PIECE_BYTES]
-                self._socket.sendall(self._piece(kind, start + len(part) == len(view), rank, part))
-
-    def _piece(self, kind: MessageKind, is_last: bool, rank: int, contents: bytes | memoryview) -> bytes:
-        """As it is sent; under `_sending`."""
-        header = _HEADER.pack(kind, is_last, rank, len(contents))
-        return b"".join((header, contents, self._sent.next_code(header, contents)))
-
-    def finish(self, kind: MessageKind, text: str) -> None:
-        """Sends a last message if that takes no waiting, and nothing any more; who waits in `send` fails."""
-        contents = text.encode()[:_MAX_LAST_WORDS_BYTES]
-        is_free = self._sending.acquire(blocking=False)
         try:
-            with contextlib.suppress(OSError):
-                if is_free:
-                    self._socket.send(self._piece(kind, True, 0, contents), socket.MSG_DONTWAIT)
-                # what was sent still goes out, and then the end
-                self._socket.shutdown(socket.SHUT_RDWR if not is_free else socket.SHUT_WR)
-        finally:
-            if is_free:
-                self._sending.release()
+            self.socket.send_multipart(frames_of(kind, contents, rank), zmq.NOBLOCK)
+        except zmq.Again:
+            raise lost(self._timeout_s) from None
 
     def take(self) -> list[Message]:
-        """The messages that are complete with what is there to be read; waits for something if there is nothing.
+        """The messages that have come, without waiting.
 
         Raises:
-            LinkLostError: the other end is gone; its text says how, as the end of a sentence.
+            LinkLostError: there are none, and node 0 is gone.
         """
-        try:
-            data = self._socket.recv(_CHUNK_BYTES)
-        except TimeoutError:
-            raise LinkLostError(
-                f"nothing was heard of it for {self._timeout_s:g} seconds (ASCEND_VLLM_NODE_TIMEOUT_S)"
-            ) from None
-        except OSError as error:
-            raise LinkLostError(f"the connection is lost: {error.strerror or error}") from None
-        if not data:
-            raise LinkLostError("it has closed the connection")
-        self._data += data
-        pending = list(self._messages)
-        self._messages.clear()
-        return pending + self._parse()
-
-    def _parse(self) -> list[Message]:
-        messages = []
-        start = 0
-        with memoryview(self._data) as data:
-            while len(data) - start >= _HEADER.size:
-                kind, is_last, rank, length = _HEADER.unpack_from(data, start)
-                if length > _MAX_PIECE_BYTES:
-                    raise LinkLostError(_NOT_UNDERSTOOD)
-                contents, end = start + _HEADER.size, start + _HEADER.size + length + _CODE_BYTES
-                if len(data) < end:
-                    break
-                code = self._received.next_code(data[start:contents], data[contents : contents + length])
-                if not hmac.compare_digest(code, data[contents + length : end]) or kind not in _KINDS:
-                    raise LinkLostError(_NOT_UNDERSTOOD)
-                self._contents += data[contents : contents + length]
-                start = end
-                if is_last:
-                    messages.append(Message(MessageKind(kind), rank, bytes(self._contents)))
-                    self._contents.clear()
-        del self._data[:start]
+        # in this order, so that messages that came before the end are taken
+        self._is_lost |= any(kind == zmq.EVENT_DISCONNECTED for kind, _ in events_of(self.monitor))
+        messages, self._messages = self._messages, []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(message_of(self.socket.recv_multipart(zmq.NOBLOCK)))
+        if self._is_lost and not messages:
+            raise lost(self._timeout_s)
         return messages
 
     def receive(self, timeout_s: float | None = None) -> Message:
         """The next message; waits for it.
 
         Raises:
-            LinkLostError: the other end is gone, or says nothing within the time.
+            LinkLostError: node 0 is gone, or says nothing within the time.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._messages:
-            if deadline is not None and not self._is_readable(deadline - time.monotonic()):
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+        while not (messages := self.take()):
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 raise LinkLostError(f"it says nothing for {timeout_s:g} seconds")
-            self._messages.extend(self.take())
-        return self._messages.popleft()
-
-    def _is_readable(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(max(0.0, timeout_s) * 1000))
-
-    def is_lost(self) -> bool:
-        """Whether the other end has closed the connection, as far as is known without waiting."""
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def drain(self, timeout_s: float) -> None:
-        """Reads until the other end has closed the connection: what it has not read yet would be lost otherwise."""
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(LinkLostError):
-            while self._is_readable(deadline - time.monotonic()):
-                self.take()
+            poller.poll(None if left_s is None else math.ceil(left_s * 1000))
+        self._messages = messages[1:]
+        return messages[0]
 
     def close(self) -> None:
-        """Ends the connection."""
-        self._socket.close()
+        """Ends the connection, when what was sent has left."""
+        self.socket.disable_monitor()
+        self._context.destroy()
