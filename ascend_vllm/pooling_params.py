@@ -44,8 +44,3 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             raise ValueError(
                 f"truncate_prompt_tokens must be greater than or equal to -1, got {self.truncate_prompt_tokens}."
             )
-
-    @property
-    def is_token_wise(self) -> bool:
-        """Whether every token of the prompt gets a result of its own."""
-        return self.task is not None and self.task.startswith("token_")

@@ -112,7 +112,6 @@ _ARRANGEMENTS = {
 TINY_MODELS = (*_CONFIGS, *_ARRANGEMENTS)
 # one of each family
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
-ROPE_VARIANTS = ("llama", "llama-linear", "llama-dynamic", "llama-yarn", "llama-llama3")
 
 _OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight")
 

@@ -63,16 +63,6 @@ class Sample:
     num_prompt_tokens: int
 
 
-class _RmsNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 class _Attention(nn.Module):
     def __init__(self, shape: DemoShape) -> None:
         super().__init__()
@@ -111,9 +101,9 @@ class _Mlp(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, shape: DemoShape) -> None:
         super().__init__()
-        self.input_layernorm = _RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = _RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _Mlp(shape)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -128,7 +118,7 @@ class _Backbone(nn.Module):
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
-        self.norm = _RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         cos, sin = _rope_tables(token_ids.shape[1], self.shape)
