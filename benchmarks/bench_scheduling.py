@@ -28,6 +28,7 @@ from typing import Any
 
 from comparison import servers
 
+from ascend_vllm.tools.bench.datasets import PromptMaker
 from ascend_vllm.tools.bench.http_client import HttpClient
 
 START_TIMEOUT_S = 120
@@ -74,9 +75,7 @@ async def first_token_s(client: HttpClient, prompt: list[int]) -> float:
 
 def random_ids(args: argparse.Namespace) -> Callable[[int], list[int]]:
     """Makes lists of so many random token ids."""
-    chooser = random.Random(args.seed)
-    low = min(1000, args.vocab_size // 2)
-    return lambda count: [chooser.randrange(low, args.vocab_size) for _ in range(count)]
+    return PromptMaker(None, args.vocab_size, random.Random(args.seed)).ids
 
 
 # ---- prefix --------------------------------------------------------------------------------------------------

@@ -21,13 +21,7 @@ import time
 from typing import Any
 
 from ascend_vllm import LLM, SamplingParams, TokensPrompt
-
-
-def random_prompts(args: argparse.Namespace, count: int, seed: int) -> list[TokensPrompt]:
-    """So many prompts of --input-len tokens, none of them with another's beginning."""
-    chooser = random.Random(seed)
-    ids = range(args.vocab_size // 2, args.vocab_size)
-    return [TokensPrompt(prompt_token_ids=chooser.choices(ids, k=args.input_len)) for _ in range(count)]
+from ascend_vllm.tools.bench.datasets import PromptMaker
 
 
 def tokens_per_s(llm: LLM, prompts: list[TokensPrompt], output_len: int) -> float:
@@ -50,7 +44,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         found: dict[int, list[float]] = {size: [] for size in llms}
         # the first round makes caches warm and does not count
         for number in range(args.rounds + 1):
-            prompts = random_prompts(args, batch_size, number)
+            maker = PromptMaker(None, args.vocab_size, random.Random(number))
+            prompts = [TokensPrompt(prompt_token_ids=maker.ids(args.input_len)) for _ in range(batch_size)]
             for size, llm in llms.items():
                 rate = tokens_per_s(llm, prompts, args.output_len)
                 if number:

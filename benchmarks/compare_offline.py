@@ -28,6 +28,8 @@ from comparison import machine, report
 from comparison.limits import ModelFacts
 from comparison.peaks import Peaks, Reading, median_reading
 
+from ascend_vllm.tools.bench.datasets import PromptMaker
+
 _HERE = pathlib.Path(__file__).resolve().parent
 # what is above nothing would be met by a tie
 _TARGET = 1.0
@@ -157,9 +159,8 @@ class Comparison:
     def _round(self, number: int, batch: int, decode: report.RowResult, whole: report.RowResult) -> None:
         args = self._args
         # prompts that no round had before: nothing is in a cache
-        chooser = random.Random(f"{number} {batch}")
-        prompts = [chooser.choices(range(self._vocab_size // 2), k=args.input_len) for _ in range(batch)]
-        others = [chooser.choices(range(self._vocab_size // 2), k=args.input_len) for _ in range(batch)]
+        maker = PromptMaker(None, self._vocab_size, random.Random(f"{number} {batch}"))
+        prompts, others = ([maker.ids(args.input_len) for _ in range(batch)] for _ in range(2))
         limits = [self._peaks.read()]
         for side, worker in self._workers.items():
             if number == 0:

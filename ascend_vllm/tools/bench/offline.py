@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
     requests = sample_requests(args, tokenizer, args.seed)
     for request in requests[: args.num_warmups]:
         _generate(llm, args, [request], use_tqdm=False)
-    with _Profile(llm, args.profile):
+    with _profiled(llm, args.profile):
         start = time.perf_counter()
         outputs = _generate(llm, args, requests, use_tqdm=not args.disable_tqdm)
         elapsed = time.perf_counter() - start
@@ -167,7 +168,7 @@ def latency(args: argparse.Namespace) -> int:
     for _ in tqdm(range(args.num_iters_warmup), desc="Warm-up"):
         _run_batch(llm, args, prompts, params)
     latencies = []
-    with _Profile(llm, args.profile):
+    with _profiled(llm, args.profile):
         for _ in tqdm(range(args.num_iters), desc="Batches"):
             start = time.perf_counter()
             _run_batch(llm, args, prompts, params)
@@ -193,19 +194,16 @@ def _run_batch(
     llm.beam_search(prompts, beams)  # type: ignore[arg-type]
 
 
-class _Profile:
-    """The engine's profiler, during a block."""
-
-    def __init__(self, llm: LLM, wanted: bool) -> None:
-        self._llm = llm if wanted else None
-
-    def __enter__(self) -> None:
-        if self._llm is not None:
-            self._llm.start_profile()
-
-    def __exit__(self, *_: object) -> None:
-        if self._llm is not None:
-            self._llm.stop_profile()
+@contextlib.contextmanager
+def _profiled(llm: LLM, wanted: bool) -> Iterator[None]:
+    """Runs the engine's profiler during a block, if it is wanted."""
+    if wanted:
+        llm.start_profile()
+    try:
+        yield
+    finally:
+        if wanted:
+            llm.stop_profile()
 
 
 def _make_llm(args: argparse.Namespace) -> LLM:
