@@ -1,8 +1,8 @@
 // The layout of a paged KV cache, the same for every device; no framework headers.
 //
 // One layer's cache is [2, P, K, S, D]: keys then values, P pages (blocks) of S token slots each, K key-value
-// heads, D elements per head. Slot s of a sequence lives in page s / S at position s % S; a "slot index" in a
-// slot mapping is page * S + position, and negative means "do not store".
+// heads, D elements per head. A slot mapping has page * S + offset for each token; negative means "do not
+// store".
 #pragma once
 
 #include <cstdint>

@@ -17,14 +17,14 @@ namespace {
 constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 
 #if defined(__x86_64__)
-// Linux gives a process the state of the tiles when it asks for it: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
-// (Documentation/arch/x86/xstate.rst). All of its threads and its forked children have it then.
+// Requests the AMX tile state from Linux, ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
+// (Documentation/arch/x86/xstate.rst), for all threads and forked children of the process.
 bool may_use_tiles() {
   static const bool is_granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return is_granted;
 }
 
-// By the processor itself: compilers differ in the names that __builtin_cpu_supports knows.
+// By CPUID, since compilers differ in the names that __builtin_cpu_supports accepts.
 bool has_bf16_tiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;

@@ -1,4 +1,4 @@
-// How a kernel gets from its header to the caller.
+// Declares kernels, which are compiled once per instruction set, and calls the variant of the active one.
 //
 // A kernel header (cpu/kernels/<op>.h) declares its argument struct and ASCEND_VLLM_KERNEL(<op>, <Args>), then,
 // under `#ifdef ASCEND_VLLM_ISA`, implements it in an anonymous namespace and ends with
@@ -6,15 +6,15 @@
 // (through cpu/variants/<isa>.cpp), each time with that set's flags; a binding includes the same header without
 // ASCEND_VLLM_ISA and gets `<op>_kernel(args)`, which calls the variant of the active instruction set.
 //
-// The variants are reached by weak references to their extern "C" names, so a platform or a kernel may lack
-// some (the next lower one serves then), nothing runs at load time, and no list of kernels exists anywhere.
+// Variants are weak references to extern "C" functions: a platform or a kernel may lack some (the next lower
+// one is called instead), nothing runs at load time, and there is no central list of kernels.
 #pragma once
 
 #include "common/dtype.h"
 
 namespace ascend_vllm {
 
-// Ordered: a later set is preferred where the machine has it.
+// In ascending order of preference.
 enum Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmxBf16 = 4, kNumIsas = 5 };
 
 #ifndef ASCEND_VLLM_ISA

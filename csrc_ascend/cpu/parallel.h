@@ -1,4 +1,4 @@
-// Work sharing among the threads of cpu/team.h.
+// Parallel loops on the threads of cpu/team.h.
 #pragma once
 
 #include <algorithm>
@@ -9,18 +9,18 @@
 namespace ascend_vllm {
 namespace {
 
-// A thread should have this many elementary operations (about ten microseconds of work); below twice that,
-// waking others costs more than it saves.
+// Elementary operations that make a thread worth waking (about ten microseconds of work); a job with less than
+// twice as many runs in one thread.
 constexpr int64_t kMinWorkPerThread = 32768;
-// Parts of a job for each thread: several, so that one that loses its core holds up little.
+// Parts of a job per thread: several, so that a preempted thread delays only one of them.
 constexpr int64_t kPartsPerThread = 4;
 
-// Threads that `work` elementary operations deserve: 1, or all.
+// Number of threads for `work` elementary operations: 1, or all.
 inline int threads_for(int64_t work) { return work < 2 * kMinWorkPerThread ? 1 : team_threads(); }
 
 // Calls part(index, thread) for each index below `parts`, see run_team.
 template <class Part>
-inline void share(int64_t parts, int threads, const Part& part) {
+inline void run_parts(int64_t parts, int threads, const Part& part) {
   run_team(
       parts, threads,
       [](const void* context, int64_t index, int64_t thread) {
@@ -29,7 +29,7 @@ inline void share(int64_t parts, int threads, const Part& part) {
       &part);
 }
 
-// Calls body(begin, end) on parts of [0, n), in parallel if n * work_per_item elementary operations deserve it.
+// Calls body(begin, end) on parts of [0, n), in parallel if n * work_per_item elementary operations are enough.
 template <class Body>
 inline void parallel_for(int64_t n, int64_t work_per_item, const Body& body) {
   if (n <= 0) return;
@@ -39,9 +39,9 @@ inline void parallel_for(int64_t n, int64_t work_per_item, const Body& body) {
     body(int64_t{0}, n);
     return;
   }
-  const int64_t deserved = std::max<int64_t>(threads, work / kMinWorkPerThread);
-  const int64_t parts = std::min({n, threads * kPartsPerThread, deserved});
-  share(parts, threads, [&](int64_t part, int64_t) { body(n * part / parts, n * (part + 1) / parts); });
+  const int64_t max_parts = std::max<int64_t>(threads, work / kMinWorkPerThread);
+  const int64_t parts = std::min({n, threads * kPartsPerThread, max_parts});
+  run_parts(parts, threads, [&](int64_t part, int64_t) { body(n * part / parts, n * (part + 1) / parts); });
 }
 
 }  // namespace

@@ -14,12 +14,11 @@
 namespace ascend_vllm {
 namespace {
 
-// How long a thread without work looks for some before it sleeps: a little longer than the pause between two
-// kernels of a step.
+// How long an idle thread spins before it sleeps: a little longer than the pause between two kernels of a step.
 constexpr int64_t kSpinNanoseconds = 100'000;
-// Looks at the clock, and lets others run, so often while it spins.
-constexpr int kSpinsPerLook = 64;
-// Index behind the last part of any job: while a job is changed nobody can take a part.
+// Spins between two checks of the clock, or calls of sched_yield.
+constexpr int kSpinsPerCheck = 64;
+// An index above all parts of any job, so that no thread takes a part while a job is being changed.
 constexpr uint32_t kClosed = 0x80000000u;
 
 inline void relax() {
@@ -36,17 +35,18 @@ int64_t now() {
 
 class Team {
  public:
-  // Whether this thread runs a part, or waits for those of its job.
+  // Whether this thread runs a part, or waits for the parts of its job.
   static thread_local bool is_inside;
 
   bool is_busy() const { return busy_.load(std::memory_order_relaxed); }
-  bool occupy() { return !busy_.exchange(true, std::memory_order_acquire); }
+  bool try_acquire() { return !busy_.exchange(true, std::memory_order_acquire); }
   void release() { busy_.store(false, std::memory_order_release); }
 
   void run(int64_t parts, int threads, void (*part)(const void*, int64_t, int64_t), const void* context) {
     grow(threads);
     const uint32_t job = ++jobs_;
-    // Nobody can take a part until all of the job is there: whoever has read a mixture fails in `take`.
+    // No part can be taken until all fields are written: a thread that has read a mixture of jobs fails in
+    // `take`.
     word_.store(uint64_t{job} << 32 | kClosed, std::memory_order_seq_cst);
     part_.store(part, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
@@ -62,7 +62,7 @@ class Team {
   }
 
  private:
-  // Runs a part if there is one left for this thread.
+  // Runs a part, if one is left; false if not, or if the job does not use this thread.
   bool take(int64_t thread) {
     uint64_t word = word_.load(std::memory_order_acquire);
     while (true) {
@@ -73,7 +73,7 @@ class Team {
           thread >= threads_.load(std::memory_order_acquire)) {
         return false;
       }
-      // Succeeds only if the job is still the one that was read, with this part untaken.
+      // Succeeds only if the job has not changed and the part is still free.
       if (word_.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
         part(context, index, thread);
         done_.fetch_add(1, std::memory_order_acq_rel);
@@ -84,8 +84,8 @@ class Team {
 
   void wait_for(uint32_t parts) {
     for (int spins = 1; done_.load(std::memory_order_acquire) < parts; ++spins) {
-      // Who has taken the last part may wait for this core.
-      spins % kSpinsPerLook == 0 ? static_cast<void>(sched_yield()) : relax();
+      // The thread with the last part may be waiting for this core.
+      spins % kSpinsPerCheck == 0 ? static_cast<void>(sched_yield()) : relax();
     }
   }
 
@@ -99,13 +99,13 @@ class Team {
     }
   }
 
-  // The number of a job after `seen`.
+  // Waits for a job after `seen`; returns its number.
   uint32_t wait_for_job(uint32_t seen) {
     const int64_t end = now() + kSpinNanoseconds;
     for (int spins = 1;; ++spins) {
       const uint32_t posted = posted_.load(std::memory_order_acquire);
       if (posted != seen) return posted;
-      if (spins % kSpinsPerLook == 0 && now() > end) break;
+      if (spins % kSpinsPerCheck == 0 && now() > end) break;
       relax();
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
@@ -128,10 +128,10 @@ class Team {
   }
 
   static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
-  // number of the job, and the index of its next part
+  // number of the job in the upper half, index of its next part in the lower
   alignas(64) std::atomic<uint64_t> word_{uint64_t{kClosed}};
   alignas(64) std::atomic<uint32_t> done_{0};
-  // number of the last job that was begun, which who has none waits for
+  // number of the last job that was started; idle threads wait for it to change
   alignas(64) std::atomic<uint32_t> posted_{0};
   std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<void (*)(const void*, int64_t, int64_t)> part_{nullptr};
@@ -147,13 +147,13 @@ thread_local bool Team::is_inside = false;
 
 std::atomic<Team*> current{nullptr};
 
-// Never freed: its threads may look at it until the process is gone.
+// Never freed: its threads use it until the process ends.
 Team& team() {
   Team* found = current.load(std::memory_order_acquire);
   if (found != nullptr) return *found;
   auto* made = new Team;
   if (current.compare_exchange_strong(found, made)) {
-    // a child of a fork has none of the threads
+    // a forked child has none of the threads
     pthread_atfork(nullptr, nullptr, [] { current.store(new Team); });
     return *made;
   }
@@ -167,7 +167,7 @@ int team_threads() { return Team::is_inside || team().is_busy() ? 1 : omp_get_ma
 
 void run_team(int64_t parts, int threads, void (*part)(const void*, int64_t, int64_t), const void* context) {
   Team& shared = team();
-  if (threads <= 1 || Team::is_inside || !shared.occupy()) {
+  if (threads <= 1 || Team::is_inside || !shared.try_acquire()) {
     for (int64_t index = 0; index < parts; ++index) part(context, index, 0);
     return;
   }

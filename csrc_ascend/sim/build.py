@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 PROJECT_ROOT = HERE.parents[1]
 CACHE = PROJECT_ROOT / "build" / "sim"
 DEFAULT_OUTPUT = PROJECT_ROOT / "ascend_vllm" / "_sim"
-# beside the environment, so that an ordinary process does not find the package
+# outside of the environment, so that ordinary processes do not import the package
 DEFAULT_TORCH_NPU = pathlib.Path(sys.prefix) / "npu"
 
 _SPEC = importlib.util.spec_from_file_location("ascend_vllm_native_build", HERE.parent / "build.py")
@@ -36,7 +36,7 @@ native = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = native  # dataclasses look their module up
 _SPEC.loader.exec_module(native)
 
-# Light optimisation: the time goes into ATen's own kernels, and the build must be short.
+# light optimisation, for a short build: run time is spent in ATen's kernels
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
 # Libraries that the wheel's are linked to, beside those with a directory of their own.
 EMPTY_LIBRARIES = ("libgraph", "libacl_op_compiler", "libacl_tdt_channel", "libfmk_parser", "libascend_protobuf")
@@ -114,7 +114,7 @@ class Builder:
         self.base_key = "\0".join((native.run([compiler, "--version"]), *FLAGS, *versions))
 
     def key(self, source: pathlib.Path, reads: Iterable[pathlib.Path] = ()) -> str:
-        """A name for what is compiled from a source, from its content and that of the files it may include."""
+        """Cache key of an object: digest of its source and of the files that it may include."""
         digest = hashlib.sha256(self.base_key.encode())
         headers = [] if source == PRECOMPILED else [HERE / "runtime.h", *sorted(source.parent.glob("*.h"))]
         included = (path for directory in reads for path in sorted(directory.rglob("*")) if path.is_file())
@@ -134,7 +134,7 @@ class Builder:
         return warnings
 
     def precompiled(self) -> pathlib.Path:
-        """Where ATen's headers are kept compiled: one file reads them in a quarter of a minute."""
+        """Path of ATen's precompiled header; parsing the headers takes a quarter of a minute."""
         directory = CACHE / f"aten-{self.key(PRECOMPILED)}"
         directory.mkdir(parents=True, exist_ok=True)
         return directory / "aten.h.gch"
@@ -143,7 +143,7 @@ class Builder:
         """Links a library into the output directory."""
         target = self.output / f"{name}.so"
         partial = target.with_suffix(f".{os.getpid()}.tmp")
-        # each file has its own name inside: the loader takes libraries of one name for one library
+        # each file gets its own soname: the loader loads libraries with the same soname once
         command = [self.compiler, "-shared", *map(str, objects), f"-Wl,-soname,{name}.so", "-Wl,-rpath,$ORIGIN"]
         try:
             native.run([*command, f"-L{self.output}", *flags, "-o", str(partial)])
@@ -152,7 +152,7 @@ class Builder:
             partial.unlink(missing_ok=True)
 
     def link_all(self, objects: dict[Library, list[pathlib.Path]]) -> None:
-        """Links the libraries with sources, then the one that refuses what is still missing, then the empty ones."""
+        """Links the libraries with sources, then the one with stubs of all missing symbols, then the empty ones."""
         torch_lib = native.torch_dir() / "lib"
         for library, files in objects.items():
             needs = [f"-l{name.removeprefix('lib')}" for name in library.needs]
@@ -160,7 +160,7 @@ class Builder:
                 needs += [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", "-lrt"]
             if library.torch_npu:
                 needs += [f"-L{self.wheel / 'lib'}", "-ltorch_npu"]
-            # what a library lacks shows here and not when a test runs
+            # missing symbols fail the build, not the tests
             self.link(library.name, files, *needs, "-Wl,--no-undefined")
             for name in library.also:
                 self.link(name, [], "-Wl,--no-as-needed", f"-l{library.name.removeprefix('lib')}")
@@ -174,7 +174,7 @@ class Builder:
             self.link(name, [], "-Wl,--no-as-needed", "-lascendcl")
 
     def refusals(self) -> str:
-        """C++ that defines every symbol which the wheel's libraries ask for and nothing provides."""
+        """C++ source that defines every symbol that the wheel's libraries need and no library provides."""
         torchair = self.wheel / "dynamo" / "torchair" / "core"
         # its operators come with a library of their own, without which it is not loaded
         wheel = [path for path in (self.wheel / "lib").glob("*.so") if path.name != "libop_plugin_atb.so"]
@@ -249,7 +249,7 @@ def build(torch_npu: pathlib.Path, output: pathlib.Path, jobs: int | None) -> No
 
 
 def _compile(builder: Builder, todo: dict[pathlib.Path, tuple[pathlib.Path, Library]], jobs: int) -> None:
-    """Compiles several files side by side; those that need ATen wait for its precompiled headers."""
+    """Compiles several files concurrently; those that need ATen wait for its precompiled headers."""
     if not todo:
         return
     header = builder.precompiled() if any(library.aten for _, library in todo.values()) else None

@@ -1,4 +1,4 @@
-// What the simulated Ascend libraries share: libascendcl defines it, libopapi and libhccl use it.
+// Interface between the simulated Ascend libraries: defined by libascendcl, used by libopapi and libhccl.
 //
 // Work is a closure. `submit` hands it to a stream, which runs it at once, records it into the graph that is
 // capturing the stream, or puts it in the place of a recorded node (task-group update). A closure may thus run
@@ -19,14 +19,14 @@
 
 namespace ascend_sim {
 
-// An argument that the operator does not take. Becomes ACLNN_ERR_PARAM_INVALID and, in Python, a RuntimeError
-// with this text.
+// An argument that the operator does not support. Becomes ACLNN_ERR_PARAM_INVALID and, in Python, a
+// RuntimeError with this text.
 struct ASCEND_SIM_EXPORT Refusal : std::runtime_error {
   Refusal(const std::string& op, const std::string& argument, const std::string& why)
       : std::runtime_error(op + ": " + argument + ": " + why) {}
 };
 
-// A misuse of the runtime, with the code that the real runtime answers.
+// A misuse of the runtime, with the error code of the real runtime.
 struct ASCEND_SIM_EXPORT RuntimeError : std::runtime_error {
   RuntimeError(aclError error, const std::string& text) : std::runtime_error(text), code(error) {}
   aclError code;
@@ -37,7 +37,7 @@ constexpr aclError kInnerError = 561103;    // ACLNN_ERR_INNER_NULLPTR's family:
 
 // Runs `work` on `stream` now, or records it, or replaces a node of a task group (see above). `name` is the
 // operator ("aclnnAdd") or the runtime call; a task-group update must bring the same names in the same order.
-// What `work` throws comes out of here if it runs now; in a graph it makes the replay fail.
+// Rethrows exceptions of `work` if it runs now; in a graph they make the replay fail.
 // Raises RuntimeError: an unknown stream, a capture that is broken, an update that does not fit its group.
 ASCEND_SIM_EXPORT void submit(aclrtStream stream, std::string name, std::function<void()> work);
 
@@ -53,7 +53,7 @@ ASCEND_SIM_EXPORT int device_of(const void* pointer);
 // The calling thread's device.
 ASCEND_SIM_EXPORT int current_device();
 
-// What aclGetRecentErrMsg answers next in this thread; also goes to stderr as "[ascend-sim] ...".
+// Sets the result of this thread's next aclGetRecentErrMsg; also written to stderr as "[ascend-sim] ...".
 ASCEND_SIM_EXPORT void set_error(const std::string& text);
 
 enum class Soc { A2 /* Ascend910B */, A3 /* Ascend910_93 */, P310 /* Ascend310P */ };
@@ -63,7 +63,7 @@ ASCEND_SIM_EXPORT Soc soc();
 ASCEND_SIM_EXPORT bool tracing();
 ASCEND_SIM_EXPORT void trace(const std::string& json_line);
 
-// The pattern of memory nobody has written: NaN as float16, bfloat16, float32 and float64, far out of any range
+// The pattern of unwritten memory: NaN as float16, bfloat16, float32 and float64, far out of any range
 // as an integer of two or more bytes. Fills `bytes` bytes; `pointer` is even.
 ASCEND_SIM_EXPORT void poison(void* pointer, std::size_t bytes);
 

@@ -126,7 +126,7 @@ def test_bindings_name_what_is_wrong(custom: Any) -> None:
         ((key, key, cache, cache, slots, "TND"), "layout must be 'ND' or 'NZ', got 'TND'"),
         ((key, key, cache, cache, slots.int(), "ND"), "slot_mapping must be Long, got Int"),
         ((key.float(), key.float(), cache, cache, slots, "ND"), "key must be float16 or bfloat16"),
-        ((key, key, cache, cache, slots, "NZ"), "which is no NZ cache of 2 heads of 64"),
+        ((key, key, cache, cache, slots, "NZ"), "not that of a NZ cache of 2 heads of 64"),
         ((key.transpose(1, 2), key, cache, cache, slots, "ND"), "key's heads must be contiguous"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -129,7 +129,7 @@ def test_other_head_sizes_are_refused(kernels: Kernels, head_size: int) -> None:
     numbers = Case([(1, 1)], 4, 2, 64, 64).numbers
     numbers[4] = head_size
     for name in ("prefix_attention", "decode_attention"):
-        with pytest.raises(ValueError, match=f"head_size: {head_size} is no multiple of 16 from 16 to 256"):
+        with pytest.raises(ValueError, match=f"head_size: {head_size} is not a multiple of 16 from 16 to 256"):
             kernels.run(name, (), (), [*numbers, 1], reals=(1.0,))
 
 
@@ -184,7 +184,7 @@ def test_query_may_be_a_view_of_a_fused_projection(kernels: Kernels, name: str, 
 @pytest.mark.parametrize(
     ("index", "number", "message"),
     [
-        (2, 3, "heads: no multiple of kv_heads"),
+        (2, 3, "heads: not a multiple of kv_heads"),
         (6, 0, "max_blocks: 0 is not in"),
         (7, 100, "query_stride: tokens overlap"),
         (8, -1, "window: -1 is not in"),

@@ -81,10 +81,10 @@ def test_expand(kernels: Kernels, case: tuple[int, int, int, int, int], dtype: i
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("lora_shrink", (0, 1, 24, 8, 24), "hidden: 24 is no multiple of 16"),
-        ("lora_shrink", (0, 1, 16, 12, 16), "rank: 12 is no multiple of 8"),
+        ("lora_shrink", (0, 1, 24, 8, 24), "hidden: 24 is not a multiple of 16"),
+        ("lora_shrink", (0, 1, 16, 12, 16), "rank: 12 is not a multiple of 8"),
         ("lora_shrink", (0, 1, 16, 8, 8), "x_stride: tokens overlap"),
-        ("lora_expand", (0, 1, 4, 16, 16, 0), "rank: 4 is no multiple of 8"),
+        ("lora_expand", (0, 1, 4, 16, 16, 0), "rank: 4 is not a multiple of 8"),
         ("lora_expand", (0, 1, 8, 16, 16, 1), "y_stride: tokens overlap"),
     ],
 )

@@ -44,7 +44,7 @@ def test_matches_reference(kernels: Kernels, case: tuple[int, int, int, int, int
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({2: 24}, "head_size: 24 is no multiple of 16 from 16 to 256"),
+        ({2: 24}, "head_size: 24 is not a multiple of 16 from 16 to 256"),
         ({4: 63}, "key_stride: tokens overlap"),
         ({1: 0}, "kv_heads: 0 is not in 1 … 1024"),
         ({1: 1024, 2: 256, 4: 1 << 20, 5: 1 << 20}, "kv_heads: a token's heads do not fit into the unified buffer"),

@@ -94,7 +94,7 @@ def test_a_width_of_no_whole_panels_takes_two_steps() -> None:
 
 def test_a_packed_weight_of_another_shape_is_refused() -> None:
     packed = pack_weight(torch.zeros(32, 8))
-    with pytest.raises(RuntimeError, match="no Float weight of 9 inputs and 32 outputs"):
+    with pytest.raises(RuntimeError, match="not that of a Float weight of 9 inputs and 32 outputs"):
         gemm.packed_linear(torch.zeros(1, 9), packed, None, 32)
     with pytest.raises(RuntimeError, match="bias must be"):
         gemm.packed_linear(torch.zeros(1, 8), packed, torch.zeros(31), 32)

@@ -37,7 +37,7 @@ at::Tensor gather_rows(const at::Tensor& table, const at::Tensor& indices) {
 at::Tensor unpack_rows(const at::Tensor& packed, const at::Tensor& indices, int64_t in_features) {
   dtype_of(packed, "packed");
   TORCH_CHECK(packed.dim() > 0 && holds_panels(packed, in_features, packed.size(0)), "packed has shape ",
-              packed.sizes(), ", which is no ", packed.scalar_type(), " weight of ", in_features, " inputs");
+              packed.sizes(), ", not that of a ", packed.scalar_type(), " weight of ", in_features, " inputs");
   const int64_t count = indices.numel();
   check_vector(indices, "indices", at::kLong, count);
   at::Tensor out = new_tensor({count, in_features}, packed.options());

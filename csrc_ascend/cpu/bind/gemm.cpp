@@ -16,7 +16,7 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::op
   check_same_dtype(packed, "packed", x);
   const int64_t in_features = x.size(1);
   TORCH_CHECK(holds_panels(packed, in_features, (out_features + 15) / 16), "packed has shape ", packed.sizes(),
-              ", which is no ", x.scalar_type(), " weight of ", in_features, " inputs and ", out_features,
+              ", not that of a ", x.scalar_type(), " weight of ", in_features, " inputs and ", out_features,
               " outputs");
   LinearArgs args{};
   if (bias.has_value()) {
@@ -24,7 +24,7 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::op
     args.bias = bias->const_data_ptr();
   }
   const int64_t shape[] = {x.size(0), gate.has_value() ? out_features / 2 : out_features};
-  // what is recorded has memory of its own
+  // recorded calls use the tape's memory
   at::Tensor out =
       recording().tape == nullptr ? large_result(shape, x.options()) : new_tensor(shape, x.options());
   at::Tensor workspace;

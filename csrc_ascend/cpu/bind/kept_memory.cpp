@@ -10,21 +10,21 @@
 namespace ascend_vllm {
 namespace {
 
-// Below, malloc keeps memory itself (glibc's largest M_MMAP_THRESHOLD is 32 MiB); above, it is not worth
-// keeping.
+// Smaller blocks are cached by malloc itself (glibc's largest M_MMAP_THRESHOLD is 32 MiB); larger ones would
+// waste memory.
 constexpr size_t kLeastBytes = size_t{32} << 20, kMostBytes = size_t{256} << 20;
 
 std::mutex mutex;
-c10::Storage* const block = new c10::Storage();  // never freed: torch may end before
+c10::Storage* const block = new c10::Storage();  // never freed: torch may be unloaded first
 
-// The block, if it has room for `bytes` or can get it; an empty storage if somebody holds it.
+// The block, grown to at least `bytes`; an empty storage if it is in use.
 c10::Storage take_block(size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (*block && block->use_count() > 1) return {};
-  // What the last holder did with it, perhaps in another thread, is done.
+  // Orders after the last user's accesses, perhaps in another thread.
   std::atomic_thread_fence(std::memory_order_acquire);
   if (!*block || block->nbytes() < bytes) {
-    *block = c10::Storage();  // first, or both would be there for a moment
+    *block = c10::Storage();  // freed first, so that both do not exist at a time
     *block = at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte)).storage();
   }
   return *block;
@@ -42,7 +42,7 @@ at::Tensor large_result(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 }  // namespace ascend_vllm
 
-// Gives the system back what is kept, and what malloc keeps of freed tensors.
+// Returns the cached block and malloc's free memory to the system.
 extern "C" __attribute__((visibility("default"))) void ascend_vllm_release_memory() {
   {
     const std::lock_guard<std::mutex> lock(ascend_vllm::mutex);

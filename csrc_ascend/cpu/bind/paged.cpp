@@ -44,7 +44,7 @@ void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   });
 }
 
-// Memory that grows and is kept.
+// Reusable memory that only grows.
 class Buffer {
  public:
   float* floats(int64_t count) {
@@ -63,7 +63,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// What a thread that calls the op keeps from call to call.
+// Memory that a calling thread reuses.
 struct Workspace {
   PagedPlan plan;
   Buffer parts, scratch;
@@ -76,7 +76,7 @@ int log2_of_block_size(int64_t block_size) {
   TORCH_CHECK(false, "block size must be 16, 32, 64 or 128, got ", block_size);
 }
 
-// The kernel trusts lengths and blocks; they come from data, so they are checked as data.
+// The kernel does not check lengths and blocks, which are data, so this is done on every call and replay.
 void check_sequences(const PagedAttentionArgs& args, int64_t sequences, int64_t tokens, int64_t table_width,
                      int64_t blocks) {
   const int32_t *starts = args.query_start, *lengths = args.seq_lens;
@@ -93,7 +93,7 @@ void check_sequences(const PagedAttentionArgs& args, int64_t sequences, int64_t 
                       " blocks, block_table has ", table_width);
     const int64_t oldest = args.window > 0 ? std::max<int64_t>(0, lengths[s] - count - args.window + 1) : 0;
     const int32_t* table = args.block_table + s * args.block_table_stride;
-    uint32_t greatest = 0;  // negative ids become large ones
+    uint32_t greatest = 0;  // unsigned, so that negative ids are too large
     for (int64_t b = oldest >> args.block_shift; b <= last; ++b) {
       greatest = std::max(greatest, static_cast<uint32_t>(table[b]));
     }
@@ -102,7 +102,7 @@ void check_sequences(const PagedAttentionArgs& args, int64_t sequences, int64_t 
   }
 }
 
-// A call of the op as numbers and addresses: what is in memory there is read when it runs.
+// A call of the op as numbers and addresses; the memory is read when it runs.
 struct PagedCall {
   PagedAttentionArgs args;
   int64_t sequences, tokens, table_width, blocks;
@@ -133,7 +133,7 @@ struct PagedCall {
   }
 };
 
-// The op with its cuts chosen by the caller: split_keys 0 never splits, threads 0 takes what the work deserves.
+// The op with a given split of the work: split_keys 0 never splits, threads 0 chooses by the amount of work.
 at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_cache,
                                const at::Tensor& value_cache, const at::Tensor& block_table,
                                const at::Tensor& query_start, const at::Tensor& seq_lens, double scale,
@@ -208,7 +208,7 @@ TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("paged_attention", &ascend_vllm::paged_attention);
 }
 
-// For tests and benchmarks: the same kernel, cut as they ask.
+// For tests and benchmarks: the same kernel with a given split of the work.
 TORCH_LIBRARY_FRAGMENT(ascend_vllm, m) {
   m.def(
       "_paged_attention_cut(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "

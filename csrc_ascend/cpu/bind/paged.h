@@ -1,4 +1,4 @@
-// Checks of a paged cache that several bindings make.
+// Checks of a paged cache that bindings share.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace ascend_vllm {
 
-// The cache of keys or values: [P, K, S, D].
+// Checks the cache of keys or values, [P, K, S, D].
 inline void check_cache(const at::Tensor& cache, const char* name, const at::Tensor& like, int64_t head_size) {
   check_same_dtype(cache, name, like);
   TORCH_CHECK(cache.dim() == 4 && cache.size(3) == head_size && cache.is_contiguous(), name,
@@ -15,7 +15,7 @@ inline void check_cache(const at::Tensor& cache, const char* name, const at::Ten
               cache.sizes(), " and strides ", cache.strides());
 }
 
-// Both halves of a layer's cache, for `kv_heads` heads.
+// Checks both halves of a layer's cache, for `kv_heads` heads.
 inline void check_caches(const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& like,
                          int64_t kv_heads, int64_t head_size) {
   check_cache(key_cache, "key_cache", like, head_size);
@@ -25,7 +25,7 @@ inline void check_caches(const at::Tensor& key_cache, const at::Tensor& value_ca
               key_cache.sizes(), " and ", value_cache.sizes());
 }
 
-// Kernels trust slots; they come from data, so they are checked as data.
+// Kernels do not check slots, which are data, so this is done on every call and replay.
 inline void check_slots(const int64_t* slots, int64_t tokens, int64_t num_slots) {
   int64_t greatest = -1;
   for (int64_t t = 0; t < tokens; ++t) greatest = std::max(greatest, slots[t]);

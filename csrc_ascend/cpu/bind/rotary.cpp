@@ -38,7 +38,7 @@ RotaryArgs rotary_args(const at::Tensor& positions, const at::Tensor& query, con
   };
 }
 
-// The kernels trust positions; they come from data, so they are checked as data.
+// The kernels do not check positions, which are data, so this is done on every call and replay.
 void check_positions(const RotaryArgs& args, int64_t num_positions) {
   for (int64_t t = 0; t < args.tokens; ++t) {
     const int64_t position = args.positions[t];

@@ -18,7 +18,7 @@ at::Tensor TapePool::take(at::IntArrayRef sizes, const at::TensorOptions& option
   const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
   at::Tensor* best = nullptr;
   for (at::Tensor& block : blocks_) {
-    // the pool alone holds it
+    // not in use: the pool has the only reference
     if (block.storage().use_count() == 1 && block.numel() >= bytes &&
         (best == nullptr || block.numel() < best->numel())) {
       best = &block;
@@ -47,7 +47,7 @@ ASCEND_VLLM_API void* ascend_vllm_tapes_make() { return new ascend_vllm::Tapes; 
 
 ASCEND_VLLM_API void ascend_vllm_tapes_free(void* tapes) { delete static_cast<ascend_vllm::Tapes*>(tapes); }
 
-// What this thread launches from here on becomes the tape with this key, in the place of one that was there.
+// Starts recording this thread's launches to the tape with this key, replacing an earlier one.
 ASCEND_VLLM_API void ascend_vllm_tape_begin(void* tapes, int64_t key) {
   auto* all = static_cast<ascend_vllm::Tapes*>(tapes);
   ascend_vllm::Tape& tape = all->tapes[key];
@@ -65,7 +65,7 @@ ASCEND_VLLM_API int64_t ascend_vllm_tape_length(void* tapes, int64_t key) {
   return static_cast<int64_t>(static_cast<ascend_vllm::Tapes*>(tapes)->tapes[key].calls.size());
 }
 
-// Null, or what went wrong: a text that is valid until the thread's next call.
+// Returns null, or an error message that is valid until the thread's next call.
 ASCEND_VLLM_API const char* ascend_vllm_tape_replay(void* tapes, int64_t key) {
   thread_local std::string text;
   try {

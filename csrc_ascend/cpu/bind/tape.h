@@ -1,9 +1,9 @@
-// Tapes: the kernel calls of a piece of code in their order, replayed without torch, or Python, in between.
+// Tapes: recorded sequences of kernel calls, replayed without torch and Python.
 //
-// A binding allocates what it returns, and what it works in, by new_tensor, and ends in launch([=] { … }),
-// whose body holds everything that reads memory. While a thread records, launch keeps the bodies. Their memory
-// comes from a pool then, where a tensor that nobody holds any more makes room for later ones, in this
-// recording and in those after it; a replay writes to the same places in the same order.
+// A binding allocates results and workspaces by new_tensor and ends in launch([=] { … }), whose body has all
+// code that reads memory. While a thread records, launch also stores the bodies, and memory comes from a pool,
+// where memory of released tensors is reused, in this recording and in later ones. A replay writes to the same
+// addresses in the same order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace ascend_vllm {
 
-// Memory of tapes that are never replayed at the same time.
+// Memory of tapes that are never replayed concurrently.
 class TapePool {
  public:
   at::Tensor take(at::IntArrayRef sizes, const at::TensorOptions& options);
@@ -28,20 +28,20 @@ struct Tape {
   std::vector<std::function<void()>> calls;
 };
 
-// What a thread is recording, if anything.
+// The recording of a thread; null pointers if there is none.
 struct Recording {
   TapePool* pool = nullptr;
   Tape* tape = nullptr;
 };
 Recording& recording();
 
-// A tensor without contents.
+// An uninitialised tensor.
 inline at::Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   TapePool* pool = recording().pool;
   return pool == nullptr ? at::empty(sizes, options) : pool->take(sizes, options);
 }
 
-// Does something now, and in each replay of what this thread records. `call` must not refer to locals.
+// Runs `call` now and, if this thread records, in each replay. `call` must not refer to local variables.
 template <class Call>
 inline void launch(Call&& call) {
   call();
@@ -49,7 +49,7 @@ inline void launch(Call&& call) {
   if (tape != nullptr) tape->calls.emplace_back(std::forward<Call>(call));
 }
 
-// For what is done once, while recording, and not again: there it is an error.
+// For code that cannot be replayed: raises an error while recording.
 inline void check_not_recording(const char* what) {
   TORCH_CHECK(recording().tape == nullptr, what, " cannot be recorded");
 }

@@ -1,4 +1,4 @@
-// What bindings need of torch, in few headers: dtype tags, pointers and checks of tensors.
+// Helpers of bindings, with few torch headers: dtype tags and checks of tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ inline void check_same_dtype(const at::Tensor& tensor, const char* name, const a
               tensor.scalar_type());
 }
 
-// The last dimension is contiguous (a size of one counts as such).
+// Checks that the last dimension is contiguous (a size of one counts as such).
 inline void check_rows(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.dim() > 0 && (tensor.stride(-1) == 1 || tensor.size(-1) <= 1), name,
               " must be contiguous in its last dimension, got strides ", tensor.strides());
@@ -39,7 +39,7 @@ inline void check_vector(const at::Tensor& tensor, const char* name, at::ScalarT
       " of shape ", tensor.sizes());
 }
 
-// The rows of x[..., H] as outer * inner of them; row (o, i) starts at o * outer_stride + i * inner_stride.
+// The rows of x[..., H], outer * inner of them; row (o, i) starts at o * outer_stride + i * inner_stride.
 struct RowView {
   const void* data;
   int64_t outer = 1, inner = 1;

@@ -18,7 +18,7 @@ using VecF = __m256;
 struct Mask {
   __m256 lanes;
 };
-constexpr bool kHasPairDots = false;  // dot_pairs is no single instruction
+constexpr bool kHasPairDots = false;  // dot_pairs takes several instructions
 struct PairBF16 {
   __m256i bits;
 };

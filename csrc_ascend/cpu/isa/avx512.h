@@ -1,4 +1,4 @@
-// AVX-512 without BF16 instructions: bfloat16 is rounded and multiplied by integer and float32 ones.
+// AVX-512 without BF16 instructions: bfloat16 is rounded with integer and multiplied with float32 instructions.
 #pragma once
 
 #include "cpu/isa/avx512_base.h"
@@ -6,7 +6,7 @@
 namespace ascend_vllm {
 namespace {
 
-constexpr bool kHasPairDots = false;  // dot_pairs is no single instruction
+constexpr bool kHasPairDots = false;  // dot_pairs takes several instructions
 struct PairBF16 {
   __m512i bits;
 };

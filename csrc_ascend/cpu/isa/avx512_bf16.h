@@ -1,6 +1,6 @@
 // AVX-512 with BF16 instructions: rounding and pair dot products are one instruction each.
 //
-// Both treat subnormal bfloat16 numbers as zero, as the hardware defines them.
+// Both treat subnormal bfloat16 numbers as zero, as the hardware does.
 #pragma once
 
 #include "cpu/isa/avx512_base.h"

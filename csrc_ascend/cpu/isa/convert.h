@@ -51,7 +51,7 @@ inline float16 from_float<float16>(float x) {
   if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
   if (magnitude >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // rounds to 65536 or more
   if (magnitude < 0x38800000) {
-    // Subnormal result: adding 0.5 makes the FPU round at the place of the last subnormal bit.
+    // Subnormal result: adding 0.5 makes the FPU round to the last subnormal bit.
     const uint32_t rounded = float_to_bits(bits_to_float(magnitude) + 0.5f) - float_to_bits(0.5f);
     return {static_cast<uint16_t>(sign | rounded)};
   }

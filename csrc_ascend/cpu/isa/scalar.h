@@ -1,11 +1,11 @@
 // Portable vectors of four floats in the compiler's own vector type: SSE2 on any x86-64, NEON on arm64.
 //
-// Every cpu/isa/<isa>.h gives the same names (see docs/adding_an_op.md):
-//   kLanes, VecF (float32 lanes with + - * /), Mask, PairBF16 (2 * kLanes bfloat16, taken as pairs)
+// Every cpu/isa/<isa>.h defines the same names (see docs/adding_an_op.md):
+//   kLanes, VecF (float32 lanes with + - * /), Mask, PairBF16 (2 * kLanes bfloat16, as pairs)
 //   set1, load, load_n, store, store_n, fma, max, min, sqrt, abs, round_nearest, pow2i, gt, ge, select, bits,
 //   count, reduce_add, reduce_max, load_pairs, load_pairs_n, set1_pair, even_of_pairs, odd_of_pairs, dot_pairs,
 //   kHasPairDots; kMaxRows, kMaxPairRows, panels_of(rows, are_pairs): the tile of a matrix product that fits
-//   the registers, the second where the weights are pairs that have to be taken apart (kernels/gemm.h)
+//   the registers, the second for weights in pairs that must be unpacked (kernels/gemm.h)
 #pragma once
 
 #include "cpu/isa/convert.h"
@@ -19,7 +19,7 @@ constexpr int kMaxRows = 2, kMaxPairRows = 2;
 constexpr int panels_of(int, bool) { return 1; }
 typedef float VecF __attribute__((vector_size(16)));
 typedef int32_t Mask __attribute__((vector_size(16)));
-constexpr bool kHasPairDots = false;  // dot_pairs is no single instruction
+constexpr bool kHasPairDots = false;  // dot_pairs takes several instructions
 typedef uint32_t PairBF16 __attribute__((vector_size(16)));
 
 inline VecF set1(float x) { return VecF{x, x, x, x}; }

@@ -1,4 +1,4 @@
-// Tile registers (AMX): eight of at most 16 rows of 64 bytes, of shapes that a thread sets before it uses them.
+// Tile registers (AMX): eight, of at most 16 rows of 64 bytes; each thread sets their shapes before use.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -13,11 +13,11 @@ namespace {
 constexpr int64_t kTileHeight = 16;  // rows
 constexpr int64_t kTileRowBytes = 64;
 
-// GCC's intrinsics do not tell that they read memory: what was written for them need not be there before this.
-// local: a variable of the function itself, which nothing else knows of unless it is named.
+// A compiler barrier: GCC's tile intrinsics do not declare that they read memory, so that earlier writes could
+// be delayed past them. local: a local variable whose writes must be included.
 inline void finish_writes(const void* local = nullptr) { asm volatile("" : : "r"(local) : "memory"); }
 
-// Rows of each tile, of 64 bytes each; laid out as LDTILECFG reads it.
+// Shapes of the tiles, by default 16 rows of 64 bytes, in LDTILECFG's layout.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0;
   uint8_t reserved[14] = {};
@@ -30,8 +30,8 @@ inline void shape_tiles(const TileShapes& shapes) {
   _tile_loadconfig(&shapes);
 }
 
-// The tiles of a scope: whole ones until others are asked for. The registers are given back at its end, for a
-// thread that holds them is dearer to switch.
+// Configures the tiles for a scope, at first with full shapes, and releases them at its end, since context
+// switches of a thread with tile state are more expensive.
 class Tiles {
  public:
   Tiles() { shape_tiles({}); }

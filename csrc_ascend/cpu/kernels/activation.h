@@ -27,7 +27,7 @@ namespace {
 
 template <class T, class Activation>
 inline void gate_rows(const GateArgs& a, const Activation& activation) {
-  constexpr int64_t kPart = 1024;  // splits wide rows, so that a single one can use every thread
+  constexpr int64_t kPart = 1024;  // wide rows are split, so that a single one can use all threads
   const int64_t parts = (a.width + kPart - 1) / kPart;
   parallel_for(a.rows * parts, 12 * (a.width < kPart ? a.width : kPart), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

@@ -1,4 +1,4 @@
-// The activations of gated MLPs, for the kernels that apply them.
+// The activations of gated MLPs.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Rows of a table, such as the vectors of tokens: copies, so elements are bytes here.
+// Copies rows of a table, such as embeddings; the dtype does not matter, so sizes are in bytes.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -24,7 +24,7 @@ namespace ascend_vllm {
 
 ASCEND_VLLM_DEFINE_KERNEL(gather_rows, GatherRowsArgs) {
   const GatherRowsArgs a = args;
-  // A copy moves some sixteen bytes in the time of an elementary operation.
+  // a copy moves about sixteen bytes in the time of an elementary operation
   parallel_for(a.count, a.row_bytes / 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       __builtin_memcpy(a.out + i * a.row_bytes, a.table + a.indices[i] * a.row_bytes, a.row_bytes);

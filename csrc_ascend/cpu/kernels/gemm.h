@@ -1,8 +1,8 @@
-// x @ weight.T + bias with a weight packed in panels of 16 output columns; gated, the first half of the columns
-// goes through an activation and is multiplied by the second.
+// x @ weight.T + bias with a weight packed in panels of 16 output columns; if gated, an activation is applied
+// to the first half of the columns, which is then multiplied by the second.
 //
 // Every output is the sum, over slices of kSlice inputs, of a chain of fused multiply-adds in the order of the
-// inputs. Tiling and threads do not change that, so a row's result does not depend on the rows beside it.
+// inputs. Tiling and threads do not change that, so a row's result does not depend on the other rows.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -40,13 +40,13 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int64_t kPanel = 16;     // columns of a panel
-constexpr int64_t kGroup = 4;      // most panels of a task
-constexpr int64_t kTaskRows = 96;  // most rows of a task; half as many if it is gated
-constexpr int64_t kSlice = 512;    // inputs between two visits to the sums in memory; even
+constexpr int64_t kGroup = 4;      // maximum panels of a task
+constexpr int64_t kTaskRows = 96;  // maximum rows of a task; half as many if it is gated
+constexpr int64_t kSlice = 512;    // inputs between two updates of the sums in memory; even
 constexpr int kPanelVectors = kPanel / kLanes;
-// So few rows that memory, and no longer reading only, sets the pace: their panels are fetched ahead.
-constexpr int64_t kLeastFewRows = 2, kMostFewRows = 10;
-// Bytes that are fetched ahead: memory takes as long as multiplying with so many.
+// With this many rows memory is the bottleneck and panels are prefetched; a single row only streams them.
+constexpr int64_t kMinPrefetchRows = 2, kMaxPrefetchRows = 10;
+// Prefetch distance in bytes: multiplying with so many takes as long as a memory access.
 constexpr int64_t kAhead = 2048;
 
 template <class A, class B>
@@ -54,7 +54,8 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 
-// What a weight of type T is multiplied by: float32, or bfloat16 pairs where they have an instruction.
+// Type of the inputs that weights of type T are multiplied by: float32, or bfloat16 with an instruction for
+// pairs.
 template <class T, bool kPairDots = is_same<T, bfloat16> && kHasPairDots>
 struct InputOf {
   using type = float;
@@ -64,14 +65,14 @@ struct InputOf<T, true> {
   using type = bfloat16;
 };
 
-// Whether weights are pairs that have to be taken apart, which takes registers.
+// Whether weights are pairs that must be unpacked, which takes registers.
 template <class T>
 constexpr bool kAreSplit = is_same<T, bfloat16> && !kHasPairDots;
 // Rows of a tile that fit the registers beside the weights.
 template <class T>
 constexpr int kTileRows = kAreSplit<T> ? kMaxPairRows : kMaxRows;
 
-// The weights of one input: bfloat16 weights come in pairs, of which `step` says which.
+// The weights of one input; of bfloat16 pairs, the one with index `step`.
 template <class T>
 inline VecF load_step(const T* columns, int) {
   return load(columns);
@@ -81,7 +82,7 @@ inline VecF load_step(const bfloat16* columns, int step) {
 }
 
 // sums[kRows][kPanels * 16] (+)= x[kRows][begin, end) times the panels; begin is even. X is float, or bfloat16
-// where pairs of it have an instruction.
+// with an instruction for pairs.
 template <int kRows, int kPanels, bool kFetches, class X, class T>
 inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t begin,
                           int64_t end, float* sums, int64_t sums_stride) {
@@ -96,8 +97,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
   const auto columns = [&](int64_t k, int v) {
     return w + v / kPanelVectors * panel_size + k * kPanel + v % kPanelVectors * kLanes * kStep;
   };
-  // Columns in registers, one input at a time broadcast beside them: that fits kTileRows<T> rows without
-  // spills.
+  // Columns in registers, and one broadcast input at a time: fits kTileRows<T> rows without spills.
   for (int64_t k = begin; k < end; k += kStep) {
     if constexpr (kFetches) {
 #pragma GCC unroll 4
@@ -116,7 +116,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
         for (int v = 0; v < kVectors; ++v) acc[r][v] = dot_pairs(acc[r][v], input, pairs[v]);
       }
     } else {
-      // No loop: GCC would leave it one, which chooses the half of each pair anew, for a fifth of the time.
+      // Not a loop, which GCC would not unroll: selecting the half of each pair would take a fifth of the time.
       const auto multiply = [&](int step) __attribute__((always_inline)) {
         VecF column[kVectors];
 #pragma GCC unroll 16
@@ -182,8 +182,8 @@ inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64
       });
 }
 
-// All inputs of a few rows by some panels. Each slice of a panel is fetched for the first rows and stays in the
-// cache for the others. Compiled apart from the loops for many rows, whose registers are just enough.
+// All inputs of a few rows by some panels. The first rows load each slice of a panel into the cache for the
+// others. Not inlined into the loops for many rows, which need all registers.
 template <class T, class X>
 __attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_t rows, const T* w,
                                             int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
@@ -204,8 +204,7 @@ __attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_
   }
 }
 
-// A slice of the first tile of many rows, which is the first to need its panels: they are fetched ahead.
-// Compiled apart, as above.
+// A slice of the first tile of many rows, which prefetches the panels. Not inlined, as above.
 template <class T, class X>
 __attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int64_t rows, const T* w,
                                               int64_t panel_size, int64_t panels, int64_t begin, int64_t end,
@@ -217,7 +216,7 @@ __attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int6
 template <class T, class X>
 __attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64_t rows, const T* w,
                                              int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
-  const bool are_few = rows >= kLeastFewRows && rows <= kMostFewRows;
+  const bool are_few = rows >= kMinPrefetchRows && rows <= kMaxPrefetchRows;
   if (are_few) return multiply_few(x, x_stride, rows, w, panel_size, panels, inputs, sums);
   // Tiles as even as possible: 14 rows are 5 + 5 + 4, not 6 + 6 + 2.
   const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
@@ -235,7 +234,7 @@ __attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64
   }
 }
 
-// What a product is when it has been in memory as T.
+// A product rounded to T.
 template <class T>
 inline VecF rounded(VecF x) {
   alignas(64) T memory[kLanes];
@@ -247,8 +246,8 @@ inline VecF rounded<float>(VecF x) {
   return x;
 }
 
-// A row of the gated result. The products are rounded as if they had been written, so that this is what the two
-// kernels after each other compute.
+// A row of the gated result. The products are rounded to T, so that the result equals that of the two separate
+// kernels.
 template <class T, class Activation>
 inline void write_gated_row(const LinearArgs& a, const Activation& activation, const float* gates,
                             const float* ups, int64_t row, int64_t column, int64_t columns) {
@@ -266,8 +265,8 @@ inline void write_gated_row(const LinearArgs& a, const Activation& activation, c
   }
 }
 
-// Rows [row, row + rows) by panels [panel, panel + panels), and if it is gated by those half of all panels
-// further.
+// Rows [row, row + rows) by panels [panel, panel + panels); if gated, also by the corresponding panels of the
+// second half.
 template <class T, class X>
 void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t panel,
               int64_t panels) {
@@ -327,12 +326,12 @@ void packed_linear(const LinearArgs& a) {
     x = workspace = static_cast<X*>(a.workspace);
     x_stride = padded;
   }
-  // of the first half of a gated product, each of which stands for one of the second
+  // if gated, only those of the first half, each of which implies one of the second
   const int64_t panels = a.is_gated ? a.out_features / 2 / kPanel : (a.out_features + kPanel - 1) / kPanel;
   const int64_t most_rows = a.is_gated ? kTaskRows / 2 : kTaskRows;
   const int64_t row_blocks = (a.rows + most_rows - 1) / most_rows;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
-  // Fewer panels in a task when there are too few tasks to keep every thread busy to the end.
+  // fewer panels per task if there would be too few tasks to balance the threads
   int64_t group = kGroup;
   while (group > 1 && row_blocks * ((panels + group - 1) / group) < 4 * threads) group /= 2;
   const int64_t groups = (panels + group - 1) / group;
@@ -342,7 +341,8 @@ void packed_linear(const LinearArgs& a) {
     run_task<T>(a, x, x_stride, row, end - row, panel, panel + group < panels ? group : panels - panel);
   };
   const auto widen = [&](int64_t t) { widen_row<T>(a, t, workspace + t * padded, padded); };
-  // A little input is widened here: another barrier would cost more, above all on a busy machine.
+  // a small input is converted in this thread, since another barrier would cost more, above all on a busy
+  // machine
   const bool widen_together = workspace != nullptr && threads > 1 && a.rows * padded > 2 * kMinWorkPerThread;
   if (workspace != nullptr && !widen_together) {
     for (int64_t t = 0; t < a.rows; ++t) widen(t);
@@ -356,7 +356,7 @@ void packed_linear(const LinearArgs& a) {
       for (int64_t t = begin; t < end; ++t) widen(t);
     });
   }
-  share(row_blocks * groups, threads, [&](int64_t index, int64_t) { task(index); });
+  run_parts(row_blocks * groups, threads, [&](int64_t index, int64_t) { task(index); });
 }
 
 }  // namespace

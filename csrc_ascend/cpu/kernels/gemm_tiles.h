@@ -1,9 +1,9 @@
-// The bfloat16 products of gemm.h in tiles (AMX): 16 rows of 32 inputs times 16 pairs of inputs by 16 outputs,
-// which is how a panel lies in memory anyway.
+// The bfloat16 products of gemm.h with AMX tiles: 16 rows of 32 inputs times 16 pairs of inputs by 16 outputs,
+// which is the layout of panels.
 //
 // Every output is one chain of tile products in the order of the inputs, whatever the number of rows and
-// threads, so that a row's result does not depend on the rows beside it. Subnormal numbers count as zero, as
-// the hardware defines it.
+// threads, so a row's result does not depend on the other rows. Subnormal numbers are treated as zero, as the
+// hardware does.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -16,11 +16,11 @@ namespace {
 constexpr int64_t kTileInputs = 32;  // inputs of a tile
 constexpr int64_t kTileBytes = kTileHeight * kTileRowBytes;
 constexpr int64_t kTileBlock = 2 * kTileHeight;
-constexpr int64_t kTilePanels = 4;  // most panels of a task
+constexpr int64_t kTilePanels = 4;  // maximum panels of a task
 constexpr int64_t kTileColumns = kTilePanels * kPanel;
-// Inputs of a task's rows should stay in the second cache while its panels pass by.
+// The inputs of a task's rows should stay in the L2 cache while its panels are read.
 constexpr int64_t kInputBytesOfTask = 5 << 18;
-// What is fetched ahead within a panel, in bytes: a few tiles.
+// Prefetch distance within a panel, in bytes: a few tiles.
 constexpr int64_t kTileAhead = 4096;
 // The same within a row of inputs: two tiles.
 constexpr int64_t kInputsAhead = 128;
@@ -45,7 +45,7 @@ struct TileOperands {
   int64_t panel_size;
 };
 
-// The lines of a tile of weights that comes `ahead` bytes later; 0: they are in a cache.
+// Prefetches a tile of weights `ahead` bytes further on; 0: does nothing, since it is cached.
 template <bool kFetches>
 inline void fetch(const bfloat16* w, int64_t ahead) {
   if constexpr (kFetches) {
@@ -55,8 +55,8 @@ inline void fetch(const bfloat16* w, int64_t ahead) {
   }
 }
 
-// The lines that 16 rows of inputs have two tiles further on. Rows lie so far apart that no hardware foresees
-// them; they come from the second cache, as a block of rows does not fit into the first.
+// Prefetches 16 rows of inputs two tiles further on, from the L2 cache: a block of rows does not fit into L1,
+// and their stride is too large for hardware prefetching.
 inline void fetch_inputs(const char* x, int64_t x_bytes) {
 #pragma GCC unroll 16
   for (int row = 0; row < kTileHeight; ++row) __builtin_prefetch(x + kInputsAhead + row * x_bytes);
@@ -126,13 +126,13 @@ struct AddSquare {
   }
 };
 
-// The last inputs, fewer than 32, of up to 32 rows and 4 panels, filled up with zeros.
+// The last inputs, fewer than 32, of up to 32 rows and 4 panels, padded with zeros.
 struct TileRest {
   alignas(64) bfloat16 x[2 * kTileHeight * kTileInputs];
   alignas(64) bfloat16 w[kTilePanels * kTileInputs * kPanel];
 
   TileRest(const TileOperands& o, int64_t rows, int64_t panels, int64_t begin, int64_t end) {
-    const int64_t w_end = (end + 1) / 2 * 2;  // a panel has whole pairs
+    const int64_t w_end = (end + 1) / 2 * 2;  // panels have complete pairs
     __builtin_memset(x, 0, sizeof x);
     __builtin_memset(w, 0, sizeof w);
     for (int64_t r = 0; r < rows; ++r) {
@@ -149,7 +149,7 @@ struct TileRest {
   TileOperands operands() const { return {x, 64, w, kTileInputs * kPanel}; }
 };
 
-// All inputs of `rows` rows by as many panels as Add takes, into cleared sums.
+// All inputs of `rows` rows by as many panels as Add takes, into zeroed sums.
 template <class Add>
 inline void add_all(const TileOperands& o, int64_t rows, int64_t inputs, bool fetches) {
   const int64_t steps = inputs / kTileInputs;
@@ -161,8 +161,8 @@ inline void add_all(const TileOperands& o, int64_t rows, int64_t inputs, bool fe
     const int64_t last = std::min(steps, kTileAhead / kTileBytes), first = steps - last,
                   done = first * kTileInputs;
     Add::template run<true>(o, first, kTileAhead);
-    // What follows a panel's end is the next panel, which is among these: what comes next follows the last of
-    // them.
+    // A panel is followed by the next one of this group in memory, so only the last panel prefetches beyond its
+    // end.
     const int64_t others = (Add::kPanels - 1) * o.panel_size * static_cast<int64_t>(sizeof(bfloat16));
     Add::template run<true>({o.x + done, o.x_bytes, o.w + done * kPanel, o.panel_size}, last,
                             kTileAhead + others);
@@ -210,15 +210,15 @@ inline void multiply_two_tiles(const TileOperands& o, int64_t rows, int64_t pane
     _tile_stored(3, second + (p + 1) * kPanel, kSumsBytes);
   }
   if (p == panels) return;
-  // an odd panel: the tiles of rows one after the other
+  // the last panel of an odd number: one tile of rows after the other
   const bfloat16* x = o.x + kTileHeight * o.x_bytes / static_cast<int64_t>(sizeof(bfloat16));
   const bfloat16* w = o.w + p * o.panel_size;
   multiply_one_tile({o.x, o.x_bytes, w, o.panel_size}, kTileHeight, 1, inputs, sums + p * kPanel, fetches);
   multiply_one_tile({x, o.x_bytes, w, o.panel_size}, second_rows, 1, inputs, second + p * kPanel, false);
 }
 
-// Rows [row, row + rows) by at most kTilePanels panels from `panel` on; gated, by those half of all panels
-// further as well.
+// Rows [row, row + rows) by at most kTilePanels panels from `panel` on; if gated, also by the corresponding
+// panels of the second half.
 class TileTask {
  public:
   TileTask(const LinearArgs& args, int64_t row, int64_t rows, int64_t panel, int64_t panels)
@@ -235,7 +235,7 @@ class TileTask {
   }
 
  private:
-  // Rows of the task by its panels, or by those that lie `further` behind.
+  // Rows of the task by its panels, or by those `further` panels behind them.
   void multiply(int64_t begin, int64_t rows, int64_t further, float* sums) {
     const int64_t panel_size = (a_.in_features + 1) / 2 * 2 * kPanel;
     const TileOperands operands{static_cast<const bfloat16*>(a_.x) + (row_ + begin) * a_.x_stride,
@@ -243,7 +243,7 @@ class TileTask {
                                 static_cast<const bfloat16*>(a_.packed) + (panel_ + further) * panel_size,
                                 panel_size};
     const auto block = rows > kTileHeight ? multiply_two_tiles : multiply_one_tile;
-    // The first rows fetch the weights, the others find them in the cache.
+    // the first rows prefetch the weights into the cache for the others
     block(operands, rows, panels_, a_.in_features, sums, begin == 0);
   }
 
@@ -277,7 +277,7 @@ inline void multiply_in_tiles(const LinearArgs& a) {
   const int64_t most_blocks = std::max<int64_t>(1, kInputBytesOfTask / std::max<int64_t>(1, block_bytes));
   const int64_t row_tasks = (blocks + most_blocks - 1) / most_blocks;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
-  // Fewer panels in a task when there are too few tasks to keep every thread busy to the end.
+  // fewer panels per task if there would be too few tasks to balance the threads
   int64_t group = kTilePanels;
   while (group > 1 && row_tasks * ((panels + group - 1) / group) < 4 * threads) group /= 2;
   const int64_t groups = (panels + group - 1) / group;
@@ -290,7 +290,7 @@ inline void multiply_in_tiles(const LinearArgs& a) {
   if (threads == 1) {
     for (int64_t i = 0; i < row_tasks * groups; ++i) task(i);
   } else {
-    share(row_tasks * groups, threads, [&](int64_t index, int64_t) { task(index); });
+    run_parts(row_tasks * groups, threads, [&](int64_t index, int64_t) { task(index); });
   }
 }
 

@@ -19,7 +19,7 @@ struct NormArgs {
 
 struct FusedAddRmsNormArgs {
   DType dtype;
-  void* x;             // in: what is added; out: the normalised sum
+  void* x;             // in: the addend; out: the normalised sum
   void* residual;      // in and out: the running sum
   const void* weight;  // [hidden]
   int64_t rows, x_stride, residual_stride, hidden;
@@ -99,7 +99,7 @@ void fused_add_rms_norm(const FusedAddRmsNormArgs& a) {
       T* x = static_cast<T*>(a.x) + r * a.x_stride;
       T* residual = static_cast<T*>(a.residual) + r * a.residual_stride;
       VecF squares = set1(0.0f);
-      // The sum is rounded to T first: what the next layer adds to is what was normalised here.
+      // the rounded sum is normalised, since that is the residual of the next layer
       for_lanes(
           a.hidden,
           [&](int64_t i) {
@@ -126,7 +126,7 @@ inline void layer_norm_row(const NormArgs& a, const T* x, T* out) {
       a.hidden, [&](int64_t i) { sums = sums + load(x + i); },
       [&](int64_t i, int rest) { sums = sums + load_n(x + i, rest); });
   const float mean = reduce_add(sums) / static_cast<float>(a.hidden);
-  // A second pass over the deviations: the one-pass formula loses every digit when the mean is large.
+  // a second pass over the deviations, since the one-pass formula cancels when the mean is large
   const VecF center = set1(mean);
   VecF squares = set1(0.0f);
   float tail_squares = 0.0f;

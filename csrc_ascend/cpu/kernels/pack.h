@@ -1,11 +1,11 @@
-// Weights in panels of 16 outputs, and rows read back out of them: copies, so elements are bytes here.
+// Packs weights into panels of 16 outputs and unpacks rows; the dtype does not matter, so sizes are in bytes.
 #pragma once
 
 #include "cpu/dispatch.h"
 
 namespace ascend_vllm {
 
-// A unit is what lies together of one output: a float32 or float16 element, or a pair of bfloat16 ones.
+// A unit is the contiguous part of one output: a float32 or float16 element, or a pair of bfloat16 ones.
 struct PackArgs {
   const char* weight;  // [rows, in_features], row n starts at n * row_bytes
   char* packed;        // [panels, units, 16] units
@@ -36,10 +36,10 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int64_t kPackPanel = 16;
-// units of a panel that are written while they are in the first cache
+// units of a panel that are written while they are in the L1 cache
 constexpr int64_t kPackTile = 64;
 
-// Writes `rows` outputs of a panel, from lane `lane` on; the others stay as they are.
+// Writes `rows` outputs of a panel, from lane `lane` on; the others are unchanged.
 template <class Unit>
 void pack_lanes(const PackArgs& a, const char* weight, int64_t lane, int64_t rows, Unit* packed) {
   const int64_t unit = sizeof(Unit);
@@ -55,7 +55,7 @@ void pack_lanes(const PackArgs& a, const char* weight, int64_t lane, int64_t row
     }
   }
   if (whole * unit == row_bytes) return;
-  // the last pair of an odd number of inputs has one
+  // with an odd number of inputs the last pair has only one
   for (int64_t n = 0; n < rows; ++n) {
     Unit last{};
     __builtin_memcpy(&last, weight + n * a.row_bytes + whole * unit, row_bytes - whole * unit);

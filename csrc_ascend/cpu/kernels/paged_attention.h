@@ -1,9 +1,9 @@
 // Causal attention over a paged KV cache: decoding rows, prompt chunks and mixtures, as a queue of work items.
 //
-// paged_plan.h cuts a step into items, each one KV head of one sequence, a range of its query rows
-// (token, head) and of its keys. Threads take items until none is left. Few rows over many keys are attended to
-// in splits of kSplitKeys that are then merged in order; the cuts depend on the sequence alone, so its result
-// is the same, bit for bit, whether one thread does the splits one after another or many do them at once.
+// paged_plan.h divides a step into items: one KV head of one sequence, a range of its query rows (token, head)
+// and a range of its keys. Threads take items until none is left. For few rows, keys are divided into splits of
+// kSplitKeys, whose results are merged in order. The splits depend only on the sequence, so its result is
+// bitwise the same however many threads compute them.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ struct PagedItem {
   int32_t split;  // which of its splits
 };
 
-// Splits of one item that several threads may do: whoever finishes last merges.
+// Splits of one item, possibly computed by several threads; the last one to finish merges them.
 struct PagedMerge {
-  int64_t offset;  // of the first split's part in `parts`; the others follow
+  int64_t offset;  // of the first split's result in `parts`; the others follow
   int32_t splits;
   int32_t pending;
 };
@@ -54,7 +54,7 @@ struct PagedAttentionArgs {
   int threads;
 };
 
-// Most query rows of one item; a sequence with more rows in a step is never split over its keys.
+// Maximum query rows of one item; the keys of a sequence with more rows in a step are not split.
 constexpr int64_t kPagedTileRows = 128;
 
 // Enough for every instruction set; checked where the scratch is used.
@@ -95,8 +95,8 @@ constexpr bool fits_scratch(int64_t size) {
 static_assert(fits_scratch(16) && fits_scratch(256));
 
 #ifdef __AMX_BF16__
-// Rows of a sequence from which on tiles are used: 7 were measured faster than with vectors, 1 to 4 not;
-// between them nothing was measured.
+// Minimum rows of a sequence for tiles: measured faster than vectors with 7 rows and slower with 1 to 4; 5 and
+// 6 were not measured.
 constexpr int64_t kMinTileRows = 6;
 
 constexpr bool tiles_fit_scratch(int64_t size) {
@@ -129,7 +129,7 @@ class PagedAttention {
   }
 
   void run() {
-    // Chosen by the sequence, not the item: how a step is cut into items must not show in the result.
+    // chosen by the sequence's rows, not the item's, so that the result does not depend on the items
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<T, bfloat16>) {
       if (sequence_rows_ >= kMinTileRows && scale() > 0.0f) {
@@ -145,7 +145,7 @@ class PagedAttention {
   }
 
  private:
-  // Weights are powers of two, so scores are taken in units of log2 e.
+  // the softmax uses powers of two, so scores are scaled by log2 e
   float scale() const { return args_.scale * 1.44269504088896341f; }
 
   template <class Form>
@@ -225,9 +225,9 @@ ASCEND_VLLM_DEFINE_KERNEL(paged_attention, PagedAttentionArgs) {
       for (int64_t i = 0; i < args.num_items; ++i) run_item(i, 0);
       return;
     }
-    // Small items are taken several at a time.
+    // small items are taken several at a time
     const int64_t grain = max_of(1, args.num_items / (16 * args.threads));
-    share((args.num_items + grain - 1) / grain, args.threads, [&](int64_t part, int64_t thread) {
+    run_parts((args.num_items + grain - 1) / grain, args.threads, [&](int64_t part, int64_t thread) {
       const int64_t begin = part * grain;
       for (int64_t i = begin; i < min_of(begin + grain, args.num_items); ++i) run_item(i, thread);
     });

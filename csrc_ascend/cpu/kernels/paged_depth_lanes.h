@@ -1,5 +1,6 @@
-// Attention of few query rows, lanes along the head: a key is read once and multiplied with every query, each
-// dot product ends in a sum over lanes. For decoding with small groups; paged_query_lanes.h serves more rows.
+// Attention of few query rows, with vector lanes along the head: each key is read once and multiplied with
+// every query, and each dot product ends in a sum over lanes. For decoding with small groups;
+// paged_query_lanes.h is for more rows.
 #pragma once
 
 #include "cpu/kernels/paged_softmax.h"
@@ -7,10 +8,10 @@
 namespace ascend_vllm {
 namespace {
 
-// Beyond half the lanes, lanes along the queries waste less than the sums over lanes cost.
+// With more rows, lanes along the queries are faster: unused lanes cost less than the sums over lanes.
 constexpr int kMaxDepthRows = kLanes / 2;
 
-// How many elements a lane multiplies at once, and what queries are kept as.
+// Elements per lane of a product, and the type of the stored queries.
 struct SingleDepths {
   using Query = float;
   static constexpr int kDepth = 1;
@@ -36,7 +37,7 @@ template <class T>
 class DepthLanes {
   using Kind = std::conditional_t<kPairsArePreferred && std::is_same_v<T, bfloat16>, PairDepths, SingleDepths>;
   using Query = typename Kind::Query;
-  // Query rows whose accumulators fit the registers beside four keys or four vectors of values.
+  // Query rows whose accumulators fit the registers together with four keys or four vectors of values.
   static constexpr int kRows = kLanes == 16 ? 4 : 2;
   static constexpr int kKeys = 4;
 
@@ -61,7 +62,7 @@ class DepthLanes {
     }
   }
 
-  // Attends to positions key_begin … key_end-1, as far as each row sees them.
+  // Attends to positions key_begin … key_end-1 that are visible to each row.
   void attend(int64_t key_begin, int64_t key_end, Part part) {
     fill(part.out, rows_.count() * blocks_.head_size, 0.0f);
     fill(part.max, rows_.count(), kNoMax);
@@ -143,7 +144,7 @@ class DepthLanes {
     }
   }
 
-  // Turns the scores of one row into weights; returns the factor for what was summed before.
+  // Turns the scores of one row into weights; returns the factor for the earlier sums.
   float weigh(int64_t i, int64_t tile, int64_t begin, int64_t end, Part part) {
     float* scores = scores_ + i * kTileKeys;
     const int64_t row = rows_.begin + i;

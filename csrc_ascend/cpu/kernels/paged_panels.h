@@ -1,8 +1,8 @@
-// Query rows in panels with lanes along the rows: what the kernels in vectors (paged_query_lanes.h) and in
-// tiles (paged_query_tiles.h) share.
+// Panels of query rows with vector lanes along the rows, shared by the kernels with vectors
+// (paged_query_lanes.h) and with AMX tiles (paged_query_tiles.h).
 //
-// The rows of a work item are cut into panels of kPanelVecs vectors (a last one of a single vector if that
-// does). A panel has its scores as [keys, lanes].
+// The rows of a work item are divided into panels of kPanelVecs vectors; the last one may have a single vector.
+// Scores of a panel are [keys, lanes].
 #pragma once
 
 #include "cpu/kernels/paged_softmax.h"
@@ -27,7 +27,7 @@ inline void for_panels(int64_t rows, const Body& body) {
   }
 }
 
-// Keys begin … end-1 of the tile that some row of a panel sees.
+// Keys begin … end-1 of the tile that are visible to some row of a panel.
 struct SeenKeys {
   int64_t low, high;
 };
@@ -38,16 +38,16 @@ inline SeenKeys seen_keys(const QueryRows& rows, int64_t first, int64_t width, i
           min_of(end, rows.position(rows.begin + last) + 1 - tile)};
 }
 
-// Sets the scores of what a row must not see among keys low … high-1. Rows ascend in position, so it is a
-// prefix and a suffix of lanes.
+// Masks the scores of keys low … high-1 that are not visible to a row. Rows ascend in position, so these are a
+// prefix and a suffix of the lanes.
 template <int kWidth>
 inline void hide(const QueryRows& rows, int64_t first, int64_t tile, int64_t low, int64_t high, float* scores) {
   const int64_t base = rows.begin + first;
   const bool hides_past = rows.window > 0 && tile + low < rows.seen_from(base + kWidth - 1);
-  // without a window all rows see the keys up to the first row's own
+  // without a window, keys up to the first row's position are visible to all rows
   const int64_t begin = hides_past ? low : max_of(low, rows.position(base) + 1 - tile);
   for (int64_t n = begin; n < high; ++n) {
-    // the first token that sees the key, and the first that no longer does
+    // the first token to which the key is visible, and the first to which it no longer is
     const int64_t token = tile + n - rows.first_position;
     const int64_t from = clamp(token * rows.group - base, 0, kWidth);
     const int64_t to = rows.window > 0 ? clamp((token + rows.window) * rows.group - base, 0, kWidth) : kWidth;
@@ -56,7 +56,7 @@ inline void hide(const QueryRows& rows, int64_t first, int64_t tile, int64_t low
   }
 }
 
-// The keys or values of a tile: runs of `run` rows, a power of two, wherever they lie.
+// The keys or values of a tile: runs of `run` contiguous rows, a power of two.
 template <class Key>
 struct TileRows {
   const Key* runs[kTileKeys / 16];
@@ -67,12 +67,12 @@ struct TileRows {
   int64_t run_end(int64_t n) const { return n / run * run + run; }
 };
 
-// Rows begin … end-1 of a tile where they lie in the cache.
+// Rows begin … end-1 of a tile, in place in the cache.
 template <class T>
 inline TileRows<T> rows_in_cache(const HeadBlocks<T>& blocks, const T* cache, int64_t tile, int64_t begin,
                                  int64_t end) {
   TileRows<T> rows{{}, min_of(blocks.block_size(), kTileKeys), blocks.head_size};
-  // No block outside the keys in use: the table need not say where it is.
+  // only blocks with keys in use, since other entries of the block table may be invalid
   for (int64_t run = begin / rows.run; run * rows.run < end; ++run) {
     rows.runs[run] = cache + blocks.offset(tile + run * rows.run);
   }

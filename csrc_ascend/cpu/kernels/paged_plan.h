@@ -1,4 +1,4 @@
-// Cuts a step of paged attention into work items; included by the binding alone, so it is compiled once.
+// Divides a step of paged attention into work items; included by the binding only, so it is compiled once.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@ namespace {
 // Keys of a split: long enough that merging costs nothing, short enough that one long sequence feeds many
 // cores.
 constexpr int64_t kSplitKeys = 512;
-// Items per thread below which they would come out uneven.
+// Minimum items per thread for a balanced load.
 constexpr int64_t kItemsPerThread = 8;
 constexpr int64_t kLeastTileRows = 32;
 
-// Keeps its memory from step to step.
+// Reuses its memory from step to step.
 class PagedPlan {
  public:
   std::vector<PagedItem> items;
@@ -25,7 +25,7 @@ class PagedPlan {
   int64_t part_floats = 0;
   int threads = 1;
 
-  // Reads the shapes of `args`, query_start and seq_lens. threads: 0 for what the work deserves.
+  // Reads the shapes of `args`, query_start and seq_lens. threads: 0 to choose by the amount of work.
   void make(const PagedAttentionArgs& args, int64_t num_sequences, int wanted_threads) {
     items.clear();
     merges.clear();
@@ -43,9 +43,9 @@ class PagedPlan {
            rows * args.kv_heads < kItemsPerThread * threads * tile_rows_) {
       tile_rows_ /= 2;
     }
-    // Splitting pays for an item that is a large part of what a thread has to do.
+    // splitting pays for an item that is a large part of a thread's work
     split_work_ = work / (4 * threads);
-    // Large items first, so that small ones even out the end.
+    // large items first, so that small ones balance the threads at the end
     for (int64_t s = 0; s < num_sequences; ++s) {
       if (rows_of(s) > kPagedTileRows) add_sequence(s);
     }
@@ -63,7 +63,7 @@ class PagedPlan {
   }
   int64_t key_end_of(int64_t s, int64_t row) const { return position_of(s, row) + 1; }
 
-  // Of rows begin … end-1 of one KV head, in vectors of eight multiplications.
+  // Work of rows begin … end-1 of one KV head, in vectors of eight multiplications.
   int64_t work_of(int64_t s, int64_t begin, int64_t end) const {
     if (begin == end) return 0;
     const int64_t first = key_end_of(s, begin) - key_begin_of(s, begin);

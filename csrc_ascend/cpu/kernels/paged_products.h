@@ -1,6 +1,6 @@
-// The two matrix products of attention with lanes along query rows: scores = keys . queries, out += values *
-// weights. Keys and values are broadcast; each kind below says what of, and how queries and weights lie in a
-// panel.
+// The two matrix products of attention with vector lanes along query rows: scores = keys . queries, out +=
+// values * weights. Keys and values are broadcast; the kinds below define the element types and the layouts of
+// a panel.
 #pragma once
 
 #include "cpu/kernels/paged_panels.h"
@@ -8,13 +8,13 @@
 namespace ascend_vllm {
 namespace {
 
-// In float32; narrower keys and values are widened before. Queries [D, lanes], weights [keys, lanes], values
+// float32; narrower keys and values are converted first. Queries [D, lanes], weights [keys, lanes], values
 // [keys, D].
 struct Singles {
   using Key = float;
   using Query = float;
   using Lanes = VecF;
-  static constexpr int kPaired = 1;  // depths of queries, keys of weights and values that lie side by side
+  static constexpr int kPaired = 1;  // adjacent depths of queries, and keys of weights and values
 
   static VecF lanes(const float* p) { return load(p); }
   static VecF broadcast(const float* p) { return set1(*p); }
@@ -98,7 +98,7 @@ inline void add_values(const TileRows<typename Kind::Key>& values, const typenam
   }
 }
 
-// Rounds two vectors and lays their lanes side by side.
+// Rounds two vectors and interleaves their lanes.
 inline void store_pairs(bfloat16* p, VecF first, VecF second) {
   bfloat16 rounded[2][kLanes];
   store(rounded[0], first);

@@ -1,10 +1,10 @@
-// Attention of many query rows, lanes along the rows: everything is transposed, so that keys and values are
-// read in place and broadcast, and the softmax needs no sums over lanes. Serves prompts, and decoding with
-// large groups.
+// Attention of many query rows, with vector lanes along the rows: everything is transposed, so that keys and
+// values are read in place and broadcast, and the softmax needs no sums over lanes. For prompts, and decoding
+// with large groups.
 //
-// A panel (paged_panels.h) holds queries [D, lanes] and output [D, lanes]; for a tile of keys it makes scores
+// A panel (paged_panels.h) has queries [D, lanes] and output [D, lanes]. For a tile of keys it computes scores
 // [keys, lanes], turns them into weights in place, and adds weights * values to the output. With Pairs, two
-// depths (queries) or two keys (weights, values) lie side by side.
+// depths (queries) or two keys (weights, values) are interleaved.
 #pragma once
 
 #include "cpu/kernels/paged_products.h"
@@ -17,7 +17,7 @@ class QueryLanes {
   using Kind = KindOf<T>;
   using Key = typename Kind::Key;
   using Query = typename Kind::Query;
-  // Keys or depths whose accumulators fit the registers beside a panel's vectors.
+  // Keys or depths whose accumulators fit the registers together with a panel's vectors.
   static constexpr int kBlock = kLanes == 16 ? 8 : 4;
   static constexpr int kBlockOfOne = 8;
 
@@ -63,7 +63,7 @@ class QueryLanes {
     });
   }
 
-  // Attends to positions key_begin … key_end-1, as far as each row sees them.
+  // Attends to positions key_begin … key_end-1 that are visible to each row.
   void attend(int64_t key_begin, int64_t key_end, Part part) {
     const int64_t size = blocks_.head_size;
     const int64_t lanes = round_up(rows_.count(), kLanes);
@@ -107,12 +107,12 @@ class QueryLanes {
     return d / Kind::kPaired * Kind::kPaired * width + lane * Kind::kPaired + d % Kind::kPaired;
   }
 
-  // The tile's keys: in the cache where the type is right, else widened.
+  // The tile's keys: in place in the cache if the type matches, else converted.
   TileRows<Key> tile_keys(int64_t tile, int64_t begin, int64_t end) {
     if constexpr (std::is_same_v<T, Key>) {
       return rows_in_cache(blocks_, blocks_.keys, tile, begin, end);
     } else {
-      // Whole groups of keys are scored, unseen ones too; their scores are dropped.
+      // whole groups of keys are scored, also invisible ones, whose scores are masked
       widen(keys_, blocks_.keys, tile, round_down(begin, 8), round_up(end, 8));
       return {{keys_}, kTileKeys, blocks_.head_size};
     }
@@ -153,7 +153,7 @@ class QueryLanes {
           to[2 * d + 1] = from[size + d];
         }
       } else {
-        // What lies beyond the keys in use may be anything; a weight of zero would not hide a NaN.
+        // memory beyond the keys in use may contain NaN, which a weight of zero would not mask
         for (int64_t d = 0; d < size; ++d) {
           to[2 * d] = n >= begin ? from[d] : Key{};
           to[2 * d + 1] = n + 1 < end ? from[size + d] : Key{};
@@ -178,7 +178,7 @@ class QueryLanes {
     hide<kWidth>(rows_, first, tile, low, high, scores_);
     const int64_t even = round_down(low, Kind::kPaired);
     weigh<kVecs>(first, low, high, even);
-    // The values of the next tile are asked for a few at a time as well; with small heads some stay out.
+    // prefetches the values of the next tile a few at a time; with small heads not all of them
     int64_t ahead = tile + kTileKeys;
     for (int64_t d = 0; d < size; d += kCount, ahead += kCount) {
       if (first == 0 && ahead < min_of(key_end, tile + 2 * kTileKeys))
@@ -188,7 +188,7 @@ class QueryLanes {
     }
   }
 
-  // Turns scores into weights; sets rescale_ to the factors for what was summed before.
+  // Turns scores into weights; sets rescale_ to the factors for the earlier sums.
   template <int kVecs>
   void weigh(int64_t first, int64_t low, int64_t high, int64_t even) {
     constexpr int kWidth = kVecs * kLanes;
@@ -219,7 +219,7 @@ class QueryLanes {
         }
       }
     } else {
-      // keys come in pairs; the one that may be missing at either end weighs nothing
+      // keys come in pairs; one that is missing at either end gets the weight 0
       if (even < low) fill(scores_ + even * kWidth, kWidth, -__builtin_inff());
       if ((high - even) % 2 != 0) fill(scores_ + high * kWidth, kWidth, -__builtin_inff());
       for (int64_t n = even; n < high; n += 2) {
@@ -239,7 +239,7 @@ class QueryLanes {
   const QueryRows& rows_;
   const float scale_;
   float* scores_;   // [kTileKeys, panel lanes]
-  Query* weights_;  // the same place, or with Pairs [kTileKeys / 2, panel lanes, 2]
+  Query* weights_;  // the same memory, or with Pairs [kTileKeys / 2, panel lanes, 2]
   float* max_;      // [kMaxLanes]
   float* sum_;
   float* rescale_;  // [panel lanes]

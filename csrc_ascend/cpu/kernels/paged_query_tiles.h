@@ -1,10 +1,9 @@
-// Attention of bfloat16 query rows in tiles (AMX), lanes along the rows as in paged_query_lanes.h. Serves
-// prompts, and decoding with all but the smallest groups.
+// Attention of bfloat16 query rows with AMX tiles, and vector lanes along the rows as in paged_query_lanes.h.
+// For prompts, and decoding with all but the smallest groups.
 //
-// With tiles the products cost less than the softmax between them, so that one is cheaper here too: powers of
-// two no more exact than the rounded weights need, and sums that are scaled down only when a row's greatest
-// score has grown by kSlack. Until then weights may exceed one, which changes nothing: they have an exponent of
-// their own.
+// With tiles the products cost less than the softmax between them, so the softmax is cheaper here too: powers
+// of two are only as accurate as bfloat16 weights need, and sums are rescaled only when a row's largest score
+// has grown by kSlack. Until then weights may exceed one, which costs no accuracy in floating point.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -57,7 +56,7 @@ class QueryTiles {
     });
   }
 
-  // Attends to positions key_begin … key_end-1, as far as each row sees them.
+  // Attends to positions key_begin … key_end-1 that are visible to each row.
   void attend(int64_t key_begin, int64_t key_end, Part part) {
     const int64_t lanes = round_up(rows_.count(), kLanes);
     fill(max_, lanes, kNoMax);
@@ -80,11 +79,11 @@ class QueryTiles {
   }
 
  private:
-  // In powers of two.
+  // As an exponent of two.
   static constexpr float kSlack = 8.0f;
   alignas(64) static constexpr bfloat16 kZeros[256] = {};
 
-  // Queries of 16 rows into one vector of a panel [depths / 2, panel lanes, 2].
+  // Copies queries of 16 rows into one vector of a panel [depths / 2, panel lanes, 2].
   template <int kVecs>
   void load_vector(const bfloat16* const* from, bfloat16* to) const {
     constexpr int64_t kRow = 2 * kVecs * kLanes;
@@ -96,12 +95,12 @@ class QueryTiles {
     for (; d < depths_; d += 2, to += kRow) _mm512_store_si512(to, _mm512_setzero_si512());
   }
 
-  // The tile's keys: in the cache, or filled up with depths of zero.
+  // The tile's keys: in place in the cache, or copied and padded with zeros.
   TileRows<bfloat16> tile_keys(int64_t tile, int64_t begin, int64_t end) {
     const int64_t size = blocks_.head_size;
     if (size == depths_) {
       TileRows<bfloat16> rows = rows_in_cache(blocks_, blocks_.keys, tile, begin, end);
-      // Keys are scored 32 at a time. Where there is no block, any other will do: their scores are dropped.
+      // Keys are scored 32 at a time. Missing blocks are replaced by any other, since their scores are masked.
       for (int64_t run = 0; run * rows.run < kTileKeys; ++run) {
         if ((run + 1) * rows.run <= begin || run * rows.run >= end)
           rows.runs[run] = rows.runs[begin / rows.run];
@@ -116,8 +115,7 @@ class QueryTiles {
     return {{keys_}, kTileKeys, depths_};
   }
 
-  // What lies beyond the keys in use may be anything; a weight of zero would not hide a NaN, so it becomes
-  // zero.
+  // Memory beyond the keys in use may contain NaN, which a weight of zero would not mask, so it is zeroed.
   void transpose_values(int64_t tile, int64_t begin, int64_t end) {
     for (int64_t step = round_down(begin, kStepKeys); step < end; step += kStepKeys) {
       const bfloat16* from[kStepKeys];
@@ -135,7 +133,7 @@ class QueryTiles {
     }
   }
 
-  // The panel whose first row is `first` and what it sees of the tile.
+  // Adds the visible keys of the tile to the panel whose first row is `first`.
   template <int kVecs>
   void attend_panel(int64_t first, int64_t tile, SeenKeys seen, const TileRows<bfloat16>& keys) {
     constexpr int kWidth = kVecs * kLanes;
@@ -155,8 +153,8 @@ class QueryTiles {
     }
   }
 
-  // Asks for a tile, for the second cache: the first one is full. Many panels do not wait for memory but for
-  // each other, and lose by it.
+  // Prefetches a tile into the L2 cache, since L1 is full. Not for many panels, which are bound by computing
+  // and get slower by it.
   void fetch(int64_t tile, int64_t key_end) const {
     const int64_t end = min_of(key_end, tile + kTileKeys);
     for (int64_t n = tile; n < end; n += kTileHeight) {
@@ -165,7 +163,7 @@ class QueryTiles {
     }
   }
 
-  // Turns scores into weights; makes the panel's sums ready to be added to.
+  // Turns scores into weights and rescales the panel's sums if needed.
   template <int kVecs>
   void weigh(int64_t first, SeenKeys seen) {
     constexpr int kWidth = kVecs * kLanes;
@@ -180,20 +178,20 @@ class QueryTiles {
       const Mask grows = gt(now, before + set1(kSlack));
       greatest[v] = select(grows, now, before);
       sum[v] = load(sum_ + first + v * kLanes);
-      const VecF factor = exp2_negative(before - greatest[v]);  // one where nothing grows
+      const VecF factor = exp2_negative(before - greatest[v]);  // 1 for unchanged rows
       rescales |= bits(grows) != 0;
       store(max_at, greatest[v]);
       store(rescale_ + v * kLanes, factor);
       sum[v] = sum[v] * factor;
     }
     if (rescales) rescale<kVecs>(out_ + first * depths_);
-    // keys come in pairs; the one that may be missing at either end weighs nothing
+    // keys come in pairs; one that is missing at either end gets the weight 0
     const int64_t low = round_down(seen.low, 2), high = round_up(seen.high, 2);
     if (low < seen.low) fill(scores_ + low * kWidth, kWidth, -__builtin_inff());
     if (high > seen.high) fill(scores_ + seen.high * kWidth, kWidth, -__builtin_inff());
     const float* scores = scores_ + low * kWidth;
     bfloat16* weights = weights_ + low * kWidth;
-    // The panel's sums and the next one's queries come from the second cache meanwhile: 32 pairs ask for all.
+    // prefetches the panel's sums and the next one's queries from the L2 cache: all of them within 32 pairs
     const float* sums = out_ + first * depths_;
     const bfloat16* queries = queries_ + (first + kWidth) * depths_;
     const int64_t parts = depths_ * kVecs / 64;
@@ -208,7 +206,7 @@ class QueryTiles {
       for (int v = 0; v < kVecs; ++v) {
         const VecF weight = exp2_coarse(_mm512_fmsub_ps(load(scores + v * kLanes), scale, greatest[v]));
         const VecF next = exp2_coarse(_mm512_fmsub_ps(load(scores + (kVecs + v) * kLanes), scale, greatest[v]));
-        store_side_by_side(weights + 2 * v * kLanes, weight, next);
+        store_interleaved(weights + 2 * v * kLanes, weight, next);
         sum[v] = sum[v] + (weight + next);
       }
     }
@@ -218,11 +216,11 @@ class QueryTiles {
     clear_weights(high * kWidth, round_up(high, kStepKeys) * kWidth);
   }
 
-  // Of the keys seen, not yet scaled.
+  // Largest unscaled scores of the visible keys.
   template <int kVecs>
   void greatest_scores(SeenKeys seen, VecF (&greatest)[kVecs]) const {
     constexpr int kWidth = kVecs * kLanes;
-    // four keys at a time: a maximum takes four cycles
+    // four keys at a time, since a maximum has a latency of four cycles
     constexpr int kChains = 4;
     VecF chains[kChains][kVecs];
     for (auto& of_key : chains) {
@@ -288,7 +286,7 @@ class QueryTiles {
   const HeadBlocks<bfloat16>& blocks_;
   const QueryRows& rows_;
   const float scale_;
-  const int64_t depths_;  // the head size, filled up
+  const int64_t depths_;  // the padded head size
   float* max_;            // [kMaxLanes]
   float* sum_;
   float* scores_;      // [kTileKeys, panel lanes], not scaled

@@ -1,5 +1,5 @@
-// What both forms of the attention kernel share: how elements multiply, the view of one KV head's blocks, and
-// the online softmax in powers of two.
+// Shared by all attention kernels: element products, the view of one KV head's blocks, and the online softmax
+// in powers of two.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@ namespace {
 
 // Keys of one step of the online softmax; steps begin at multiples of it, whatever the query.
 constexpr int kTileKeys = 64;
-// Where no key has been seen: finite, so that the difference of two of them is zero and not NaN.
+// The maximum before any visible key: finite, so that the difference of two of them is zero and not NaN.
 constexpr float kNoMax = -3.402823466e38f;
 
-// bfloat16 is multiplied in pairs where one instruction does that. The portable variant does so too, slower
-// than it could: so the tests reach those paths on machines without BF16 instructions.
+// bfloat16 is multiplied in pairs if there is an instruction for it. The portable variant does so too, although
+// it is slower, so that tests cover this code on machines without BF16 instructions.
 constexpr bool kPairsArePreferred = kHasPairDots || kLanes == 4;
 
 // 2^t for t <= 0; exactly 1 at 0, 0 below -126.5, NaN for NaN. Relative error below 1e-7.
 // 2^t = 2^n 2^f with n the nearest integer; 2^f = 1 + f q(f), q fitted for the least greatest relative error.
 inline VecF exp2_negative(VecF t) {
-  t = max(set1(-127.0f), t);  // pow2i(-127) is zero; a NaN in the second place stays
+  t = max(set1(-127.0f), t);  // pow2i(-127) is zero; a NaN as the second operand is kept
   const VecF n = round_nearest(t);
   const VecF f = t - n;
   VecF p = set1(1.326472731307149e-3f);
@@ -39,7 +39,7 @@ inline float exp2_negative(float t) {
   return lanes[0];
 }
 
-// The blocks of one sequence as one KV head sees them.
+// The blocks of one sequence, of one KV head.
 template <class T>
 struct HeadBlocks {
   const T* keys;  // of block 0
@@ -56,9 +56,9 @@ struct HeadBlocks {
   const T* key(int64_t position) const { return keys + offset(position); }
   const T* value(int64_t position) const { return values + offset(position); }
 
-  // Asks for `count` positions of one block, of keys or values, by default in the first cache (kLocality as
-  // __builtin_prefetch has it). Blocks lie anywhere, so the machine cannot guess the next one. Always inline:
-  // g++ 12 takes a function that only prefetches for one without effect and drops it.
+  // Prefetches `count` positions of one block, of keys or values, by default into L1 (kLocality is that of
+  // __builtin_prefetch). Blocks are scattered, so hardware prefetching does not find the next one. Always
+  // inline, since g++ 12 removes calls of a function that only prefetches.
   template <int kLocality = 3>
   [[gnu::always_inline]] void prefetch(const T* cache, int64_t position, int64_t count) const {
     const T* from = cache + offset(position);
@@ -76,7 +76,7 @@ struct QueryRows {
 
   int64_t count() const { return end - begin; }
   int64_t position(int64_t row) const { return first_position + row / group; }
-  // Positions that a row sees: seen_from(row) … position(row).
+  // Positions visible to a row: seen_from(row) … position(row).
   int64_t seen_from(int64_t row) const {
     const int64_t from = window > 0 ? position(row) - window + 1 : 0;
     return from > 0 ? from : 0;
@@ -84,7 +84,7 @@ struct QueryRows {
 };
 
 // Attention of rows to some of their keys: out [rows, D] is the sum of 2^(score - max) * value, sum that of the
-// weights; scores are in units of log2 e.
+// weights; scores are scaled by log2 e.
 struct Part {
   float* out;
   float* max;

@@ -1,4 +1,4 @@
-// Writing keys and values into a paged cache: copies, so elements are bytes here and every dtype is one.
+// Copies keys and values into a paged cache; the dtype does not matter, so sizes are in bytes.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -28,7 +28,7 @@ namespace ascend_vllm {
 
 ASCEND_VLLM_DEFINE_KERNEL(store_kv, StoreKvArgs) {
   const StoreKvArgs a = args;
-  // A copy moves some sixteen bytes in the time of an elementary operation.
+  // a copy moves about sixteen bytes in the time of an elementary operation
   parallel_for(a.tokens, 2 * a.kv_heads * a.head_bytes / 16, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = a.slots[t];

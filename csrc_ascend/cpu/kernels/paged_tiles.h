@@ -1,13 +1,13 @@
-// The two matrix products of attention in tiles (AMX), and what brings their operands into shape.
+// The two matrix products of attention with AMX tiles, and the packing of their operands.
 //
 //     scores[32 keys, lanes]     = keys[32, D]       . queries[D / 2, lanes, 2]
 //     out[D, lanes]             += values^T[D, keys] . weights[keys / 2, lanes, 2]
 //
-// The left operand of a tile product has 16 rows of 32 numbers: keys lie so in the cache, values are transposed
-// once for all panels of an item. The right one has 16 rows of 16 pairs, as panels are kept for dot products of
-// pairs anyway. Depths are filled up to multiples of 32, so every tile is whole.
+// The left operand of a tile product has 16 rows of 32 numbers, which is the cache's layout of keys; values are
+// transposed once for all panels of an item. The right one has 16 rows of 16 pairs, which is the panels' layout
+// for pairs. Depths are padded to multiples of 32, so all tiles are full.
 //
-// Every lane is a column of its own: what a row gets does not depend on the rows beside it.
+// Every lane is a column of its own, so a row's result does not depend on the other rows.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -85,7 +85,7 @@ inline void add_step(const bfloat16* values, const bfloat16* weights, int64_t ke
   }
 }
 
-// Lane j of four: 16 bytes at row(first + j * step). Loads that insert need not the one port that shuffles.
+// Lane j of four: 16 bytes at row(first + j * step). Inserting loads do not use the shuffle port.
 template <class RowAt>
 [[gnu::always_inline]] inline __m512i gather_quads(const RowAt& row, int first, int step) {
   const auto quad = [&](int k) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row(k))); };
@@ -150,8 +150,8 @@ inline VecF exp2_coarse(VecF t) {
   return _mm512_scalef_ps(p, t);
 }
 
-// Rounds two vectors and lays their lanes side by side.
-inline void store_side_by_side(bfloat16* p, VecF first, VecF second) {
+// Rounds two vectors and interleaves their lanes.
+inline void store_interleaved(bfloat16* p, VecF first, VecF second) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};

@@ -31,7 +31,7 @@ ASCEND_VLLM_KERNEL(apply_penalties, PenaltyArgs)
 namespace ascend_vllm {
 namespace {
 
-// How often each token occurs, in a hash table of the sequence's length instead of one of the vocabulary's.
+// Counts of tokens, in a hash table whose size depends on the sequence's length, not the vocabulary's size.
 struct TokenCount {
   int32_t token_plus_one;  // 0: free
   int32_t outputs;         // occurrences in the output

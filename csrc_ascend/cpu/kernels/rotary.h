@@ -1,5 +1,5 @@
-// Rotary position embedding on strided query and key rows: in place, or with keys and values on their way into
-// a paged cache.
+// Rotary position embedding on strided query and key rows: in place, or with keys and values written to a paged
+// cache.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -58,7 +58,7 @@ inline void rotate_halves(T* to, const T* x, const float* cos, const float* sin,
       });
 }
 
-// Pairs (2j, 2j + 1) of one head, by way of a float32 copy so that the compiler can shuffle. `to` may be `x`.
+// Pairs (2j, 2j + 1) of one head, with a float32 copy that lets the compiler vectorise. `to` may be `x`.
 template <class T>
 inline void rotate_neighbours(T* to, const T* x, const float* cos, const float* sin, int64_t half) {
   constexpr int64_t kChunk = 64;

@@ -1,5 +1,5 @@
-// Rows of logits are taken apart into blocks whose maxima tell which of them to look at closely. Shared by
-// kernels; include after cpu/isa/math.h.
+// Rows of logits are divided into blocks, whose maxima show which blocks must be searched. Shared by kernels;
+// include after cpu/isa/math.h.
 #pragma once
 
 #include <cstdint>

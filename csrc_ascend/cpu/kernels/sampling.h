@@ -1,9 +1,9 @@
-// Drawing tokens from logits without sorting the vocabulary.
+// Samples tokens from logits without sorting the vocabulary.
 //
-// One pass takes the maximum of every block of the row. The block maxima give a lower bound of the k-th largest
-// logit, so top-k looks closely at a few blocks only; top-p adds up probability by distance from the maximum,
-// and looks closely at the one bin of distances where its limit lies. Sums are kept per block in double, so the
-// draw reads one block again instead of the row.
+// One pass computes the maximum of every block of the row. The block maxima give a lower bound of the k-th
+// largest logit, so top-k searches only a few blocks. Top-p builds a histogram of probability by distance from
+// the maximum and searches only the bin with its limit. Sums per block are kept in double, so drawing reads one
+// block instead of the row.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -67,7 +67,7 @@ inline double uniform(int64_t seed, int64_t position) {
   return static_cast<double>((uint64_t{c0} >> 5) << 26 | c1 >> 6) * 0x1p-53;
 }
 
-// One row, and the logits of it that are still in play: those >= threshold.
+// One row and its kept logits: those >= threshold.
 template <class T>
 struct Row {
   const T* logits;
@@ -120,13 +120,13 @@ inline void gather(const Row<T>& row, float low, float high, Floats& values) {
   }
 }
 
-// e^((x - largest) / temperature), in one place so that every pass sees the same number.
+// e^((x - largest) / temperature), defined once so that every pass computes the same number.
 template <class T>
 inline VecF weight(const Row<T>& row, VecF x) {
   return exp((x - set1(row.largest)) * set1(row.scale));
 }
 
-// The sum of the weights of n values that are all in play.
+// The sum of the weights of n kept values.
 template <class T>
 inline double weigh(const Row<T>& row, const float* values, int64_t n) {
   double sum = 0.0;
@@ -140,7 +140,7 @@ inline double weigh(const Row<T>& row, const float* values, int64_t n) {
   return sum;
 }
 
-// Sums the weights in play per block; returns the total.
+// Sums the kept weights per block; returns the total.
 template <class T>
 inline double find_block_sums(Row<T>& row) {
   const VecF threshold = set1(row.threshold), zero = set1(0.0f);
@@ -173,7 +173,7 @@ inline double find_block_sums(Row<T>& row) {
   return total;
 }
 
-// Raises the threshold to the k-th largest logit in play, if there are that many.
+// Raises the threshold to the k-th largest kept logit, if there are that many.
 template <class T>
 inline void apply_top_k(Row<T>& row, int64_t k, Floats& values) {
   float low = row.threshold;
@@ -193,8 +193,8 @@ inline void apply_top_k(Row<T>& row, int64_t k, Floats& values) {
   }
 }
 
-// Probability by distance from the largest logit: bin i holds the weights of the logits in play with
-// i <= (largest - logit) / width < i + 1; the last bin also those further away.
+// Histogram of probability by distance from the largest logit: bin i has the weights of the kept logits with
+// i <= (largest - logit) / width < i + 1; the last bin also has those further away.
 constexpr int kBins = 256;
 struct Histogram {
   double sums[kBins];
@@ -217,13 +217,14 @@ inline void add_block(const Row<T>& row, int64_t block, float inverse_width, His
   }
 }
 
-// Raises the threshold to the lowest logit for which the logits above it hold less than top_p of the weight in
-// play.
+// Raises the threshold to the lowest logit for which the logits above it have less than top_p of the kept
+// weight.
 template <class T>
 inline void apply_top_p(Row<T>& row, float top_p, Floats& values) {
   // Bins of an eighth of a nat reach e^-32 of the largest weight.
   const float width = 0.125f / row.scale;
-  // Chunks of the row have histograms of their own; their number must not depend on the threads, or sums would.
+  // Chunks of the row have histograms of their own. Their number must not depend on the threads, or else the
+  // rounding of sums would.
   constexpr int64_t kChunks = 8;
   Histogram chunks[kChunks] = {};
   parallel_for(kChunks, row.vocab / kChunks * 8, [&](int64_t begin, int64_t end) {
@@ -242,8 +243,8 @@ inline void apply_top_p(Row<T>& row, float top_p, Floats& values) {
   double above = 0.0;
   int bin = 0;
   while (bin < kBins - 1 && above + chunks[0].sums[bin] < mass) above += chunks[0].sums[bin++];
-  // The limit lies in this bin. Logits are gathered with some slack at its edges, which are rounded another way
-  // than a logit's bin is, and then kept by their bin.
+  // The limit is in this bin. Logits are gathered with some slack at its edges, which are rounded differently
+  // from a logit's bin, and then filtered by their bin.
   const float slack = width;
   const float high = bin == 0 ? kInfinity : row.largest - static_cast<float>(bin) * width + slack;
   float low = bin == kBins - 1 ? row.threshold : row.largest - static_cast<float>(bin + 1) * width - slack;
@@ -265,7 +266,7 @@ inline void apply_top_p(Row<T>& row, float top_p, Floats& values) {
   if (found > row.threshold) row.threshold = found;
 }
 
-// The token in whose part of [0, total) the target lies.
+// The token whose interval of [0, total) contains the target.
 template <class T>
 inline int64_t pick(const Row<T>& row, double target) {
   double sum = 0.0;
@@ -293,7 +294,7 @@ inline int64_t pick(const Row<T>& row, double target) {
     sum += row.block_sum[b];
     last = b;
   }
-  // The target is the total after rounding: the last token in play.
+  // the target was rounded up to the total: the last kept token
   for (int64_t i = row.end(last) - 1; i > row.begin(last); --i) {
     if (to_float(row.logits[i]) >= row.threshold) return i;
   }
@@ -336,8 +337,8 @@ void sample_tokens(const SampleArgs& a) {
     for (int64_t s = begin; s < end; ++s) a.out[s] = sample_row<T>(a, s, block_max, block_sum);
     free(memory);
   };
-  // Enough rows: one thread each, and the loops inside find themselves in a job. Few rows: those
-  // loops share out the vocabulary.
+  // With many rows, one thread per row, and the inner loops run in one thread. With few rows, the inner loops
+  // divide the vocabulary among the threads.
   if (a.rows >= team_threads()) {
     parallel_for(a.rows, a.vocab, sample_rows);
   } else {

@@ -37,7 +37,7 @@ inline float median_of_three(float a, float b, float c) {
   return a > b ? a : b;
 }
 
-// Arranges x so that [0, greater) > pivot, [greater, smaller) == pivot and [smaller, n) < pivot.
+// Partitions x so that [0, greater) > pivot, [greater, smaller) == pivot and [smaller, n) < pivot.
 inline void partition(float* x, int64_t n, float pivot, int64_t& greater, int64_t& smaller) {
   greater = 0;
   smaller = n;
@@ -72,7 +72,7 @@ inline float select_largest(float* x, int64_t n, int64_t k) {
 }
 
 // The smallest of n >= 1 values for which the values greater than it weigh less than `mass`; the largest value
-// if mass <= 0. weigh(part, count) gives the weight of a part. Reorders the values.
+// if mass <= 0. weigh(part, count) returns the weight of a part. Reorders the values.
 template <class Weigh>
 inline float select_by_mass(float* x, int64_t n, double mass, const Weigh& weigh) {
   double above = 0.0;  // weight of the values known to be greater than all of x[0, n)
@@ -84,7 +84,7 @@ inline float select_by_mass(float* x, int64_t n, double mass, const Weigh& weigh
     partition(x, n, pivot, greater, smaller);
     const double pivot_above = above + weigh(x, greater);
     if (pivot_above < mass) {
-      // The pivot stays in; so may smaller ones.
+      // the pivot is kept, and perhaps smaller ones
       found = pivot < found ? pivot : found;
       above = pivot_above + weigh(x + greater, smaller - greater);
       x += smaller;

@@ -1,4 +1,4 @@
-// Forbidding tokens: logits whose bit is not set become -inf.
+// Sets logits whose bit is not set to -inf.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -35,8 +35,8 @@ inline void forbid_all(T* logits, int64_t n) {
       [&](int64_t i, int rest) { store_n(logits + i, nothing, rest); });
 }
 
-// The n <= 32 logits of one word. Most words are all ones (free text) or all zeros (a keyword): the first costs
-// nothing, the second a few stores; in between the smaller half of the bits is visited.
+// The n <= 32 logits of one word. Most words are all ones (free text), which costs nothing, or all zeros (a
+// keyword), which costs a few stores; otherwise only the less frequent kind of bits is visited.
 template <class T>
 inline void apply_word(T* logits, uint32_t word, int64_t n) {
   const uint32_t all = n == kTokensPerWord ? ~uint32_t{0} : (uint32_t{1} << n) - 1;
@@ -57,7 +57,7 @@ inline void apply_word(T* logits, uint32_t word, int64_t n) {
 
 template <class T>
 void apply_bitmask(const TokenBitmaskArgs& a) {
-  // in parts of a row, so that a single one is shared out too
+  // in parts of a row, so that a single row uses several threads too
   parallel_for(a.masks * a.words, kTokensPerWord / 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t mask = i / a.words, first = i % a.words * kTokensPerWord;

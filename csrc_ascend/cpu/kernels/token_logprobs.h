@@ -1,8 +1,8 @@
-// Log-probabilities of one token and of the most likely ones of each row, with no array of the vocabulary's
-// size.
+// Log-probabilities of one token and of the most likely ones of each row, without a temporary array of the
+// vocabulary's size.
 //
-// One pass over the row takes the maximum of every block, the sum of exponentials and the count of logits above
-// the token's own. The block maxima give a lower bound of the k-th largest logit, so that only the few blocks
+// One pass over the row computes the maximum of every block, the sum of exponentials and the number of logits
+// above the token's own. The block maxima give a lower bound of the k-th largest logit, so only the few blocks
 // that reach it are read again for the most likely tokens.
 #pragma once
 
@@ -41,12 +41,12 @@ struct Candidate {
   int64_t id;
 };
 
-// Whether `a` comes behind `b`: it is smaller, or as large and has the higher id.
+// Whether `a` is ordered behind `b`: it is smaller, or equal with a higher id.
 inline bool is_behind(const Candidate& a, const Candidate& b) {
   return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
 }
 
-// Puts `value` in the place of the root of heap[0, n), whose root is behind all others.
+// Replaces the root of heap[0, n), which is ordered behind all others.
 inline void replace_root(Candidate* heap, int64_t n, Candidate value) {
   int64_t place = 0;
   for (int64_t child; (child = 2 * place + 1) < n; place = child) {
@@ -116,7 +116,7 @@ inline void find_top(const T* x, int64_t vocab, const float* block_max, int64_t 
       for (unsigned found = bits(wanted) & ((1u << n) - 1); found != 0; found &= found - 1) {
         const int64_t id = i + __builtin_ctz(found);
         const Candidate candidate{to_float(x[id]), id};
-        // Ids rise: of equal logits the one that is in stays.
+        // ids ascend, so of equal logits the earlier one is kept
         if (size < top) {
           push(heap, size++, candidate);
         } else if (candidate.logit > heap[0].logit) {
@@ -147,14 +147,14 @@ void report_row(const TokenLogprobsArgs& a, int64_t row, float* block_max, float
       sum *= __builtin_exp(static_cast<double>(largest) - static_cast<double>(here));
       largest = here;
     }
-    // While there is nothing but -inf the sum stays 0; NaN makes it NaN.
+    // the sum stays 0 while all logits are -inf, and becomes NaN with a NaN
     sum += sum_exp(x + begin, n, largest == -kInfinity ? 0.0f : largest);
     if (here > own) above += count_above(x + begin, n, own);
   }
   int64_t* ids = a.out_token_ids + row * (1 + a.top);
   float* logprobs = a.out_logprobs + row * (1 + a.top);
   ids[0] = a.token_ids[row];
-  if (!(sum > 0.0)) {  // no distribution: all log-probabilities are NaN, and none is above another
+  if (!(sum > 0.0)) {  // not a distribution: all log-probabilities are NaN, and all tokens equal
     for (int64_t k = 0; k <= a.top; ++k) logprobs[k] = __builtin_nanf("");
     for (int64_t k = 0; k < a.top; ++k) ids[1 + k] = k;
     a.out_ranks[row] = 1;
@@ -176,7 +176,7 @@ void report_row(const TokenLogprobsArgs& a, int64_t row, float* block_max, float
 template <class T>
 void token_logprobs(const TokenLogprobsArgs& a) {
   const int64_t blocks = (a.vocab + kBlock - 1) / kBlock;
-  // A thread for each row at most, so that nothing depends on their number.
+  // at most one thread per row, so that results do not depend on the number of threads
   parallel_for(a.rows, a.vocab, [&](int64_t begin, int64_t end) {
     void* memory = malloc(a.top * sizeof(Candidate) + 2 * blocks * sizeof(float));
     if (memory == nullptr) abort();

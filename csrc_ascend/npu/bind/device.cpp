@@ -17,17 +17,17 @@ int64_t vector_cores(const at::Tensor& tensor) {
   return count;
 }
 
-at::Tensor place_on_device(const void* bytes, size_t count, const at::Tensor& beside) {
+at::Tensor copy_to_device(const void* bytes, size_t count, const at::Tensor& like) {
   static std::mutex mutex;
-  static auto& placed =
-      *new std::map<std::pair<c10::DeviceIndex, std::string>, at::Tensor>;  // outlives the device
+  // never freed: the device may be finalised first
+  static auto& copies = *new std::map<std::pair<c10::DeviceIndex, std::string>, at::Tensor>;
   std::string content(static_cast<const char*>(bytes), count);
   const std::lock_guard<std::mutex> guard(mutex);
-  at::Tensor& tensor = placed[{beside.device().index(), content}];
+  at::Tensor& tensor = copies[{like.device().index(), content}];
   if (!tensor.defined()) {
     const at::Tensor host = at::empty({static_cast<int64_t>(count)}, at::TensorOptions().dtype(at::kByte));
     std::copy(content.begin(), content.end(), host.mutable_data_ptr<uint8_t>());
-    tensor = host.to(beside.device());
+    tensor = host.to(like.device());
   }
   return tensor;
 }

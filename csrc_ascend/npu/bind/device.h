@@ -1,4 +1,4 @@
-// From tensors to a kernel's launch on the current stream; every binding goes through here.
+// Helpers of all bindings: from tensors to a kernel's launch on the current stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,18 +17,18 @@ namespace ascend_npu {
 // Vector cores of a tensor's device.
 int64_t vector_cores(const at::Tensor& tensor);
 
-// A copy of `bytes` on the tensor's device. The same bytes are copied once and stay for good: a captured graph
-// keeps their address, and no launch waits for a copy that an earlier one has made.
-at::Tensor place_on_device(const void* bytes, size_t count, const at::Tensor& beside);
+// A copy of `bytes` on the device of a tensor. Equal bytes are copied once and cached forever, since captured
+// graphs refer to their address.
+at::Tensor copy_to_device(const void* bytes, size_t count, const at::Tensor& like);
 
 template <class Params>
-at::Tensor place(const Params& params, const at::Tensor& beside) {
-  return place_on_device(&params, sizeof(Params), beside);
+at::Tensor place(const Params& params, const at::Tensor& like) {
+  return copy_to_device(&params, sizeof(Params), like);
 }
 
 inline uint8_t* address(const at::Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
 
-// Raises ValueError where `tile` raises std::invalid_argument.
+// Calls `tile` and turns std::invalid_argument into ValueError.
 template <class Tile>
 auto tiled(Tile tile) {
   try {
@@ -38,11 +38,11 @@ auto tiled(Tile tile) {
   }
 }
 
-// Puts a launch into the task queue of the current stream. `launch` takes the stream and holds the tensors that
-// it needs: the queue runs it later.
+// Puts a launch into the task queue of the current stream, which runs it later. `launch` takes the stream and
+// owns the tensors that it needs.
 template <class Launch>
 void enqueue(const char* name, Launch launch) {
-  // without emptying the queue: the launch is put behind what is in it
+  // stream(false) does not drain the queue, which the launch is appended to
   const aclrtStream stream = c10_npu::getCurrentNPUStream().stream(false);
   at_npu::native::OpCommand command;
   command.Name(name);

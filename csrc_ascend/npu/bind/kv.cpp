@@ -1,4 +1,4 @@
-// Bindings of what reads and writes the paged KV cache.
+// Bindings of ops on the paged KV cache.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -11,7 +11,7 @@
 namespace ascend_npu {
 namespace {
 
-// What a layer's caches are, from their shapes.
+// Layout and block size of a layer's caches.
 struct Caches {
   KvLayout layout;
   int64_t block_size;
@@ -27,7 +27,7 @@ Caches check_caches(const at::Tensor& key_cache, const at::Tensor& value_cache, 
   const bool is_nz = layout == "NZ";
   const bool fits = is_nz ? key_cache.size(1) * 16 == kv_heads * head_size && key_cache.size(3) == 16
                           : key_cache.size(2) == kv_heads && key_cache.size(3) == head_size;
-  TORCH_CHECK_VALUE(fits, "key_cache has shape ", key_cache.sizes(), ", which is no ", layout, " cache of ",
+  TORCH_CHECK_VALUE(fits, "key_cache has shape ", key_cache.sizes(), ", not that of a ", layout, " cache of ",
                     kv_heads, " heads of ", head_size);
   return {is_nz ? KvLayout::kFractalNz : KvLayout::kBlockTokenHead,
           is_nz ? key_cache.size(2) : key_cache.size(1)};
@@ -39,7 +39,7 @@ void check_tokens(const at::Tensor& tensor, const char* name) {
                     "'s heads must be contiguous");
 }
 
-// Tokens that are alone may have any stride.
+// The stride of a single token's dimension may be anything.
 int64_t token_stride(const at::Tensor& tensor) {
   return tensor.size(0) > 1 ? tensor.stride(0) : tensor.size(1) * tensor.size(2);
 }

@@ -1,4 +1,4 @@
-// Sizes and tiles that the attention kernels share. Host code.
+// Tiling shared by the attention kernels. Host code.
 #pragma once
 
 #include "npu/common/attention_params.h"
@@ -13,7 +13,7 @@ struct AttentionProblem {
   KvLayout layout;
 };
 
-// Bytes of the unified buffer that AttentionTile takes; its constructor is what this counts.
+// Bytes of the unified buffer that AttentionTile's constructor allocates.
 inline int64_t attention_bytes(int64_t keys, int64_t queries, int64_t head_size, int64_t out_bytes) {
   const int64_t longer = keys > queries ? keys : queries;
   const int64_t floats = keys * head_size + longer * 64 + 2 * queries * head_size + queries * keys + keys * 8 +
@@ -29,7 +29,7 @@ inline AttentionParams tile_attention(const AttentionProblem& problem, int64_t o
   check_range(problem.window, 0, 1 << 30, "window");
   AttentionParams params{};
   params.cache = kv_strides(problem.layout, problem.kv_heads, problem.block_size, problem.head_size);
-  check(problem.heads % problem.kv_heads == 0, "heads", "no multiple of kv_heads");
+  check(problem.heads % problem.kv_heads == 0, "heads", "not a multiple of kv_heads");
   check(problem.query_stride >= problem.heads * problem.head_size, "query_stride", "tokens overlap");
   params.rows = field(problem.rows, "rows");
   params.heads = field(problem.heads, "heads");
@@ -43,7 +43,7 @@ inline AttentionParams tile_attention(const AttentionProblem& problem, int64_t o
   struct Tile {
     int32_t keys, queries;
   };
-  // a tile of keys does not cross blocks: one that is longer than a block would stay half empty
+  // a tile of keys does not cross blocks, so it need not be longer than a block
   for (const Tile tile : {Tile{128, 16}, Tile{64, 16}, Tile{64, 8}}) {
     params.tile_keys = tile.keys;
     params.tile_queries = tile.queries;

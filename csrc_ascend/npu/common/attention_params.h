@@ -1,6 +1,6 @@
-// Parameters that the attention kernels share; host and device.
+// Parameters of the attention kernels; host and device.
 //
-// T tokens, R rows (sequences), B most blocks of a row, N query heads, K KV heads, D head size.
+// T tokens, R rows (sequences), B maximum blocks of a row, N query heads, K KV heads, D head size.
 #pragma once
 
 #include "npu/common/kv_strides.h"
@@ -15,11 +15,11 @@ struct AttentionParams {
   int32_t block_size;    // tokens of a block
   int32_t max_blocks;    // B
   int32_t query_stride;  // elements from a token of the query to the next one
-  int32_t window;        // positions that a token sees, itself included; 0: all
+  int32_t window;        // positions that a token attends to, itself included; 0: all
   int32_t tile_keys;     // keys in the unified buffer at a time: 64 or 128
-  int32_t tile_queries;  // (token, head) pairs that a KV tile serves at a time: 8 or 16
+  int32_t tile_queries;  // (token, head) pairs processed with a KV tile at a time: 8 or 16
   int32_t split_keys;    // keys of a part, where a row's keys are split; else 0
-  int32_t max_parts;     // parts that a row's keys may come in
+  int32_t max_parts;     // maximum parts of a row's keys
   float scale;           // factor on query·key
   KvStrides cache;
 };

@@ -1,9 +1,9 @@
-// Attention of a few queries to one KV head's keys, tile by tile, with the softmax computed on the way: the
-// core of prefix_attention and decode_attention. Everything between loading and storing is float.
+// Attention of a few queries to one KV head's keys, tile by tile, with an online softmax: the core of
+// prefix_attention and decode_attention. All computation is in float.
 //
 // A query here is one head of one token. The queries of a tile share a KV head, so each tile of keys and values
-// is loaded and converted once for all of them. Statistics of a query (its largest score, its sum) are kept
-// eight times each, a block of 32 bytes, which is how the vector unit broadcasts along a row.
+// is loaded and converted once for all of them. Statistics of a query (its largest score, its sum) are stored
+// eight times, as a block of 32 bytes, which the vector unit can broadcast along a row.
 #pragma once
 
 #include "npu/common/attention_params.h"
@@ -11,10 +11,10 @@
 
 namespace ascend_npu {
 
-// A score that no real one falls below; finite, so that differences of two of them are numbers.
+// Score of invisible keys, below all others; finite, so that the difference of two of them is not NaN.
 constexpr float kHidden = -1.0e30f;
 
-// The global memory that attention reads.
+// Global memory of the inputs.
 template <class T>
 struct AttentionInputs {
   GlobalTensor<T> query, key_cache, value_cache;
@@ -31,7 +31,7 @@ struct QueryTile {
 template <class T>
 class AttentionTile {
  public:
-  // out_bytes: what one copy out takes.
+  // out_bytes: buffer size of a copy out.
   __aicore__ inline AttentionTile(const AttentionParams& params, const AttentionInputs<T>& inputs,
                                   int32_t out_bytes)
       : params_(params), inputs_(inputs), group_(params.heads / params.kv_heads) {
@@ -63,12 +63,12 @@ class AttentionTile {
     factor_ = all[3 * statistics];
     reduced_ = all[4 * statistics];
     ArithProgression(numbers_, 0.0f, 1.0f, keys);
-    // what a tile's tail leaves alone is masked, but must be finite
+    // memory behind a tile's tail is masked, but must be finite
     Duplicate(scores_, 0.0f, queries * keys);
     PipeBarrier<PIPE_V>();
   }
 
-  // Attends to the keys at positions begin … end-1 that each query may see.
+  // Attends to the keys at positions begin … end-1 that are visible to each query.
   __aicore__ inline void attend(const QueryTile& tile, int32_t begin, int32_t end) {
     start(tile);
     int32_t count;
@@ -109,8 +109,8 @@ class AttentionTile {
     }
   }
 
-  // Writes what other parts of the same keys are merged with: D sums of values, not divided, then the largest
-  // score and the sum of weights, eight times each. partials: [R, N, parts, D + 16] float.
+  // Writes the partial result of a part of the keys: D sums of values, not normalised, then the largest score
+  // and the sum of weights, eight times each. partials: [R, N, parts, D + 16] float.
   __aicore__ inline void store_partial(const QueryTile& tile, const GlobalTensor<float>& partials,
                                        int32_t part) {
     const int32_t size = params_.head_size, width = size + 2 * kBlockLanes;
@@ -137,7 +137,7 @@ class AttentionTile {
     return tile.kv_head * group_ + (tile.first + query) % group_;
   }
 
-  // Queries that an instruction for eight of them at a time computes.
+  // The number of queries rounded up to eight, which instructions process at a time.
   __aicore__ inline void start(const QueryTile& tile) {
     const int32_t size = params_.head_size;
     padded_ = round_up(tile.count, kBlockLanes);
@@ -157,18 +157,18 @@ class AttentionTile {
     PipeBarrier<PIPE_V>();
   }
 
-  // A tile of keys or values into the queue, its pieces side by side again.
+  // Loads a tile of keys or values into the queue, with contiguous heads.
   __aicore__ inline void load_rows(const GlobalTensor<T>& from, int32_t count) {
     auto loading = in_.template AllocTensor<T>();
     const KvStrides& strides = params_.cache;
     DataCopyExtParams copy{};
     copy.blockCount = static_cast<uint16_t>(count);
-    copy.blockLen = strides.piece_length * sizeof(T);
-    copy.srcStride = (strides.token - strides.piece_length) * sizeof(T);
-    copy.dstStride = (params_.head_size - strides.piece_length) / kBlockHalves;
-    for (int32_t piece = 0; piece * strides.piece_length < params_.head_size; ++piece)
-      DataCopyPad(loading[piece * strides.piece_length], from[static_cast<int64_t>(piece) * strides.piece],
-                  copy, DataCopyPadExtParams<T>{});
+    copy.blockLen = strides.segment_length * sizeof(T);
+    copy.srcStride = (strides.token - strides.segment_length) * sizeof(T);
+    copy.dstStride = (params_.head_size - strides.segment_length) / kBlockHalves;
+    for (int32_t segment = 0; segment * strides.segment_length < params_.head_size; ++segment)
+      DataCopyPad(loading[segment * strides.segment_length],
+                  from[static_cast<int64_t>(segment) * strides.segment], copy, DataCopyPadExtParams<T>{});
     in_.EnQue(loading);
   }
 
@@ -179,7 +179,7 @@ class AttentionTile {
     PipeBarrier<PIPE_V>();
   }
 
-  // Scores of keys at position … position+count-1; what a query may not see gets kHidden.
+  // Scores of keys at position … position+count-1; kHidden for keys that are not visible to a query.
   __aicore__ inline void score(const QueryTile& tile, int32_t position, int32_t count) {
     for (int32_t query = 0; query < tile.count; ++query) {
       const auto scores = scores_[query * params_.tile_keys];
@@ -192,7 +192,7 @@ class AttentionTile {
     }
   }
 
-  // Keeps the scores whose number in the tile compares to the bound.
+  // Keeps the scores whose index in the tile satisfies the comparison with the bound.
   __aicore__ inline void hide(const LocalTensor<float>& scores, float bound, CMPMODE mode) {
     CompareScalar(mask_, numbers_, bound, mode, params_.tile_keys);
     PipeBarrier<PIPE_V>();
@@ -200,7 +200,7 @@ class AttentionTile {
     PipeBarrier<PIPE_V>();
   }
 
-  // From scores to weights, for all queries at once; what came before is scaled to the new largest score.
+  // Turns scores into weights for all queries; earlier sums are rescaled to the new largest score.
   __aicore__ inline void update_softmax() {
     const int32_t stride = params_.tile_keys / kBlockLanes, statistics = padded_ * kBlockLanes;
     const bool is_wide = params_.tile_keys > kLanes;
@@ -244,7 +244,7 @@ class AttentionTile {
   AttentionParams params_;
   AttentionInputs<T> inputs_;
   int32_t group_;       // query heads of a KV head
-  int32_t padded_ = 0;  // queries of the current tile, in whole eights
+  int32_t padded_ = 0;  // queries of the current tile, rounded up to eight
   TPipe pipe_;
   TQue<TPosition::VECIN, 2> in_;
   TQue<TPosition::VECOUT, 2> out_;

@@ -1,5 +1,5 @@
-// What the device code of every kernel shares: rounding, parameters, and products of matrices with vectors on
-// the vector unit. Device code: no exceptions, no recursion, no virtual functions, no double.
+// Shared by the device code of all kernels: rounding, parameters, and matrix-vector products on the vector
+// unit. Device code: no exceptions, no recursion, no virtual functions, no double.
 #pragma once
 
 #include "kernel_operator.h"
@@ -17,7 +17,7 @@ __aicore__ inline int32_t round_up(int32_t value, int32_t unit) { return ceil_di
 __aicore__ inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 __aicore__ inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// Reads what op_host laid into global memory: a plain struct of 32-bit fields.
+// Reads the parameters that op_host put into global memory: a plain struct of 32-bit fields.
 template <class Params>
 __aicore__ inline void read_params(Params& params, GM_ADDR tiling) {
   GlobalTensor<int32_t> words;
@@ -34,7 +34,7 @@ __aicore__ inline GlobalTensor<T> global(GM_ADDR address) {
   return tensor;
 }
 
-// Later scalar reads see what the vector unit has written so far.
+// Makes earlier writes of the vector unit visible to later scalar reads.
 __aicore__ inline void scalar_after_vector() {
   SetFlag<HardEvent::V_S>(EVENT_ID0);
   WaitFlag<HardEvent::V_S>(EVENT_ID0);

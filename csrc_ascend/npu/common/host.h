@@ -1,4 +1,4 @@
-// What the tiling of every kernel shares: the chip's sizes and checks that name the argument. Host code.
+// Shared by the tiling of all kernels: the chip's sizes and argument checks. Host code.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace ascend_npu {
 
-// The unified buffer less what the toolchain keeps: 256 bytes, and 8 KiB for instructions that need scratch.
+// The unified buffer without the toolchain's part: 256 bytes, and 8 KiB of scratch for instructions.
 constexpr int64_t kUnifiedBufferBytes = 192 * 1024 - 256 - 8 * 1024;
 constexpr int64_t kMaxCores = 65535;
 
@@ -28,7 +28,7 @@ inline int32_t field(int64_t value, const char* name) {
   return static_cast<int32_t>(value);
 }
 
-// As many cores as there is work for.
+// Number of cores for an amount of work.
 inline uint32_t cores_for(int64_t items, int64_t cores) {
   check_range(cores, 1, kMaxCores, "cores");
   return static_cast<uint32_t>(items < 1 ? 1 : items < cores ? items : cores);

@@ -1,7 +1,6 @@
-// Where a token's keys or values lie in a layer's paged cache, as strides, so that one kernel serves every
-// layout.
+// Layouts of a layer's paged cache as strides, so that one kernel serves every layout.
 //
-// P blocks, S tokens of a block, K heads, D head size. A head's D elements lie in pieces, each contiguous.
+// P blocks, S tokens of a block, K heads, D head size. A head's D elements are one or more contiguous segments.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +16,12 @@ enum class KvLayout : int32_t {
   kFractalNz = 2,       // [P, K * D / 16, S, 16]
 };
 
-// Raises std::invalid_argument: sizes that the kernels do not know.
+// Raises std::invalid_argument: sizes that the kernels do not support.
 inline KvStrides kv_strides(KvLayout layout, int64_t kv_heads, int64_t block_size, int64_t head_size) {
   check_range(kv_heads, 1, 1024, "kv_heads");
   check_range(block_size, 1, 1024, "block_size");
   check(head_size >= 16 && head_size <= 256 && head_size % 16 == 0, "head_size",
-        std::to_string(head_size) + " is no multiple of 16 from 16 to 256");
+        std::to_string(head_size) + " is not a multiple of 16 from 16 to 256");
   const int32_t heads = field(kv_heads, "kv_heads"), tokens = field(block_size, "block_size"),
                 size = field(head_size, "head_size"), block = field(kv_heads * block_size * head_size, "block");
   switch (layout) {

@@ -5,13 +5,13 @@
 
 namespace ascend_npu {
 
-// In elements; a part of the kernels' parameters.
+// In elements.
 struct KvStrides {
   int32_t block;  // from a block to the next one
   int32_t head;
   int32_t token;
-  int32_t piece;         // from a piece of a head to the next one
-  int32_t piece_length;  // elements of a piece
+  int32_t segment;         // from a segment of a head to the next one
+  int32_t segment_length;  // elements of a segment
 };
 
 }  // namespace ascend_npu

@@ -1,6 +1,6 @@
-// Starting a kernel: the one place with the toolchain's launch syntax. Under the host shim the "stream" is the
-// simulated global memory, and the launch is over when it returns; who has other streams defines the macro
-// first.
+// Launches a kernel; only this file has the toolchain's launch syntax. With the host shim the "stream" is the
+// simulated global memory, and the launch is synchronous; for other streams define the macro before including
+// this file.
 #pragma once
 
 #include "kernel_operator.h"

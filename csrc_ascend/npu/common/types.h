@@ -1,4 +1,4 @@
-// Kinds of numbers; host and device.
+// Data types; host and device.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 namespace ascend_npu {
 namespace {
 
-// Keys of a part, whatever the batch: 8 tiles at least, and 16 parts of an 8192-token row.
+// Keys of a part, whatever the batch: at least 8 tiles, and 16 parts for a row of 8192 tokens.
 constexpr int32_t kSplitKeys = 512;
 
 }  // namespace

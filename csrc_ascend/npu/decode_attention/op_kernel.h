@@ -1,4 +1,4 @@
-// Incremental attention: one token of each row to the row's cached keys, which are split into parts of a fixed
+// Decode attention: one token of each row to the row's cached keys, which are split into parts of a fixed
 // length so that a few long rows keep all vector cores busy; a second kernel merges the parts. The split does
 // not depend on the batch, so neither does a row's result.
 #pragma once
@@ -26,7 +26,7 @@ class DecodeAttention {
     partials_ = global<float>(partials);
   }
 
-  // Work is dealt out in (row, part, tile of heads, KV head), one after the other to each core.
+  // work items (row, part, tile of heads, KV head) are distributed round-robin to the cores
   __aicore__ inline void process() {
     const int32_t group = params_.heads / params_.kv_heads, tiles = ceil_div(group, params_.tile_queries);
     int32_t core_of_next = 0;
@@ -100,7 +100,7 @@ class MergeParts {
   }
 
  private:
-  // values[d] *= factor or /= factor, a number that stands eight times in its block.
+  // values[d] *= factor or /= factor, which is repeated eight times in its block.
   template <bool divides>
   __aicore__ inline void scale_row(const LocalTensor<float>& values, const LocalTensor<float>& factor) {
     scale_rows<divides>(values, factor, 1, params_.head_size);

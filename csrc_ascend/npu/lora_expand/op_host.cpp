@@ -5,11 +5,12 @@ namespace ascend_npu {
 LoraExpandTiling tile_lora_expand(const LoraExpandProblem& problem, int64_t cores) {
   check_range(problem.tokens, 0, 1 << 24, "tokens");
   check(problem.rank >= 8 && problem.rank % 8 == 0 && problem.rank <= 512, "rank",
-        std::to_string(problem.rank) + " is no multiple of 8 up to 512");
+        std::to_string(problem.rank) + " is not a multiple of 8 up to 512");
   check_range(problem.outputs, 1, 1 << 24, "outputs");
   check_range(problem.y_offset, 0, 1 << 30, "y_offset");
   check(problem.y_stride >= problem.y_offset + problem.outputs, "y_stride", "tokens overlap");
-  // of an output: its weights twice as they come and once as floats, 64 products, two sums, y in and out twice
+  // bytes per output: its weights, double-buffered, and as floats; 64 products; two sums; y in and out,
+  // double-buffered
   const int64_t bytes_of_output = problem.rank * (2 * 2 + 4) + 64 * 4 + 2 * 4 + 4 * 2;
   int32_t tile = 128;
   while (tile * bytes_of_output + problem.rank * 4 + 1024 > kUnifiedBufferBytes) tile /= 2;

@@ -1,5 +1,5 @@
-// The second half of LoRA for a batch of adapters: y[t] += B[adapter of t] x[t]; tokens without one are left
-// alone. The sum is rounded once, to y's type.
+// The second half of LoRA for a batch of adapters: y[t] += B[adapter of t] x[t]; unchanged for tokens without
+// one. The sum is rounded once, to y's type.
 #pragma once
 
 #include "npu/common/device.h"

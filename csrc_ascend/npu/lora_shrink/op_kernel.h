@@ -1,5 +1,5 @@
-// The first half of LoRA for a batch of adapters: y[t] = scale * A[adapter of t] x[t]; tokens without one are
-// left alone.
+// The first half of LoRA for a batch of adapters: y[t] = scale * A[adapter of t] x[t]; unchanged for tokens
+// without one.
 #pragma once
 
 #include "npu/common/device.h"

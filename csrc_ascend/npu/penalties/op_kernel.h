@@ -1,8 +1,7 @@
 // Repetition, frequency and presence penalties on logits, in place.
 //
-// The scalar unit counts the tokens of a row that fall into a tile of the vocabulary; the vector unit applies
-// the penalties to the tile. Tiles without any of the row's tokens, and rows without penalties, are not even
-// loaded.
+// The scalar unit counts the tokens of a row in a tile of the vocabulary; the vector unit applies the penalties
+// to the tile. Tiles without tokens of the row, and rows without penalties, are not loaded.
 #pragma once
 
 #include "npu/common/device.h"
@@ -50,8 +49,8 @@ class Penalties {
   }
 
  private:
-  // Whether any of the row's tokens is in the tile; then seen_ holds 1 and counts_ how often it is in the
-  // output.
+  // Counts the row's tokens in the tile: seen_ is 1 for tokens of the sequence, counts_ their number in the
+  // output. Returns whether there are any.
   __aicore__ inline bool count_tokens(int32_t row, int32_t first, int32_t count) {
     const int32_t length = smaller(tensors_.seq_lens.GetValue(row), params_.length);
     const int32_t prompt = tensors_.prompt_lens.GetValue(row);
@@ -99,7 +98,7 @@ class Penalties {
     DataCopyPad(loading, tensors_.logits[at], copy, DataCopyPadExtParams<float>{});
     in_.EnQue(loading);
     vector_after_scalar();
-    // comparisons work on whole repeats
+    // comparisons process whole repeats
     Duplicate(logits, 0.0f, padded);
     Duplicate(multiplied, repetition, padded);
     PipeBarrier<PIPE_V>();

@@ -16,7 +16,7 @@ class PrefixAttention {
     output_ = global<T>(output);
   }
 
-  // Work is dealt out in (row, tile of queries, KV head), one after the other to each core.
+  // work items (row, tile of queries, KV head) are distributed round-robin to the cores
   __aicore__ inline void process() {
     const int32_t group = params_.heads / params_.kv_heads;
     int32_t core_of_next = 0;

@@ -11,11 +11,11 @@ StoreKvTiling tile_store_kv(const StoreKvProblem& problem, int64_t cores) {
   // two buffers of 16-bit elements
   const int64_t fitting = kUnifiedBufferBytes / (2 * 2 * width);
   check(fitting >= 1, "kv_heads", "a token's heads do not fit into the unified buffer");
-  // small tiles, so that short steps use all cores; beyond 16 tokens a copy is long enough
+  // small tiles, so that short steps use all cores; 16 tokens are enough for an efficient copy
   int64_t tile = (problem.tokens + cores - 1) / cores;
   tile = tile < 1 ? 1 : tile > 16 ? 16 : tile;
   tile = tile > fitting ? fitting : tile;
-  // a token is one piece if its heads are neighbours
+  // a token is one segment if its heads are contiguous
   const bool whole = problem.layout == KvLayout::kBlockTokenHead;
   StoreKvTiling tiling{};
   tiling.params.tokens = field(problem.tokens, "tokens");
@@ -24,10 +24,10 @@ StoreKvTiling tile_store_kv(const StoreKvProblem& problem, int64_t cores) {
   tiling.params.key_stride = field(problem.key_stride, "key_stride");
   tiling.params.value_stride = field(problem.value_stride, "value_stride");
   tiling.params.block_size = field(problem.block_size, "block_size");
-  tiling.params.piece_length = whole ? field(width, "kv_heads") : strides.piece_length;
-  tiling.params.piece_count = field(width, "kv_heads") / tiling.params.piece_length;
-  tiling.params.piece_stride = problem.layout == KvLayout::kBlockHeadToken ? strides.head : strides.piece;
-  if (whole) tiling.params.piece_stride = tiling.params.piece_length;
+  tiling.params.segment_length = whole ? field(width, "kv_heads") : strides.segment_length;
+  tiling.params.segment_count = field(width, "kv_heads") / tiling.params.segment_length;
+  tiling.params.segment_stride = problem.layout == KvLayout::kBlockHeadToken ? strides.head : strides.segment;
+  if (whole) tiling.params.segment_stride = tiling.params.segment_length;
   tiling.params.token_stride = strides.token;
   tiling.params.block_stride = strides.block;
   tiling.cores = cores_for((problem.tokens + tile - 1) / tile, cores);

@@ -34,23 +34,23 @@ class StoreKv {
     DataCopyPad(loading, from[static_cast<int64_t>(first) * from_stride], whole, DataCopyPadExtParams<half>{});
     queue_.EnQue(loading);
     auto loaded = queue_.DeQue<half>();
-    DataCopyExtParams pieces{};
-    pieces.blockCount = static_cast<uint16_t>(params_.piece_count);
-    pieces.blockLen = params_.piece_length * sizeof(half);
-    pieces.dstStride = (params_.piece_stride - params_.piece_length) * sizeof(half);
+    DataCopyExtParams segments{};
+    segments.blockCount = static_cast<uint16_t>(params_.segment_count);
+    segments.blockLen = params_.segment_length * sizeof(half);
+    segments.dstStride = (params_.segment_stride - params_.segment_length) * sizeof(half);
     for (int32_t token = 0; token < count; ++token) {
       const int64_t slot = slots_.GetValue(first + token);
       if (slot < 0) continue;
       const int64_t block = slot / params_.block_size, offset = slot - block * params_.block_size;
       DataCopyPad(cache[block * params_.block_stride + offset * params_.token_stride],
-                  loaded[token * params_.width], pieces);
+                  loaded[token * params_.width], segments);
     }
     queue_.FreeTensor(loaded);
   }
 
   StoreKvParams params_;
   TPipe pipe_;
-  // bound straight from the copy in to the copy out: nothing is computed
+  // copied in and out without computing anything
   TQueBind<TPosition::VECIN, TPosition::VECOUT, 2> queue_;
   GlobalTensor<int64_t> slots_;
 };

@@ -5,7 +5,7 @@
 
 namespace AscendC {
 
-// blockCount pieces of blockLen; the gaps between them in source and destination. Lengths and gaps of the
+// blockCount segments of blockLen; the gaps between them in source and destination. Lengths and gaps of the
 // unified buffer are in 32-byte blocks; of global memory too for DataCopyParams, in bytes for
 // DataCopyExtParams.
 struct DataCopyParams {
@@ -17,8 +17,8 @@ struct DataCopyExtParams {
   std::uint32_t blockLen = 0, srcStride = 0, dstStride = 0, rsv = 0;
 };
 
-// What fills a piece up to whole blocks: elements of paddingValue in front and behind, 32 bytes at most each;
-// without isPad what is behind is undefined.
+// Padding of a segment to whole blocks: elements of paddingValue in front and behind, at most 32 bytes each;
+// without isPad the padding behind is undefined.
 template <class T>
 struct DataCopyPadExtParams {
   bool isPad = false;
@@ -72,7 +72,7 @@ void DataCopy(const LocalTensor<T>& to, const GlobalTensor<T>& from, const DataC
   const std::size_t bytes = params.blockLen * detail::kUnit;
   auto* target = reinterpret_cast<std::uint8_t*>(to.data());
   const auto* source = reinterpret_cast<const std::uint8_t*>(from.data());
-  for (int piece = 0; piece < params.blockCount; ++piece) {
+  for (int segment = 0; segment < params.blockCount; ++segment) {
     detail::copy(PIPE_MTE2, "DataCopy", target, source, bytes);
     target += bytes + params.dstStride * detail::kUnit;
     source += bytes + params.srcStride * detail::kUnit;
@@ -105,7 +105,7 @@ void DataCopy(const LocalTensor<T>& to, const LocalTensor<T>& from, std::uint32_
   detail::copy(PIPE_V, "DataCopy", to.data(), from.data(), count * sizeof(T));
 }
 
-// Each piece begins at a block of its own in the unified buffer.
+// Each segment begins a new block in the unified buffer.
 template <class T>
 void DataCopyPad(const LocalTensor<T>& to, const GlobalTensor<T>& from, const DataCopyExtParams& params,
                  const DataCopyPadExtParams<T>& pad) {
@@ -119,7 +119,7 @@ void DataCopyPad(const LocalTensor<T>& to, const GlobalTensor<T>& from, const Da
   const auto* source = reinterpret_cast<const std::uint8_t*>(from.data());
   const std::size_t filled = left + params.blockLen + right;
   const std::size_t whole = (filled + detail::kUnit - 1) / detail::kUnit * detail::kUnit;
-  for (int piece = 0; piece < params.blockCount; ++piece) {
+  for (int segment = 0; segment < params.blockCount; ++segment) {
     require(target + filled <= reinterpret_cast<std::uint8_t*>(to.data() + to.GetSize()), call,
             "more than the tensor holds");
     core().execute(PIPE_MTE2, call,
@@ -145,14 +145,14 @@ void DataCopyPad(const GlobalTensor<T>& to, const LocalTensor<T>& from, const Da
   auto* target = reinterpret_cast<std::uint8_t*>(to.data());
   const auto* source = reinterpret_cast<const std::uint8_t*>(from.data());
   const std::size_t whole = (params.blockLen + detail::kUnit - 1) / detail::kUnit * detail::kUnit;
-  for (int piece = 0; piece < params.blockCount; ++piece) {
+  for (int segment = 0; segment < params.blockCount; ++segment) {
     detail::store(call, reinterpret_cast<T*>(target), reinterpret_cast<const T*>(source), params.blockLen);
     target += params.blockLen + params.dstStride;
     source += whole + params.srcStride * detail::kUnit;
   }
 }
 
-// From now on copies to global memory add to what is there, whichever core they come from.
+// Makes subsequent copies to global memory atomic additions.
 template <class T>
 void SetAtomicAdd() {
   static_assert(std::is_same_v<T, float> || std::is_same_v<T, half> || std::is_same_v<T, std::int32_t>,

@@ -1,12 +1,12 @@
 // One simulated vector core of an Ascend chip (architecture 2201: 910B, 910_93) and the order of its pipes.
 //
-// A core executes a kernel's block from start to end in one thread, so every value is what the program order
-// says. What the hardware does out of order is tracked beside it: each instruction belongs to a pipe (MTE2
-// copies into the unified buffer, V computes, MTE3 copies out, S is the scalar unit), pipes run side by side,
-// and only event flags, queues and barriers order them. Every 32-byte block of memory remembers which pipe
-// wrote and read it last; an access that no flag orders behind the access it depends on is a violation, though
-// its value would be right here. The rules are those of Ascend C's programming guide; speed and bank conflicts
-// are not simulated.
+// A core executes a kernel's block in one thread and in program order, so all values are those of program
+// order. The hardware's out-of-order execution is tracked separately: each instruction belongs to a pipe (MTE2
+// copies into the unified buffer, V computes, MTE3 copies out, S is the scalar unit), pipes run concurrently,
+// and only event flags, queues and barriers order them. For every 32-byte block of memory the last writing and
+// reading instructions are recorded; an access that is not ordered after the one it depends on is a violation,
+// even though its value is right here. The rules are those of Ascend C's programming guide; speed and bank
+// conflicts are not simulated.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ constexpr std::uint32_t kAllBytes = 0xFFFFFFFF;  // of a block
 // The unified buffer holds 192 KiB, of which the toolchain keeps 256 bytes.
 constexpr std::size_t kUnifiedBufferBytes = 192 * 1024 - 256;
 
-// What a kernel does wrong; the text names the call.
+// An error of a kernel; the message names the call.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -51,26 +51,26 @@ inline const char* name_of(pipe_t pipe) {
   return names[pipe];
 }
 
-// How many instructions of each pipe are known to be over.
+// Number of instructions of each pipe that are known to have finished.
 using Clock = std::array<std::uint64_t, kNumPipes>;
 
 inline void join(Clock& into, const Clock& other) {
   for (int pipe = 0; pipe < kNumPipes; ++pipe) into[pipe] = std::max(into[pipe], other[pipe]);
 }
 
-// Who touched a block of memory last. In the unified buffer that is the whole block; in global memory, where
-// copies end at any byte, the bytes of the masks, a bit for each.
+// The last accesses to a block of memory: to the whole block in the unified buffer; in global memory, where
+// copies may end at any byte, to the bytes of the masks, a bit for each.
 struct BlockState {
   pipe_t writer = PIPE_S;
-  std::uint64_t written = 0;  // number of the writing instruction in its pipe; 0: nobody
+  std::uint64_t written = 0;  // number of the writing instruction in its pipe; 0: none
   Clock read{};               // of each pipe, its last reading instruction
   std::uint32_t written_bytes = 0, read_bytes = 0;
 };
 
-// Of bytes that lie side by side, the core that wrote each in this launch; -1: none.
+// The core that wrote each byte of a contiguous range in this launch; -1: none.
 using Writers = std::vector<int>;
 
-// Global memory as the host handed it to a launch: outside of it nothing may be touched.
+// The global memory that the host passed to a launch; kernels may access no other.
 struct GlobalBuffer {
   std::uint8_t* begin;
   std::size_t bytes;
@@ -78,21 +78,21 @@ struct GlobalBuffer {
   Writers writers;
 };
 
-// What all cores of a launch share.
+// State shared by all cores of a launch.
 class GlobalMemory {
  public:
-  // Whether memory that nobody handed over may be touched: `pointer`, `bytes`.
+  // Whether memory that was not passed may be accessed: `pointer`, `bytes`.
   using Rule = std::function<bool(const void*, std::size_t)>;
 
   GlobalMemory() = default;
-  // Where launches are given addresses alone.
+  // For launches that get addresses only.
   explicit GlobalMemory(Rule rule) : rule_(std::move(rule)) {}
 
   void add(void* begin, std::size_t bytes, bool writable) {
     buffers_.push_back({static_cast<std::uint8_t*>(begin), bytes, writable, Writers(bytes, -1)});
   }
 
-  // Launches on a stream come one after the other: what earlier ones wrote is there for all cores.
+  // Launches on a stream are ordered, so writes of earlier ones are visible to all cores.
   void begin_launch() {
     for (GlobalBuffer& buffer : buffers_) std::fill(buffer.writers.begin(), buffer.writers.end(), -1);
     pages_.clear();
@@ -124,7 +124,7 @@ class GlobalMemory {
  private:
   static constexpr std::size_t kPageBytes = 4096;
 
-  // A core touches bytes first … first+bytes-1 of those that `writers` tells of.
+  // Records an access of a core to bytes first … first+bytes-1 of the range of `writers`.
   static void meet(Writers& writers, std::size_t first, std::size_t bytes, bool marks, bool is_sum, int core,
                    const char* call) {
     for (std::size_t byte = first; byte < first + bytes; ++byte) {
@@ -138,7 +138,7 @@ class GlobalMemory {
 
   std::vector<GlobalBuffer> buffers_;
   Rule rule_;
-  // what was written of the memory that the rule lets be touched, by address / kPageBytes
+  // writers of the memory that the rule allows, by address / kPageBytes
   std::unordered_map<std::uintptr_t, Writers> pages_;
 };
 
@@ -163,7 +163,7 @@ class Core {
   std::uint8_t* buffer() { return buffer_.bytes; }
   GlobalMemory& memory() { return memory_; }
 
-  // Takes part of the unified buffer for a queue or a TBuf; there is no giving back.
+  // Allocates part of the unified buffer for a queue or a TBuf; it is never freed.
   std::size_t allocate(std::size_t bytes, const std::string& call) {
     require(bytes > 0 && bytes % kBlockBytes == 0, call,
             std::to_string(bytes) + " bytes: a multiple of 32 is due");
@@ -178,7 +178,7 @@ class Core {
     return byte >= buffer_.bytes && byte < buffer_.bytes + kUnifiedBufferBytes;
   }
 
-  // Counts an instruction of a pipe and checks that all it touches is ordered before it.
+  // Counts an instruction of a pipe and checks that it is ordered after the accesses it depends on.
   void execute(pipe_t pipe, const char* call, std::initializer_list<Access> accesses) {
     execute(pipe, call, accesses.begin(), accesses.size());
   }
@@ -221,7 +221,7 @@ class Core {
     flags_.erase(flag);
   }
 
-  // Raises Violation: the kernel ends with flags nobody waited for.
+  // Raises Violation: the kernel ends with flags that were set and not waited for.
   void finish() const {
     for (const auto& [key, _] : flags_)
       violate("end of kernel",
@@ -279,7 +279,7 @@ class Core {
       } else if (bytes == kAllBytes || state.writer != pipe) {
         state = BlockState{pipe, number, {}, bytes, 0};
       } else {
-        // neighbours that the same pipe wrote count as written now: never too late
+        // adjacent blocks written by the same pipe are treated as written now, which is never too early
         state.written = number;
         state.written_bytes |= bytes;
         state.read_bytes &= ~bytes;

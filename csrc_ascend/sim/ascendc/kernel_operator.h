@@ -1,6 +1,6 @@
 // The host shim of Ascend C: a kernel that includes kernel_operator.h compiles with an ordinary C++ compiler
-// and runs on the simulated cores of core.h. Only what this project's kernels call is here, in the forms that
-// they call it.
+// and runs on the simulated cores of core.h. Only the functions and overloads that this project's kernels call
+// are defined.
 #pragma once
 
 #define ASCENDC_HOST_SHIM

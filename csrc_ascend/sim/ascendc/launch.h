@@ -8,7 +8,7 @@
 
 namespace ascend_sim::ascendc {
 
-// Calls `kernel` once for each of `count` cores; its global memory is what `memory` was given.
+// Calls `kernel` once for each of `count` cores, with the global memory registered in `memory`.
 // Raises Violation with the core's number.
 inline void launch(int count, GlobalMemory& memory, const std::function<void()>& kernel) {
   require(count > 0 && count <= 65535, "launch", std::to_string(count) + " cores");

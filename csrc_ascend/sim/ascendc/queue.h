@@ -104,7 +104,7 @@ void PipeBarrier() {
 
 namespace detail {
 
-// What every queue does; `filler` and `user` are the pipes before and behind it.
+// Base of all queues; `filler` and `user` are the pipes before and behind it.
 class Queue {
  public:
   template <class T>
@@ -185,7 +185,7 @@ class TQue : public detail::Queue {
   TQue() : Queue(detail::filler_of(position), detail::user_of(position), depth) {}
 };
 
-// A queue from the copy in straight to the copy out.
+// A queue directly from the copy in to the copy out.
 template <TPosition from, TPosition to, int depth>
 class TQueBind : public detail::Queue {
   static_assert(from == TPosition::VECIN && to == TPosition::VECOUT, "this shim binds VECIN to VECOUT only");
@@ -194,7 +194,7 @@ class TQueBind : public detail::Queue {
   TQueBind() : Queue(detail::filler_of(from), detail::user_of(to), depth) {}
 };
 
-// A buffer that is no queue: whoever shares it between pipes sets flags.
+// A buffer without a queue; sharing it between pipes needs flags.
 template <TPosition position = TPosition::VECCALC>
 class TBuf {
  public:
@@ -215,7 +215,7 @@ class TBuf {
   std::size_t offset_ = 0, bytes_ = 0;
 };
 
-// Gives out the unified buffer, and event ids.
+// Allocates the unified buffer and event ids.
 class TPipe {
  public:
   bool InitBuffer(detail::Queue& queue, int count, std::uint32_t bytes) {

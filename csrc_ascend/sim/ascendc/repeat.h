@@ -15,7 +15,7 @@ namespace detail {
 constexpr std::uint32_t kLanes = 64;      // floats of a repeat
 constexpr std::uint32_t kBlockLanes = 8;  // floats of a block
 
-// The chip's fields have eight bits: what does not fit would wrap around.
+// The chip's fields have eight bits; larger values would wrap around.
 inline std::uint8_t eight_bits(int value, const char* call) {
   if (value < 0 || value > 255) violate(call, std::to_string(value) + " does not fit into eight bits");
   return static_cast<std::uint8_t>(value);
@@ -36,7 +36,7 @@ struct Walk {
   }
 };
 
-// What the repeats of a walk touch, neighbouring blocks as one.
+// The ranges that the repeats access, with adjacent blocks merged.
 inline void touch(std::vector<ascend_sim::ascendc::Access>& accesses, const Walk& walk, std::uint32_t mask,
                   std::uint32_t repeats, bool is_write, const char* call) {
   if (walk.tensor.data() == nullptr) violate(call, "an operand without memory");

@@ -1,7 +1,7 @@
 // The vector unit's instructions in their (destination, sources, count) form.
 //
-// Operands begin at multiples of 32 bytes of the unified buffer; arithmetic knows the types that the chip's
-// does (bfloat16 is only cast). half is computed in float and rounded once.
+// Operands begin at multiples of 32 bytes of the unified buffer; arithmetic supports the chip's types (bfloat16
+// can only be cast). half is computed in float and rounded once.
 #pragma once
 
 #include "copy.h"

@@ -1,5 +1,5 @@
-// The older way to run operators: descriptions of tensors and one call that compiles and runs. torch_npu goes
-// it for an operator that has no aclnn function; here only the two that change a tensor's format run.
+// The older interface of operators: descriptions of tensors and one call that compiles and runs. torch_npu uses
+// it for operators without an aclnn function; only the two that change a tensor's format are simulated.
 #include <acl/acl_op_compiler.h>
 
 #include <algorithm>
@@ -193,7 +193,7 @@ aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
   return ACL_SUCCESS;
 }
 
-// Attributes of the two operators say again what the descriptions say.
+// The attributes of the two operators repeat the descriptions.
 aclopAttr* aclopCreateAttr() { return new aclopAttr; }
 void aclopDestroyAttr(const aclopAttr* attr) { delete attr; }
 aclError aclopSetAttrBool(aclopAttr*, const char*, uint8_t) { return ACL_SUCCESS; }
@@ -231,9 +231,9 @@ aclError aclopCompileAndExecuteV2(const char* op, int inputs, aclTensorDesc* inp
                                 engine, type, path, stream);
 }
 
-// Options of a compiler that there is none of here.
+// Options of the operator compiler, which is not simulated.
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
-// All that torch_npu asks for is whether operators are compiled when they are called: they are not.
+// torch_npu only queries whether operators are compiled when they are called: they are not.
 size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof "disable"; }
 aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t room) {
   return reporting("aclGetCompileopt", [&] {

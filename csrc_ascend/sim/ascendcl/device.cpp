@@ -126,7 +126,7 @@ aclError aclrtResetDevice(int32_t device) {
 }
 
 aclError aclrtGetDevice(int32_t* device) {
-  // asked before any device is set, and then answered by the code alone
+  // called before any device is set, and then returns only the error code
   if (t_context == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
   *device = t_context->device;
   return ACL_SUCCESS;
@@ -268,7 +268,7 @@ aclError aclrtGetDeviceSatMode(aclrtFloatOverflowMode* mode) {
   return ACL_SUCCESS;
 }
 
-// Determinism and the like: kept and given back, for what runs here is deterministic anyway.
+// Determinism and the like: stored and returned, without effect since everything here is deterministic.
 aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t* value) {
   Lock lock(g_mutex);
   auto found = settings().find(option);

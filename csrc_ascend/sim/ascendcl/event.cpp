@@ -1,5 +1,5 @@
-// Events: a record and a wait are work of their streams. An external event (ACL_EVENT_EXTERNAL) may stand
-// inside a graph: its wait holds a replay up until the event is recorded from outside.
+// Events: records and waits are tasks of their streams. An external event (ACL_EVENT_EXTERNAL) may be part of a
+// graph: its wait blocks a replay until the event is recorded from outside.
 #include "state.h"
 
 namespace ascend_sim {
@@ -74,7 +74,7 @@ void wait_for(Stream* stream, Event* event) {
   });
 }
 
-// A wait on a value in device memory: true when the stream may go on.
+// A wait on a value in device memory: true when the stream may continue.
 bool value_holds(const std::uint64_t* place, std::uint64_t value, std::uint32_t condition) {
   const std::uint64_t now = __atomic_load_n(place, __ATOMIC_ACQUIRE);
   switch (condition) {
@@ -291,7 +291,7 @@ aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* timestamp) {
   });
 }
 
-// torch_npu makes its external events of these: a wait that a graph holds, and a write that lets it go on.
+// torch_npu implements its external events with these: a wait in a graph, and a write that ends it.
 aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream stream) {
   return reporting("aclrtValueWrite", [&] {
     std::uint64_t* place = value_place(address);

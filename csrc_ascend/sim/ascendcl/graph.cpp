@@ -1,4 +1,4 @@
-// Graphs: what a stream is told while it is captured, in the order of the calls, run again by a replay.
+// Graphs: the work submitted to a stream during capture, in the order of the calls, which replays run again.
 //
 // Which calls break a capture follows the three modes that CANN documents for
 // aclmdlRICaptureThreadExchangeMode: in the global mode no thread may make a copy or a fill that waits, in the
@@ -28,7 +28,8 @@ Capture& active_capture(Stream* stream) {
   return *stream->capture;
 }
 
-// Every stream that joined must have been joined again: the origin has seen the last of its work.
+// Every stream that joined the capture must have been joined back: its last work is ordered before the origin's
+// end.
 void check_joined(const Capture& capture) {
   const Seen& seen = capture.streams.at(capture.origin);
   for (const auto& [stream, own] : capture.streams) {
@@ -49,7 +50,7 @@ void release(const std::shared_ptr<Capture>& capture) {
   g_captures.erase(capture.get());
 }
 
-// A replay in a stream: keeps its place when an external event is not there yet.
+// A replay in a stream; continues where it stopped at an external event that was not recorded yet.
 struct Replay {
   Graph* graph;
   std::size_t next = 0;
@@ -83,7 +84,7 @@ struct Replay {
 
 void append_node(Stream* stream, Node node) {
   Capture& capture = active_capture(stream);
-  // a group takes calls of operators alone: copies, events and callbacks cannot be updated
+  // a group accepts operator calls only: copies, events and callbacks cannot be updated
   if (stream->group_begin && node.name.rfind("aclrt", 0) == 0)
     throw RuntimeError(ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT, node.name + " cannot be part of a task group");
   capture.graph->nodes.push_back(std::move(node));
@@ -166,7 +167,7 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* graph) {
       throw RuntimeError(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "the capture was begun on another stream");
     if (capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id())
       throw RuntimeError(ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD, "the capture was begun by another thread");
-    // it is over whatever comes of it
+    // the capture ends even if it fails
     release(capture);
     *graph = nullptr;
     if (capture->invalidated)

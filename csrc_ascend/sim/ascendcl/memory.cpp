@@ -12,7 +12,7 @@ namespace ascend_sim {
 namespace {
 
 constexpr std::size_t kArena = std::size_t{4} << 40;
-// Fresh memory is a private mapping of this much poison, over and over: it costs no memory until it is written.
+// New memory is a repeated private mapping of this much poison, which takes no memory until it is written.
 constexpr std::size_t kPoisonFile = std::size_t{16} << 20;
 
 struct Arena {
@@ -56,7 +56,7 @@ Arena& arena(int device) {
   return g_arenas[device] = Arena{first, first, {}};
 }
 
-// The first free place at or after the cursor; the cursor only moves on, and begins again at the end.
+// The first free range at or after the cursor, which only advances and wraps around at the end.
 std::uintptr_t find_place(Arena& from, std::size_t bytes) {
   const std::uintptr_t end = from.begin + kArena - kHugePage;
   for (int round = 0; round < 2; ++round) {
@@ -105,7 +105,7 @@ void release_addresses(void* begin) {
   for (auto& item : g_arenas) {
     auto found = item.second.taken.find(address(begin));
     if (found == item.second.taken.end()) continue;
-    // nothing is behind the addresses any more: whoever uses them faults
+    // unmapped, so that any access faults
     if (mmap(begin, round_up(found->second, kPage), PROT_NONE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
       fail("mmap");
@@ -149,7 +149,7 @@ Range remove_live(const void* begin, const char* what) {
 
 bool on_device(const void* pointer, std::size_t bytes) {
   Lock lock(g_memory);
-  // a tensor may run over neighbouring pieces of physical memory that are mapped side by side
+  // a tensor may span several physical allocations that are mapped contiguously
   std::uintptr_t at = address(pointer);
   const std::uintptr_t end = at + bytes;
   do {
@@ -376,7 +376,7 @@ aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes,
     Sides sides = check_copy(to, room, from, bytes, kind);
     bool pageable =
         (!sides.to_device && !is_pinned(to, bytes)) || (!sides.from_device && !is_pinned(from, bytes));
-    // such a copy goes through a buffer and waits for it: a graph cannot, and no thread may beside a capture
+    // such a copy is staged and synchronous, so it cannot be captured, nor run in any thread during a capture
     if (pageable && bytes != 0) {
       if (is_capturing(stream))
         throw RuntimeError(ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC,
@@ -426,7 +426,7 @@ aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, ac
   });
 }
 
-// A hint to the caches: the range is checked, and it keeps its place in a graph.
+// A cache hint: only checks the range, and adds a node to a graph.
 aclError aclrtCmoAsync(void* from, size_t bytes, aclrtCmoType, aclrtStream stream) {
   return reporting("aclrtCmoAsync", [&] {
     check_side(from, bytes, true, "range");

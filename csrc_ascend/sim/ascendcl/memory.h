@@ -1,5 +1,5 @@
-// Device memory as address ranges: each device has a large range of addresses, and an address that was given
-// back is not given out again until the range is used up, so that a stale pointer is found out.
+// Device memory as address ranges: each device has a large range of addresses, and freed addresses are not
+// reused until the range is exhausted, so that stale pointers are detected.
 #pragma once
 
 #include <cstddef>
@@ -30,11 +30,11 @@ constexpr int kNoDevice = -1;
 void* reserve_addresses(int device, std::size_t bytes);
 void release_addresses(void* begin);
 
-// Takes bytes from a device's memory, or throws ACL_ERROR_RT_MEMORY_ALLOCATION.
+// Subtracts bytes from a device's free memory, or throws ACL_ERROR_RT_MEMORY_ALLOCATION.
 void charge(int device, std::size_t bytes, const char* what);
 void refund(int device, std::size_t bytes);
 
-// Makes a range count as device memory, or no longer.
+// Registers a range as device memory, or removes it.
 void add_live(void* begin, std::size_t bytes, int device);
 Range remove_live(const void* begin, const char* what);
 

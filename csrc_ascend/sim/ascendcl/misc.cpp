@@ -1,5 +1,5 @@
-// What torch_npu calls beside the work itself: profiling, dumps, kernels of its own. Nothing is profiled or
-// dumped, and loading a kernel's binary is refused.
+// Other functions that torch_npu calls: profiling, dumps, custom kernels. Nothing is profiled or dumped, and
+// loading a kernel's binary is an error.
 #include <acl/acl_dump.h>
 #include <acl/acl_mdl.h>
 

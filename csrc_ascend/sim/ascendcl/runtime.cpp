@@ -1,4 +1,4 @@
-// The seam to the other libraries, the options, and the error text.
+// The interface to the other libraries, the options, and the error message.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -66,7 +66,7 @@ void trace(const std::string& json_line) {
   static std::mutex mutex;
   static std::ofstream file(environment("ASCEND_SIM_TRACE", ""), std::ios::app);
   std::lock_guard<std::mutex> guard(mutex);
-  // one write for a line: several processes may share the file
+  // one write per line, since several processes may share the file
   file << json_line + "\n" << std::flush;
 }
 

@@ -1,4 +1,5 @@
-// What the parts of libascendcl share: handles, devices, streams, events and the graphs they are captured into.
+// State shared by the parts of libascendcl: handles, devices, streams, events and the graphs they are captured
+// into.
 #pragma once
 
 #include <chrono>
@@ -73,7 +74,7 @@ struct Stream;
 struct Event;
 struct Capture;
 
-// A piece of a stream's queue: runs, or says that it must wait by returning false, and is then asked again.
+// An entry of a stream's queue: runs, or returns false if it must wait, and is then called again.
 struct Task {
   std::string name;
   std::function<bool()> run;
@@ -84,7 +85,7 @@ struct Task {
 struct Node {
   std::string name;
   std::function<void()> work;
-  // the replay stops here until this holds; asked under the lock
+  // the replay waits here until this returns true; called under the lock
   std::function<bool()> ready = {};
   // the external event that it waits for, if it is one's
   const Event* wait = nullptr;
@@ -103,7 +104,7 @@ struct Graph {
   int replays_under_way = 0;
 };
 
-// How much of each stream's recorded work is known to come before a point; the capture's order of events.
+// Length of each stream's recorded work that is ordered before a point of the capture.
 using Seen = std::map<const Stream*, std::size_t>;
 
 struct Capture {
@@ -157,7 +158,7 @@ extern Registry<Graph> g_graphs;
 Stream* stream_of(aclrtStream handle);
 bool is_default_stream(const Stream* stream);
 
-// Runs what can run of a stream's queue. Without the lock.
+// Runs the tasks of a stream's queue that need not wait. Without the lock.
 void pump(Stream* stream);
 // Wakes streams that wait for an event. Without the lock.
 void pump_waiting();
@@ -170,12 +171,12 @@ void reach(Event* event, std::uint64_t number);
 
 // Adds a node to the graph that captures the stream. Under the lock.
 void append_node(Stream* stream, Node node);
-// Refuses a call that must not be made while a graph is captured, and breaks the captures. Without the lock.
+// Rejects a call that is not allowed while a graph is captured, and invalidates the captures. Without the lock.
 void refuse_while_capturing(const char* call);
-// Refuses it for this stream alone. Under the lock.
+// The same for this stream only. Under the lock.
 void refuse_if_captured(Stream* stream, const char* call);
 
-// Where the calling thread's device is; RuntimeError without one. Without the lock.
+// The calling thread's device; RuntimeError without one. Without the lock.
 int require_device();
 void check_device(int device);
 

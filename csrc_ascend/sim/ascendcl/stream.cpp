@@ -1,5 +1,5 @@
-// Streams as queues. Work runs when it is submitted, unless something before it in its stream still waits for
-// an event that is not recorded: then it stays in the queue and runs when the event comes.
+// Streams as queues. Work runs when it is submitted, unless earlier work of its stream waits for an event: then
+// it is queued and runs when the event is recorded.
 #include <algorithm>
 
 #include "state.h"
@@ -12,9 +12,9 @@ namespace {
 
 std::map<int, Stream*> g_default_streams;
 std::int32_t g_next_stream_id = 0;
-// told whenever a queue has become shorter or an event has been recorded
+// notified when a queue gets shorter or an event is recorded
 std::condition_variable g_progress;
-// how many tasks this thread is inside of: work that submits work must not wait for it
+// nesting depth of tasks in this thread: work that submits work must not wait for it
 thread_local int t_depth = 0;
 
 Stream* make_stream(int device, std::uint32_t flags) {
@@ -70,7 +70,7 @@ bool is_default_stream(const Stream* stream) {
 
 void pump(Stream* stream) {
   Lock lock(g_mutex);
-  if (stream->running) return;  // whoever runs it looks at the queue again
+  if (stream->running) return;  // the thread that runs it checks the queue again
   stream->running = true;
   bool waits = false;
   while (!stream->queue.empty() && !waits) run_one(lock, stream, waits);
@@ -105,7 +105,7 @@ void enqueue(Stream* stream, std::string name, std::function<bool()> run) {
   }
   if (task->done && task->error) std::rethrow_exception(task->error);
   if (!task->done) {
-    // it runs later: its failure is told by the stream's next synchronisation, as on the device
+    // it runs later, and the stream's next synchronisation reports its failure, as on the device
     task->run = [stream, inner = std::move(task->run), name = task->name] {
       try {
         return inner();
@@ -234,7 +234,7 @@ aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
   });
 }
 
-// Settings that change nothing here; the handle is checked all the same.
+// Settings without effect here, but the handle is checked.
 static aclError known_stream(const char* call, aclrtStream handle) {
   return reporting(call, [&] {
     Lock lock(g_mutex);
@@ -255,8 +255,8 @@ aclError aclrtSetStreamAttribute(aclrtStream stream, aclrtStreamAttr, aclrtStrea
   return known_stream("aclrtSetStreamAttribute", stream);
 }
 
-// Callbacks on the host, in their place among the stream's work. torch_npu runs a thread that serves reports;
-// there is nothing for it to do, since the callback runs where the work runs.
+// Host callbacks, in order with the stream's work. torch_npu's thread that processes reports has nothing to do,
+// since callbacks run in the thread that runs the work.
 aclError aclrtSubscribeReport(uint64_t, aclrtStream stream) {
   return known_stream("aclrtSubscribeReport", stream);
 }

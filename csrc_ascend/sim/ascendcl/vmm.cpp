@@ -1,5 +1,5 @@
-// Virtual memory management: addresses, physical memory, and mapping the one to the other. Expandable segments
-// and allocators that let memory go while a model sleeps are built on it.
+// Virtual memory management: reserved addresses, physical memory, and mappings. Used by expandable segments and
+// by allocators that release memory while a model sleeps.
 #include <sys/mman.h>
 #include <unistd.h>
 

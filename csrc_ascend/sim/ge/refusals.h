@@ -1,5 +1,5 @@
-// Symbols that the wheel links to and that are not simulated, so that it loads: build.py lists them from the
-// wheel's libraries. A call of one says its name; none of them pretends to have done anything.
+// Stubs of symbols that the wheel links to and that are not simulated: build.py lists them from the wheel's
+// libraries. A call of one is an error with its name.
 #pragma once
 
 #include <cstdlib>
@@ -14,7 +14,7 @@ inline int refuse_call(const char* name) {
   return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
 }
 
-// A C++ function has no error code to answer with, and whoever calls it would work on with garbage.
+// A C++ function cannot return an error code, and its caller would continue with garbage.
 [[noreturn]] inline void refuse_graph_engine(const char* name) {
   std::cerr << "[ascend-sim] " << name
             << " of the graph engine is not simulated: torchair's GE mode cannot run; "

@@ -1,5 +1,4 @@
-// Collectives. Data goes through one slot of shared memory per rank, in rounds; what does not fit takes
-// several.
+// Collectives. Data is exchanged through one slot of shared memory per rank, in as many rounds as needed.
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -15,7 +14,7 @@ using namespace ascend_sim::hccl;
 namespace {
 
 using Pointers = std::vector<const char*>;
-// Called once a round with the position in the data and what every rank has put there.
+// Called once per round with the offset in the data and the slots of all ranks.
 using Visit = std::function<void(size_t offset, const Pointers& from)>;
 
 size_t round_bytes(size_t room) { return room / 8 * 8; }
@@ -24,7 +23,7 @@ size_t part_of(size_t bytes, size_t offset, size_t room) {
   return offset < bytes ? std::min(room, bytes - offset) : 0;
 }
 
-// Every rank shows `bytes[rank]` bytes to all.
+// Every rank sends `bytes[rank]` bytes to all.
 void share(Communicator& c, const char* data, const std::vector<size_t>& bytes, const Visit& visit) {
   const size_t longest = *std::max_element(bytes.begin(), bytes.end());
   Pointers from(c.ranks());
@@ -101,7 +100,7 @@ at::Tensor combine(HcclReduceOp op, const at::Tensor& left, const at::Tensor& ri
   }
 }
 
-// All ranks reduce in the order of ranks, in the data's own type, so all have the same bits.
+// All ranks reduce in rank order, in the data's own type, so their results are bitwise equal.
 void reduce(const Pointers& from, size_t bytes, HcclDataType dtype, HcclReduceOp op, char* result) {
   const c10::InferenceMode guard(true);
   const auto options = at::TensorOptions().dtype(torch_type(dtype));
@@ -120,7 +119,7 @@ std::vector<size_t> equal_bytes(const Communicator& c, size_t bytes) {
   return std::vector<size_t>(c.ranks(), bytes);
 }
 
-// Sizes and places of the parts for (or from) every rank, in bytes.
+// Sizes and offsets of the parts for (or from) every rank, in bytes.
 struct Parts {
   std::vector<size_t> bytes, offsets;
 };

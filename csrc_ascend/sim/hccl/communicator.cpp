@@ -58,7 +58,7 @@ int open_memory(const HcclRootInfo& root) {
 
 void make_root_info(HcclRootInfo* root) {
   static std::atomic<uint64_t> number{0};
-  // The descriptor stays open as long as the process lives: others may come at any time. It costs nothing else.
+  // The descriptor stays open until the process ends, since other ranks may join at any time.
   const int file = memfd_create("ascend-sim-hccl", MFD_CLOEXEC);
   if (file < 0) fail_system("memfd_create");
   if (ftruncate(file, sizeof(Shared)) != 0) fail_system("ftruncate");
@@ -117,8 +117,7 @@ void Communicator::wait_for(const std::function<bool()>& ready, const std::strin
   auto next_look = Clock::now() + std::chrono::milliseconds(20);
   for (int round = 0; !ready(); ++round) {
     if (shared_->broken.load()) {
-      // The rank that failed may have come further than this one: what it waited for is then there, and this
-      // rank finds by itself what is wrong.
+      // The failed rank may be ahead of this one. Then this rank need not wait, and finds the error itself.
       if (ready()) return;
       throw Failure(HCCL_E_INTERNAL, std::string("another rank failed: ") + shared_->reason);
     }
@@ -130,7 +129,7 @@ void Communicator::wait_for(const std::function<bool()>& ready, const std::strin
     const auto now = Clock::now();
     if (now < next_look) continue;
     next_look = now + std::chrono::milliseconds(20);
-    // A rank may have ended after its part was done: look again before it is called missing.
+    // A rank may have exited after it did its part, so check again before reporting it as missing.
     try {
       require_alive();
     } catch (const Failure&) {

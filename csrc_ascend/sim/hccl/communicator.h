@@ -1,8 +1,8 @@
 // A communicator of simulated HCCL: processes of one machine over shared memory.
 //
-// The memory has no name: the first rank makes it with memfd_create and the root info tells the others where to
-// open it, so nothing stays behind however the processes end. Every rank holds a lock on its byte of the
-// memory's file; the system drops it when the process ends, which is how the others see it.
+// The memory is anonymous: the first rank creates it with memfd_create, and the root info tells the others
+// where to open it, so it is freed however the processes end. Every rank locks its byte of the memory's file;
+// the system releases the lock when the process ends, which the others detect.
 #pragma once
 
 #include <hccl/hccl.h>
@@ -22,14 +22,14 @@ constexpr uint32_t kMaxRanks = 32;
 constexpr size_t kSlotBytes = 1 << 20;
 constexpr size_t kFrameBytes = 1 << 18;
 
-// A failure with the code that the interface answers.
+// A failure with the interface's error code.
 struct Failure : std::runtime_error {
   Failure(HcclResult result, const std::string& text) : std::runtime_error(text), code(result) {}
   HcclResult code;
 };
 
-// What one rank says of the call it is in; all ranks must agree on the call, the dtype, the operation, the root
-// and, where they have to be equal, on the count.
+// A rank's description of its current call; all ranks must agree on the call, dtype, operation, root and, where
+// it must be equal, count.
 struct Call {
   char function[32];
   int32_t dtype, operation;
@@ -97,7 +97,7 @@ class Communicator {
   std::atomic<HcclResult> async_error_{HCCL_SUCCESS};
 };
 
-// Makes the memory of a new communicator and writes where to find it.
+// Creates the memory of a new communicator; writes its location to the root info.
 void make_root_info(HcclRootInfo* root);
 
 size_t element_size(HcclDataType dtype);

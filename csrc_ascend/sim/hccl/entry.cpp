@@ -1,4 +1,4 @@
-// Life of communicators: root info, joining, names, leaving.
+// Lifecycle of communicators: root info, joining, names, leaving.
 #include "sim/hccl/entry.h"
 
 #include <cstring>

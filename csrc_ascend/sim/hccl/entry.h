@@ -1,4 +1,4 @@
-// What the C functions of libhccl share: handles, checks of arguments, error codes.
+// Shared by the C functions of libhccl: handles, checks of arguments, error codes.
 #pragma once
 
 #include <memory>
@@ -11,10 +11,10 @@ namespace ascend_sim::hccl {
 
 using Handle = std::shared_ptr<Communicator>;
 
-// The communicator behind a handle; work that a graph keeps holds it beyond HcclCommDestroy.
+// The communicator of a handle; work in a graph keeps it alive beyond HcclCommDestroy.
 Handle handle_of(const char* function, HcclComm comm);
 
-// Refuses a call, naming function and argument.
+// Rejects a call; the message names the function and the argument.
 void require(bool condition, const char* function, const std::string& argument, const std::string& why);
 
 // The buffer holds `count` elements of a known type in device memory. Returns its bytes.

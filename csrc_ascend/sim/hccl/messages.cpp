@@ -1,5 +1,4 @@
-// Messages between two ranks. A message goes in frames through the channel of its pair of ranks; a frame waits
-// there until the other side takes it.
+// Messages between two ranks, sent in frames through a channel per pair of ranks, which buffers one frame.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -31,7 +30,7 @@ Message checked(const char* function, const Communicator& c, bool outgoing, void
   return {function, outgoing, static_cast<char*>(buffer), count, dtype, other, bytes};
 }
 
-// Both sides must speak of the same message.
+// Both sides must agree on the message.
 void require_match(const Message& message, const Channel& channel) {
   const auto differs = [&](const char* argument, uint64_t here, uint64_t there) {
     if (here == there) return;
@@ -62,7 +61,7 @@ bool advance(Communicator& c, Message& message) {
   return true;
 }
 
-// Messages between the same two ranks in the same direction go one after another, others side by side.
+// Messages between the same two ranks in the same direction are sequential, others concurrent.
 bool advance_all(Communicator& c, std::vector<Message>& messages) {
   bool moved = false;
   for (size_t i = 0; i < messages.size(); ++i) {

@@ -11,7 +11,7 @@
 
 namespace ascend_sim {
 
-// Refuses the call being planned or run, naming the operator, unless `condition` holds.
+// Rejects the call being planned or run, naming the operator, unless `condition` holds.
 void require(bool condition, std::string_view argument, const std::string& why);
 
 // A set of dtypes an argument may have.
@@ -68,10 +68,9 @@ struct Out : In {
 
   // Stores a result, cast to the dtype of this tensor; its shape must be exactly this tensor's.
   void set(const at::Tensor& result) const;
-  // Stores a result of a size that only the run tells, at the front of this tensor, and tells the caller its
-  // shape.
+  // Stores a result whose size is known only after the run at the front of this tensor, and reports its shape.
   void set_front(const at::Tensor& result) const;
-  // Refuses memory that is shared in part; an operator in place has the very same view for both.
+  // Rejects partially overlapping memory; in-place operators have the same view for both.
   void refuse_overlap(const In& other) const;
 
  private:
@@ -101,7 +100,7 @@ struct Dtype {
   at::ScalarType type;
 };
 
-// How one declared type comes over the C interface: its type there, the parsing with checks, and its trace.
+// The conversion of a declared type from the C interface: its C type, the checked parsing, and its trace.
 template <typename T>
 struct Argument;
 

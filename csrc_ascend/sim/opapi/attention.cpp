@@ -67,7 +67,7 @@ at::Tensor given_mask(const AttentionCall& call, int64_t sequence, int64_t rows,
   return mask.narrow(1, 0, rows).narrow(2, 0, keys).to(at::kBool);
 }
 
-// Where a query row must not look, as (1 or heads, rows, keys); undefined if it may look everywhere.
+// The mask of keys that are not visible to query rows, (1 or heads, rows, keys); undefined if all are.
 at::Tensor forbidden(const AttentionCall& call, int64_t sequence, int64_t rows, int64_t keys) {
   if (!call.mask) return {};
   if (call.sparse_mode == 1) return given_mask(call, sequence, rows, keys);

@@ -14,7 +14,7 @@ namespace ascend_sim {
 // T = tokens of all sequences one after another.
 enum class Axes { TND, NTD, BSH, BSND, BNSD, NBSD, SBH };
 
-// How the operator's callers know those arguments that refusals speak of.
+// Names of arguments in the operator's interface, for error messages.
 struct AttentionNames {
   std::string query_lengths = "actual_seq_lengths";
   std::string kv_lengths = "actual_seq_lengths_kv";
@@ -73,7 +73,7 @@ void require_layout(const AttentionCall& call, const std::vector<std::string>& a
 void require_mask(const AttentionCall& call);
 void require_dense(const AttentionCall& call);
 
-// Refuses a quantisation or padding argument that the simulated operator does not know.
+// Rejects quantisation and padding arguments that the simulated operator does not support.
 void require_absent(const Maybe& tensor);
 
 // The work: reads the tensors of the call and writes its output.

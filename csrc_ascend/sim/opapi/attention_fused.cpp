@@ -214,9 +214,9 @@ void require_unquantised(const std::vector<Maybe>& tensors, const MaybeInts& sha
   require(!shared_prefix || shared_prefix->empty(), "actual_shared_prefix_len", "is not simulated");
 }
 
-// aclnnXGetMaxWorkspaceSize takes what aclnnXGetWorkspaceSize takes and plans no launch; the workspace it tells
-// is reserved before a graph is captured. The simulated operators need none: the size only has to be one that
-// exists.
+// aclnnXGetMaxWorkspaceSize has the arguments of aclnnXGetWorkspaceSize and plans no launch; a workspace of the
+// returned size is allocated before a graph is captured. The simulated operators need none, so any size will
+// do.
 constexpr uint64_t kMaxWorkspace = 1 << 20;
 
 template <typename Function>
@@ -257,7 +257,7 @@ OPERATOR(aclnnFusedInferAttentionScoreV3,
           bool softmax_lse_flag, int64_t key_antiquant_mode, int64_t value_antiquant_mode, Out attention_out,
           MaybeOut softmax_lse),
          {
-           // The modes speak of tensors that are refused.
+           // these modes belong to tensors that are not supported
            (void)antiquant_mode, (void)key_antiquant_mode, (void)value_antiquant_mode;
            require_unquantised(
                {dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2, antiquant_scale,

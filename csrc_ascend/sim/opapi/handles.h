@@ -1,4 +1,4 @@
-// What stands behind the opaque handles of the aclnn interface: descriptors made by the caller, read by
+// The objects behind the opaque handles of the aclnn interface: descriptors made by the caller, read by
 // operators.
 #pragma once
 
@@ -20,7 +20,7 @@ struct aclTensor {
   aclDataType dtype;
   aclFormat format;
   std::vector<int64_t> storage_shape;
-  // Operators whose result has a size known only afterwards (nonzero) tell it here; the caller reads it with
+  // Set by operators whose result size is known only after the run (nonzero); the caller reads it with
   // aclGetViewShape after the launch. Shared, because a launch may outlive the handle.
   std::shared_ptr<std::vector<int64_t>> shape;
 };

@@ -230,7 +230,7 @@ OPERATOR(aclnnMoeTokenUnpermute,
            return [=] {
              const int64_t k = probs ? probs->size(1) : 1, tokens = sortedIndices.numel() / k;
              const at::Tensor places = sortedIndices.to(at::kLong);
-             // A place beyond the rows belongs to an expert elsewhere and adds nothing.
+             // positions beyond the rows belong to experts of other devices and add nothing
              const at::Tensor present = places.ge(0).logical_and(places.lt(permutedTokens.size(0)));
              at::Tensor rows =
                  wide(permutedTokens.index_select(0, at::where(present, places, at::zeros_like(places))));

@@ -32,7 +32,7 @@ using Work = std::function<void()>;
 // Names of the arguments in the text of a row's parameter list.
 std::vector<std::string> argument_names(std::string_view parameters);
 
-// Notes that the library has the operator; the list is what `ascend_sim_operators` answers.
+// Adds an operator to the list that `ascend_sim_operators` returns.
 bool add_operator(const char* name);
 
 // Makes a launch of what `parse` returns; turns what it throws into an error code and text.
@@ -45,7 +45,7 @@ aclnnStatus launch(const char* name, aclOpExecutor* executor, aclrtStream stream
 std::string trace_line(const char* name, const std::vector<std::string>& names,
                        const std::vector<std::string>& values);
 
-// The tensors of one call, to see that what is written does not overlap what is read.
+// The tensors of one call, to check that outputs do not overlap inputs.
 class Tensors {
  public:
   void add(const In& tensor) { read_.push_back(&tensor); }
@@ -89,7 +89,7 @@ struct Entry<Work (*)(Args...)> {
   template <typename Row, size_t... I>
   static Work parse(const std::vector<std::string>& names, std::index_sequence<I...>,
                     typename Argument<Args>::C... values) {
-    // Braces fix the order: the first argument that is wrong is the one refused.
+    // braces guarantee the order, so that the first invalid argument is reported
     std::tuple<Args...> parsed{Argument<Args>::parse(values, names.at(I))...};
     Tensors tensors;
     (tensors.add(std::get<I>(parsed)), ...);
