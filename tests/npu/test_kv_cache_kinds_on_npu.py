@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,16 +44,19 @@ class ScaledCache:
 def _store_and_read(
     key: torch.Tensor, value: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """key and value [T, K, D] go to the cache; returns all of it, [2, P, S, K, D] in their dtype."""
+    """key and value [T, K, D] go to the cache; returns all of it, [2*P, S, K*D] in their dtype, keys first."""
     for index, new in enumerate((key, value)):
         new_numbers, new_scales = round_rows(new, 127)
         numbers[index].flatten(0, 1).index_copy_(0, slots, new_numbers)
         scales[index].flatten(0, 1).index_copy_(0, slots, new_scales)
-    return (numbers * scales).to(key.dtype)
+    # of three dimensions from the start: npugraph_ex takes no views of tensors that were made with five
+    levels = numbers.view(-1, numbers.shape[2] * numbers.shape[3], numbers.shape[4])
+    cached = (levels * scales.view(*levels.shape[:2], 1)).to(key.dtype)
+    return cached.view(len(cached), numbers.shape[2], -1)
 
 
 def _shape_of_read(key: torch.Tensor, _value: torch.Tensor, numbers: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(numbers, dtype=key.dtype)
+    return torch.empty_like(numbers, dtype=key.dtype).flatten(3).flatten(0, 1)
 
 
 # one op for compilers, that does not say that it writes: as `ascend_store_and_take` of attention/ascend_calls.py
@@ -102,9 +107,9 @@ class ScaledAttention(AscendAttention):
         cached = torch.ops.ascend_vllm_tests.store_and_read(
             key, value, kv_cache.numbers, kv_cache.scales, metadata.slots
         )
-        key_cache, value_cache = cached.unbind(0)
+        key_cache, value_cache = cached.chunk(2)
         queries = query.contiguous().view(len(query), spec.num_heads, spec.head_size)
-        layer = LayerInput(spec, queries, key, value, key_cache.flatten(2), value_cache.flatten(2))
+        layer = LayerInput(spec, queries, key, value, key_cache, value_cache)
         assert self._mask is not None
         return torch.cat(
             [self._ops.attend(layer, part, self._mask).view(-1, query.shape[1]) for part in metadata.parts]
@@ -165,3 +170,19 @@ def test_they_are_coarse_and_near_the_ordinary_ones() -> None:
     found = generate(make_engine(enforce_eager=True), LONG, max_tokens=2)
     # the first token is of the prompt alone, whose keys are read as they are
     assert found == generate(make_engine((LayerPlan(),) * 3, enforce_eager=True), LONG, max_tokens=2)
+
+
+# the compiler, and what it is made of, have warnings of their own
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_graphs_read_and_write_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(make_engine(enforce_eager=True), LONG)
+    monkeypatch.setenv("INFER_MODE", "PTA")
+    monkeypatch.setenv("TORCHAIR_CACHE_HOME", str(tmp_path / "cache"))
+    # it writes what tests never read, as long as anybody listens, which pytest does
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    engine = make_engine()
+    assert engine.config.graphs.mode == GraphMode.COMPILED
+    assert generate(engine, LONG) == expected
+    assert decode_step_launches(engine, PROMPTS[:2]) == [False]
+    (fingerprint,) = tmp_path.rglob("fingerprint.json")
+    assert '"KV cache dtype": "float16, int8"' in fingerprint.read_text()
