@@ -9,7 +9,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +24,9 @@ from ascend_vllm.types.kv_cache import KEY_VALUE, KVCacheSpec
 # One layer's KV cache as its backend makes it (`AttentionBackend.make_cache`): a tensor of `kv_cache_shape`, or with
 # its scales beside it. Nobody but the backend looks inside.
 LayerCache: TypeAlias = Any
+
+# a step of layers that have declared nothing
+NO_STATE: Mapping[str, torch.Tensor] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class ForwardBatch:
     # most query tokens of a row, and longest row: host integers, known when the batch is made
     max_query_len: int
     max_seq_len: int
+    # what layers declared beside (layers/step_state.py), by name: [T, …] or [R, …], device, in fixed memory
+    state: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=lambda: NO_STATE)
 
 
 @dataclasses.dataclass(frozen=True)

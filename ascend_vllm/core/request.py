@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ _NO_TOKEN_LEFT = (
     "No token is left to sample: structured_outputs, allowed_token_ids, bad_words and min_tokens together forbid "
     "all of them."
 )
+_NO_STATE: dict[str, Any] = {}
 _SEED_MASK = (1 << 63) - 1
 
 
@@ -110,6 +112,8 @@ class Request:
         is_further: its caller's request has other sequences that came before it.
         bad_words: sequences of ids that its output must not contain.
         pooling_params: what is made of its prompt, if nothing is to be generated.
+        row_state: what layers are to know of its rows, by name (`NewRow.state`); set by connectors, never changed in
+            place.
         kind: what is special about it; its rows have the same.
         may_run_ahead: its kind's, for the loops that look at every row of a step.
         max_num_tokens: tokens at which it ends whatever they are.
@@ -156,6 +160,7 @@ class Request:
         "priority",
         "prompt_logprobs",
         "request_id",
+        "row_state",
         "sampling_params",
         "seed",
         "slot",
@@ -190,6 +195,7 @@ class Request:
         self.content_keys = message.content_keys
         self.bad_words = message.bad_words
         self.pooling_params = message.pooling_params
+        self.row_state = _NO_STATE
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0
         # nothing comes before the first token

@@ -214,4 +214,5 @@ def _new_row(row: Request) -> NewRow:
         num_prompt_logprobs=row.num_prompt_logprobs,
         bad_words=row.bad_words,
         pooling_params=row.pooling_params,
+        state=row.row_state,
     )

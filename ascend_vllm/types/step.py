@@ -16,6 +16,7 @@ places at which a row samples, V vocabulary, G constrained rows.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,6 +78,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     bad_words: list[list[int]] = []
     # set: nothing is sampled, the prompt's hidden states are pooled
     pooling_params: PoolingParams | None = None
+    # values that step state is filled with (layers/step_state.py), by name: numbers, or lists of them
+    state: dict[str, Any] = {}
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):

@@ -24,6 +24,7 @@ import tqdm
 from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.config.graphs import GraphConfig
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.platforms.interface import GraphCompiler
@@ -68,6 +69,8 @@ class _DecodeModule(torch.nn.Module):
         batch = inputs.batch(*shape)
         self.query_start = batch.query_start
         self.logits_indices = batch.logits_indices
+        # views of fixed memory: what a step writes there is read where it is
+        self.state = batch.state
 
     def extra_repr(self) -> str:
         """Tells shapes apart: the compiler names files by this."""
@@ -97,6 +100,7 @@ def _decode(
         seq_lens_np=cast(Any, None),
         max_query_len=self.query_len,
         max_seq_len=padded_len(self.query_len),
+        state=self.state,
     )
     metadata = self.backend.prepare_compiled(batch, lengths)
     hidden: torch.Tensor = self.model_forward(self.model, batch, self.kv_caches, self.backend, metadata)
@@ -122,6 +126,7 @@ class CompiledRunner:
         cache: where results are kept.
         block_size: tokens of a KV block.
         device: where everything computes.
+        step_state: of the model.
     """
 
     def __init__(
@@ -134,6 +139,7 @@ class CompiledRunner:
         cache: GraphCache,
         block_size: int,
         device: torch.device,
+        step_state: StepState,
     ) -> None:
         self._gears = config.gears
         self._query_lens = config.query_lens
@@ -141,7 +147,7 @@ class CompiledRunner:
         self._compiler = compiler
         self._cache = cache
         num_blocks = -(-config.max_seq_len // block_size)
-        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, config.query_lens)
+        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, step_state, config.query_lens)
         self._modules = {
             shape: _DecodeModule(model, backend, kv_caches, shape, self._inputs)
             for shape in sorted(itertools.product(config.gears, config.query_lens), key=math.prod, reverse=True)

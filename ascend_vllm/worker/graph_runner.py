@@ -25,6 +25,7 @@ import tqdm
 from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch
 from ascend_vllm.config.graphs import GraphConfig
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.interface import DeviceGraph, GraphRecorder
 
@@ -65,12 +66,19 @@ class StaticInputs:
         num_rows: G.
         num_blocks: B.
         device: of the buffers.
+        step_state: of the model; a step has written its own before it comes here.
         query_lens: of the graphs, 1 among them.
     """
 
     def __init__(
-        self, num_rows: int, num_blocks: int, device: torch.device, query_lens: Sequence[int] = (1,)
+        self,
+        num_rows: int,
+        num_blocks: int,
+        device: torch.device,
+        step_state: StepState,
+        query_lens: Sequence[int] = (1,),
     ) -> None:
+        self._step_state = step_state
         num_tokens = num_rows * max(query_lens)
         # [G*Q] int64 each
         self.input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -109,6 +117,7 @@ class StaticInputs:
             seq_lens_np=np.full(gear, seq_len, np.int32),
             max_query_len=query_len,
             max_seq_len=seq_len,
+            state=self._step_state.views(gear, num_tokens),
         )
 
     def fill(self, batch: ForwardBatch, gear: int) -> None:
@@ -132,6 +141,7 @@ class StaticInputs:
             self.slot_mapping[num_tokens : gear * query_len].fill_(_NOWHERE)
             self.seq_lens[num_rows:gear].fill_(padded_len(query_len))
             self.block_table[num_rows:gear, :1].zero_()
+            self._step_state.pad(num_rows, gear, query_len)
 
 
 def padded_lens(batch: ForwardBatch, gear: int) -> list[int]:
@@ -156,6 +166,7 @@ class GraphRunner:
         recorder: captures it.
         block_size: tokens of a KV block.
         device: where everything computes.
+        step_state: of the model.
     """
 
     def __init__(
@@ -166,6 +177,7 @@ class GraphRunner:
         recorder: GraphRecorder,
         block_size: int,
         device: torch.device,
+        step_state: StepState,
     ) -> None:
         self._gears = config.gears
         self._query_lens = config.query_lens
@@ -174,7 +186,7 @@ class GraphRunner:
         self._forward = forward
         self._recorder = recorder
         num_blocks = -(-config.max_seq_len // block_size)
-        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, config.query_lens)
+        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, step_state, config.query_lens)
         # the one that computes most tokens first
         self._shapes = sorted(itertools.product(config.gears, config.query_lens), key=math.prod, reverse=True)
         self._captured: dict[Shape, _Captured] = {}

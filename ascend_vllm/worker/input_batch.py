@@ -10,16 +10,18 @@ share its memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.attention.backend import NO_STATE, ForwardBatch
+from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, SchedulerOutput
 from ascend_vllm.worker.ragged import Int64Array, ragged_arange
+from ascend_vllm.worker.row_state import RowState
 from ascend_vllm.worker.sampling.columns import SamplingColumns
 
 Int32Array = npt.NDArray[np.int32]
@@ -57,6 +59,14 @@ def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list
     ]
 
 
+def place_values(
+    row_state: RowState, values: dict[str, npt.NDArray[Any]], device: torch.device
+) -> Mapping[str, torch.Tensor]:
+    """Writes a step's values to the memory of step state; the tensors that layers see."""
+    uploaded = dict(zip(values, upload_all(list(values.values()), device), strict=True))
+    return row_state.state.write(uploaded)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBatch:
     """A step's batch on the host; the fields of ForwardBatch, and which slots sample where."""
@@ -81,6 +91,9 @@ class HostBatch:
     num_places: Int64Array | None
     max_query_len: int
     max_seq_len: int
+    # name → [T, …] or [R, …]; None: no layer has declared any
+    row_values: dict[str, npt.NDArray[Any]] | None
+    row_state: RowState
 
     def to_device(self, device: torch.device) -> ForwardBatch:
         """The batch as tensors."""
@@ -108,6 +121,7 @@ class HostBatch:
             seq_lens_np=self.seq_lens,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
+            state=NO_STATE if self.row_values is None else place_values(self.row_state, self.row_values, device),
         )
 
 
@@ -121,10 +135,19 @@ class InputBatch:
         max_model_len: L.
         block_size: tokens of a KV block.
         vocab_size: rows of the embedding.
+        step_state: what the model's layers have declared; None: nothing.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        step_state: StepState | None = None,
+    ) -> None:
         self.block_size = block_size
+        self.row_state = RowState(step_state or StepState(0, 0, torch.device("cpu")), num_slots)
         self._max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         # [M, L+1] int32, host: prompt, then output; what is behind num_tokens is void. One more than L, for the
@@ -216,6 +239,8 @@ class InputBatch:
             num_places=num_places,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
+            row_state=self.row_state,
         )
 
     def advance(self, slots: Int64Array, num_scheduled: Int64Array) -> None:
@@ -305,6 +330,7 @@ class InputBatch:
         self.num_blocks[row.slot] = 0
         self._append_blocks(row.slot, row.block_ids)
         self.sampling.set(row)
+        self.row_state.enter(row)
 
     def _fork(self, targets: Int64Array, sources: Int64Array, token_ids: Int64Array) -> None:
         """Makes rows copies of others up to their computed tokens, each with another token behind them."""
@@ -319,6 +345,7 @@ class InputBatch:
             for column in (self.prompt_lens, self.num_blocks, self.max_num_tokens, self.num_computed_tokens):
                 column[to] = column[of]
             self.sampling.copy(of, to)
+            self.row_state.copy(of, to)
         self.token_ids[targets, ends] = token_ids
         self.num_tokens[targets] = ends + 1
 

@@ -11,15 +11,15 @@ Letters: R rows of the step, of which r are still in; N passes; B most blocks of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.attention.backend import NO_STATE, ForwardBatch
 from ascend_vllm.types.step import StepLogprobs
-from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
+from ascend_vllm.worker.input_batch import InputBatch, place_values, upload, upload_all
 from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import collect
@@ -88,6 +88,8 @@ class _Rows:
     may_stop: torch.Tensor
     # [r] bool: rows that a stop id has ended
     stopped: torch.Tensor
+    # what layers declared, see ForwardBatch: the same in all passes
+    state: Mapping[str, torch.Tensor]
 
     def batch(self, number: int, input_ids: torch.Tensor, max_seq_len: int) -> ForwardBatch:
         """The batch of a pass."""
@@ -104,6 +106,7 @@ class _Rows:
             seq_lens_np=self.seq_lens_np[number],
             max_query_len=1,
             max_seq_len=max_seq_len,
+            state=self.state,
         )
 
     def stop(self, number: int, token_ids: torch.Tensor) -> None:
@@ -234,6 +237,10 @@ class MultiStepDecoder:
             ),
             device,
         )
+        row_state, state = self._batch.row_state, NO_STATE
+        if not row_state.is_empty:
+            values = row_state.gather(host.slots[index], np.ones(num_rows, np.int64))
+            state = place_values(row_state, values, device)
         one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         return _Rows(
             index=index,
@@ -250,4 +257,5 @@ class MultiStepDecoder:
             stop_ids=stop_ids if stop_ids.shape[1] else None,
             may_stop=may_stop,
             stopped=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            state=state,
         )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ascend_vllm.attention.backend import ForwardBatch
+from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
 from ascend_vllm.ops.tape import Tapes, UnrecordableError
 from ascend_vllm.worker.graph_runner import Forward, Shape, StaticInputs, shape_of
@@ -32,16 +33,22 @@ class TapeRunner:
         forward: what is recorded.
         max_num_seqs: most rows of a step.
         blocks_per_row: most KV blocks of a row.
+        step_state: of the model.
         query_lens: tokens that each row of a recorded step may have, 1 among them.
     """
 
     def __init__(
-        self, forward: Forward, max_num_seqs: int, blocks_per_row: int, query_lens: Sequence[int] = (1,)
+        self,
+        forward: Forward,
+        max_num_seqs: int,
+        blocks_per_row: int,
+        step_state: StepState,
+        query_lens: Sequence[int] = (1,),
     ) -> None:
         self._forward = forward
         self._most_rows = min(max_num_seqs, MOST_ROWS)
         self._query_lens = query_lens
-        self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), query_lens)
+        self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens)
         self._tapes = Tapes()
         # by R and q: [R*q, H], what every replay writes
         self._hidden: dict[Shape, torch.Tensor] = {}

@@ -26,6 +26,7 @@ from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.distributed.stage_link import GroupStageLink, NoOtherStages, StageLink
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.loader import load_model
@@ -67,6 +68,8 @@ class _Loaded:
 
     model: CausalLM
     backend: AttentionBackend
+    # what the model's layers have declared
+    step_state: StepState
 
 
 class Worker:
@@ -132,8 +135,13 @@ class Worker:
         if self._platform.op_modules is not None:
             import_op_modules(self._platform.op_modules)
         start = time.monotonic()
+        step_state = self._make_step_state()
         context = BuildContext(
-            dtype=self._dtype, device=self._device, parallel=self._parallel, collectives=self._collectives
+            dtype=self._dtype,
+            device=self._device,
+            parallel=self._parallel,
+            collectives=self._collectives,
+            step_state=step_state,
         )
         try:
             # all ranks would draw their bars over each other
@@ -150,7 +158,7 @@ class Worker:
         backend = backend_class(config.cache.block_size)
         for sentence in backend.advice(config):
             logger.warning("%s", sentence)
-        self._loaded = _Loaded(model, backend)
+        self._loaded = _Loaded(model, backend, step_state)
         logger.info(
             "Model loaded in %.2f s: %s, %s, attention backend %s",
             time.monotonic() - start,
@@ -159,6 +167,13 @@ class Worker:
             backend_class.name,
         )
         self._log_ops()
+
+    def _make_step_state(self) -> StepState:
+        """Where layers may declare tensors with room for any step, or any graph's padded batch."""
+        scheduler, graphs = self._config.scheduler, self._config.graphs
+        num_rows = max(scheduler.max_num_seqs, *graphs.gears, 0)
+        num_tokens = max(scheduler.max_num_batched_tokens, num_rows * max(graphs.query_lens))
+        return StepState(num_tokens, num_rows, self._device)
 
     def determine_num_blocks(self) -> int:
         """Number of KV blocks that this device has memory for; 1 or more. --num-gpu-blocks-override decides if given.
@@ -218,6 +233,7 @@ class Worker:
             max_model_len=config.scheduler.max_model_len,
             block_size=config.cache.block_size,
             vocab_size=config.model.vocab_size,
+            step_state=self._model_in_use.step_state,
         )
         if not self._parallel.is_last_stage:
             forward = StageForward(model, backend, kv_caches, self._link)
@@ -259,6 +275,7 @@ class Worker:
             cache,
             config.cache.block_size,
             self._device,
+            loaded.step_state,
         )
 
     def _make_tapes(self, runner: _Runner) -> TapeRunner | None:
@@ -267,7 +284,11 @@ class Worker:
         config = self._config
         blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
         return TapeRunner(
-            runner.compute_hidden, config.scheduler.max_num_seqs, blocks_per_row, config.graphs.query_lens
+            runner.compute_hidden,
+            config.scheduler.max_num_seqs,
+            blocks_per_row,
+            self._model_in_use.step_state,
+            config.graphs.query_lens,
         )
 
     def _make_captured_graphs(self, runner: _Runner) -> GraphRunner | None:
@@ -281,7 +302,8 @@ class Worker:
             logger.warning("Decoding runs without graphs: %s", missing)
             return None
         block_size = self._config.cache.block_size
-        return GraphRunner(graphs, backend, runner.compute_hidden, recorder, block_size, self._device)
+        step_state = self._model_in_use.step_state
+        return GraphRunner(graphs, backend, runner.compute_hidden, recorder, block_size, self._device, step_state)
 
     @property
     def output_rank(self) -> int:

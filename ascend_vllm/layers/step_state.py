@@ -1,0 +1,95 @@
+"""Step state: what layers need to know of a step's rows or tokens beside the tokens themselves.
+
+A layer declares a named tensor while it is built, and gets memory that stays where it is: the model runner writes
+each step's values to the front of it, so that tapes and graphs read them as they read everything else. Linear layers,
+which see no batch, take the first T entries of that memory for T tokens; others find them in `ForwardBatch.state`.
+
+Letters: T tokens, R rows of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from ascend_vllm.attention.backend import NO_STATE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepStateSpec:
+    """One such tensor.
+
+    Attributes:
+        name: of the tensor, and of the rows' values that fill it (`NewRow.state`).
+        dtype: of its entries.
+        shape: of an entry.
+        fill: entry of rows that bring no value, and of those that pad a graph's batch.
+        is_per_row: it has an entry for each row, otherwise one for each token.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    fill: float = 0
+    is_per_row: bool = False
+
+
+class StepState:
+    """The tensors of a model.
+
+    Args:
+        max_num_tokens: most tokens of a step, padding included.
+        max_num_rows: likewise of rows.
+        device: of the tensors.
+
+    Attributes:
+        specs: what has been declared, by name.
+
+    Example:
+        >>> state = StepState(8, 4, torch.device("cpu"))
+        >>> state.declare(StepStateSpec("adapter", torch.int64, fill=-1)).shape
+        torch.Size([8])
+        >>> state.views(2, 5)["adapter"].tolist()
+        [-1, -1, -1, -1, -1]
+    """
+
+    def __init__(self, max_num_tokens: int, max_num_rows: int, device: torch.device) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._max_num_rows = max_num_rows
+        self._device = device
+        self.specs: dict[str, StepStateSpec] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def declare(self, spec: StepStateSpec) -> torch.Tensor:
+        """The memory of a tensor, [most tokens or rows, *shape]; declared again, it is the same.
+
+        Raises:
+            ValueError: there is another one of that name.
+        """
+        if self.specs.setdefault(spec.name, spec) != spec:
+            raise ValueError(f"step state {spec.name!r} is declared in two ways: {self.specs[spec.name]} and {spec}")
+        if spec.name not in self._memory:
+            count = self._max_num_rows if spec.is_per_row else self._max_num_tokens
+            self._memory[spec.name] = torch.full(
+                (count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device
+            )
+        return self._memory[spec.name]
+
+    def views(self, num_rows: int, num_tokens: int) -> Mapping[str, torch.Tensor]:
+        """The tensors of a step, by name: [R, *shape] or [T, *shape]."""
+        if not self.specs:
+            return NO_STATE
+        counts = {name: num_rows if spec.is_per_row else num_tokens for name, spec in self.specs.items()}
+        return {name: self._memory[name][:count] for name, count in counts.items()}
+
+    def write(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Takes a step's values in, by name; the tensors of the step. Nobody waits for the device."""
+        return {name: self._memory[name][: len(value)].copy_(value) for name, value in values.items()}
+
+    def pad(self, num_rows: int, padded_rows: int, query_len: int) -> None:
+        """Fills the entries of rows that pad a batch of rows of `query_len` tokens each."""
+        for name, spec in self.specs.items():
+            each = 1 if spec.is_per_row else query_len
+            self._memory[name][num_rows * each : padded_rows * each].fill_(spec.fill)

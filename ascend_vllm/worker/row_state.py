@@ -1,0 +1,59 @@
+"""The values of step state by row, and a step's tensors made of them. See `layers.step_state`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ascend_vllm.layers.step_state import StepState
+from ascend_vllm.types.step import NewRow
+from ascend_vllm.worker.ragged import Int64Array
+
+
+class RowState:
+    """A value of each slot's row for each tensor that layers declared.
+
+    Args:
+        state: of the model, when all layers have declared theirs.
+        num_slots: slots 0 … num_slots-1.
+    """
+
+    def __init__(self, state: StepState, num_slots: int) -> None:
+        self.state = state
+        # name → [num_slots, *shape]
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: torch.full((num_slots, *spec.shape), spec.fill, dtype=spec.dtype).numpy()
+            for name, spec in state.specs.items()
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer has declared anything."""
+        return not self._columns
+
+    def enter(self, row: NewRow) -> None:
+        """Takes the values that a row brings."""
+        for name, column in self._columns.items():
+            column[row.slot] = row.state.get(name, self.state.specs[name].fill)
+
+    def copy(self, sources: Int64Array, targets: Int64Array) -> None:
+        """Gives some slots the values of others."""
+        for column in self._columns.values():
+            column[targets] = column[sources]
+
+    def gather(self, slots: Int64Array, num_scheduled: Int64Array) -> dict[str, npt.NDArray[Any]]:
+        """The tensors of a step on the host, by name.
+
+        Args:
+            slots: [R].
+            num_scheduled: [R] tokens of each.
+        """
+        specs = self.state.specs
+        values = {name: column[slots] for name, column in self._columns.items()}
+        return {
+            name: value if specs[name].is_per_row else np.repeat(value, num_scheduled, axis=0)
+            for name, value in values.items()
+        }
