@@ -60,7 +60,7 @@ serve: build
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 # Both suites run, so that one round shows every failure. With ARGS a suite may have no test left (exit code 5).
-# --all, of test-all: every combination.
+# --all, of test-all: every combination. The digest says what the simulator's own tests have passed with.
 test-all: ALL := --all
 test test-all: build $(STAMPS)/test clients sim
 	@# trained before the tests, once: beside them its threads would wait for one another most of the time
@@ -68,6 +68,7 @@ test test-all: build $(STAMPS)/test clients sim
 	@cpu=0; npu=0; run() { echo "$$@"; "$$@"; }; \
 	run $(PYTEST_CPU) || cpu=$$?; \
 	run $(PYTEST_NPU) || npu=$$?; \
+	if [ "$$npu$(ALL)$(ARGS)" = 0--all ]; then run $(PY) tests/npu/simulator.py; fi; \
 	case "$$cpu $$npu" in "0 0"|"0 5"|"5 0") ;; *) exit 1 ;; esac
 
 # for a change in progress: parts that need no server, and of them the files that take little time

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.npu import simulator
+
 HERE = pathlib.Path(__file__).resolve().parent
 ON_SIMULATOR = importlib.util.find_spec("torch_npu") is not None
 
@@ -40,6 +42,28 @@ def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collec
         return _Elsewhere.from_parent(parent, path=module_path)
     _import_torch_npu()
     return None
+
+
+def _skips_own_tests(config: pytest.Config) -> bool:
+    """Whether the simulator's own tests are left out: what they depend on is as it was when they last passed."""
+    return not config.getoption("--all") and not simulator.has_changed()
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not ON_SIMULATOR or not _skips_own_tests(config):
+        return []
+    return [
+        "simulator operator tests skipped: csrc_ascend/sim and torch_npu unchanged since they last passed;"
+        " --all runs them"
+    ]
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    if collection_path.parent != HERE or collection_path.name not in simulator.OWN_TESTS:
+        return None
+    # whoever names a file wants it
+    is_named = any(collection_path.name in argument for argument in config.args)
+    return True if _skips_own_tests(config) and not is_named else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

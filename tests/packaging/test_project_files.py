@@ -16,6 +16,7 @@ import ascend_vllm
 from ascend_vllm.args.engine_args import EngineArgs, all_flags
 from ascend_vllm.args.fields import flags_of
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
+from tests.npu import simulator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ascend_vllm"
@@ -118,3 +119,13 @@ def test_make_knows_its_targets() -> None:
 def test_shell_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=30)
     assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_the_simulators_own_tests_use_nothing_of_the_package() -> None:
+    """They are not run again when only the package has changed."""
+    files = {*simulator.OWN_TESTS, *simulator.HELPERS}
+    for name in files:
+        text = (simulator.HERE / name).read_text(encoding="utf-8")
+        assert "ascend_vllm" not in text, name
+        imported = {f"{module}.py" for module in re.findall(r"from tests\.npu(?: import |\.)(\w+)", text)}
+        assert imported - {"simulator.py"} <= files, name
