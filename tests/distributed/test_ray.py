@@ -285,6 +285,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.exhaustive
 def test_four_workers_on_three_nodes_have_the_tokens_of_one_process(nodes: Nodes, odd_model: str, alone: LLM) -> None:
     """The last of the tests that count the cluster's CPUs: two of the workers share a node."""
     nodes.add(2)

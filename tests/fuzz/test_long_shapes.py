@@ -7,11 +7,13 @@ one. Meanwhile another process asks for /health and small completions.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import time
 import types
 import typing
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +57,11 @@ _BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"messages": _SAID},
     "/generate": {"prompt": "one two", "max_tokens": 2},
 }
+# endpoints whose bodies have fields in common, which the same code reads
+_ALIKE = (
+    ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations"),
+    ("/v1/messages", "/v1/messages/count_tokens"),
+)
 _SAME_ROUTE = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}
 
 
@@ -299,11 +306,32 @@ def check_reached(outcomes: Sequence[Outcome], endpoints: Sequence[str]) -> None
     assert wanted and wanted <= answered, wanted - answered
 
 
-def requests_to(fields: Sequence[Field], *, whole: bool) -> list[LongRequest]:
-    """For each place a value that fits and a costly one, or every costly one there is."""
+def one_of_those_alike(fields: Sequence[Field]) -> list[Field]:
+    """All places, but of those that endpoints of `_ALIKE` have in common one, of another endpoint each time."""
+    places: dict[Any, list[Field]] = collections.defaultdict(list)
+    for field in fields:
+        endpoint, *place = field.path
+        family = next((alike for alike in _ALIKE if endpoint in alike), endpoint)
+        places[family, *place, field.kind].append(field)
+    return [found[zlib.crc32(repr(place).encode()) % len(found)] for place, found in places.items()]
+
+
+def requests_to(fields: Sequence[Field], *, everywhere: bool, whole: bool) -> list[LongRequest]:
+    """For each place a value that fits and a costly one, or every costly one there is.
+
+    Args:
+        fields: the places.
+        everywhere: whether a place that several endpoints have gets the costly value at each of them.
+        whole: whether a place gets every costly value.
+    """
     sizes = (10 * SIZE, SIZE) if whole else (None,)
+    costly = {field.name for field in (fields if everywhere or whole else one_of_those_alike(fields))}
     return [
-        request for field in fields for size in sizes for request in requests_of(field, _BASES[field.path[0]], size)
+        request
+        for field in fields
+        for size in sizes
+        for request in requests_of(field, _BASES[field.path[0]], size)
+        if request.shape == "small" or field.name in costly
     ]
 
 
@@ -321,11 +349,12 @@ def requests_with_addresses(document: Schema) -> list[LongRequest]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["generate", "pooling"])
-def test_openai_server(kind: str, whole_product: bool) -> None:
+def test_openai_server(kind: str, whole_product: bool, runs_all: bool) -> None:
     flags = TOOLS if kind == "generate" else ["--runner", "pooling"]
     with running(OPENAI_SERVER, ["--model", tiny_model("qwen2"), *FLAGS, *NAME, *flags, *QUIET]) as server:
         document = httpx.get(f"{server.url}/openapi.json", timeout=30).json()
-        requests = requests_to(openai_fields(document), whole=whole_product) + requests_with_addresses(document)
+        requests = requests_to(openai_fields(document), everywhere=runs_all, whole=whole_product)
+        requests += requests_with_addresses(document)
         outcomes = attack(server, kind, requests)
     check_reached(outcomes, list(document["paths"]))
 
@@ -336,5 +365,5 @@ def test_generate_server(form: str, whole_product: bool) -> None:
     flags = ["--generate-format", form, "--disable-log-requests"]
     with running(GENERATE_SERVER, ["--model", tiny_model("qwen2"), *FLAGS, *flags]) as server:
         fields = struct_fields(SamplingParams if form == "vllm" else MindieRequest)
-        outcomes = attack(server, "plain", requests_to(fields, whole=whole_product))
+        outcomes = attack(server, "plain", requests_to(fields, everywhere=True, whole=whole_product))
     check_reached(outcomes, ["/generate"])
