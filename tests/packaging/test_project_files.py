@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 
 import pytest
+import yaml
 
 import ascend_vllm
 from ascend_vllm.args.engine_args import EngineArgs, all_flags
@@ -113,6 +114,29 @@ def test_make_knows_its_targets() -> None:
     shown = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     for target in ("serve", "test", "test-all", "test-fast", "test-asan", "test-tsan", "lint", "build", "clean"):
         assert f"make {target}" in shown.stdout
+
+
+# where the names of files in these pages begin
+BASES = (ROOT, PACKAGE, ROOT / "csrc_ascend", ROOT / "docs")
+
+
+@pytest.mark.parametrize(
+    "page", ["CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/adding_*.md"))]
+)
+def test_recipes_name_files_that_exist(page: str) -> None:
+    """Names with a directory, such as `args/fields.py`, between backquotes."""
+    names = set(re.findall(r"`([\w.-]+/[\w./-]*\w+/?)`", (ROOT / page).read_text(encoding="utf-8")))
+    assert len(names) >= 4
+    # what a build makes is not there in a fresh clone
+    built = {name for name in names if name.startswith("build/")}
+    assert [name for name in sorted(names - built) if not any((base / name).exists() for base in BASES)] == []
+
+
+def test_commits_are_checked_as_make_lint_does() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    shown = subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert [hook["entry"] for hook in hooks if hook["entry"] not in shown.stdout] == []
+    assert len(hooks) == shown.stdout.count("check .venv/")
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/create_venv.sh"])
