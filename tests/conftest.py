@@ -73,7 +73,9 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     most = config.getoption("--file-seconds")
     if most is None or not collection_path.name.startswith("test_") or collection_path.is_dir():
         return None
-    return True if _seconds_of_file(collection_path.relative_to(ROOT).as_posix()) > most else None
+    name = collection_path.relative_to(ROOT).as_posix()
+    # whoever names a file wants it
+    return True if _seconds_of_file(name) > most and name not in config.args else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
