@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import pathlib
 import time
 import types
 import typing
@@ -202,13 +203,17 @@ def limit_memory(server: Server) -> None:
 
 
 def memory_mb(server: Server) -> float:
-    """What the server's processes hold, shared pages divided."""
+    """What the server's processes hold beside files, shared pages divided.
+
+    How pages of files are divided depends on the other programs of this machine that have loaded torch.
+    """
     total = 0.0
     for process in [psutil.Process(server.process.pid), *server.children()]:
         # one for grammars may end at any moment
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_full_info().pss
-    return total / 1e6
+        with contextlib.suppress(OSError):
+            rollup = pathlib.Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss_Anon:"))
+    return total / 1e3
 
 
 def check_pauses(quiet: Probe, probe: Probe, outcomes: Sequence[Outcome]) -> list[str]:
