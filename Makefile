@@ -8,7 +8,7 @@ PORT ?= 8000
 MODEL ?= demo
 # tests run side by side, those of a file one after another
 TEST_WORKERS ?= 2
-FAST_TESTS := $(addprefix tests/,architecture/test_layers.py config core engine layers ops packaging platforms worker)
+FAST_TESTS := $(addprefix tests/,architecture/test_layers.py config core engine layers ops packaging/test_project_files.py platforms worker)
 # more flags of the server, or of pytest:  make serve ARGS="--max-num-seqs 64"   make test ARGS="-k scheduler"
 ARGS ?=
 
