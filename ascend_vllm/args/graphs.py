@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.config.graphs import GraphConfig, GraphMode, adjusted_gears, default_gears, parse_gears
+from ascend_vllm.config.graphs import (
+    GraphConfig,
+    GraphMode,
+    default_capture_sizes,
+    fit_capture_sizes,
+    parse_capture_sizes,
+)
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 
@@ -39,15 +45,15 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
             logger.warning("--max-seq-len-to-capture has no effect: %s", reason)
         return GraphConfig(GraphMode.RECORDED) if is_cpu and _may_record(config) else GraphConfig()
     mode = GraphMode.COMPILED if asks else GraphMode.CAPTURED
-    gears = _resolve_gears(config.scheduler.max_num_seqs, asks=asks)
+    sizes = _resolve_capture_sizes(config.scheduler.max_num_seqs, asks=asks)
     max_seq_len = min(max_seq_len_to_capture, config.scheduler.max_model_len)
     logger.info(
         "Decoding replays %s graphs of %s sequences of up to %d tokens; --enforce-eager turns this off",
         mode.value,
-        ", ".join(map(str, gears)),
+        ", ".join(map(str, sizes)),
         max_seq_len,
     )
-    return GraphConfig(mode, gears, max_seq_len)
+    return GraphConfig(mode, sizes, max_seq_len)
 
 
 def _may_record(config: EngineConfig) -> bool:
@@ -101,18 +107,18 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
     return f"the attention operators of {flash} cannot be replayed" if flash else None
 
 
-def _resolve_gears(max_num_seqs: int, *, asks: bool) -> tuple[int, ...]:
+def _resolve_capture_sizes(max_num_seqs: int, *, asks: bool) -> tuple[int, ...]:
     text = envs.torchair_decode_gear_list()
     if not (asks and envs.torchair_decode_gear_enable()):
         if text:
             missing = f"{GEAR_ENABLE}=1" if asks else "INFER_MODE=PTA"
             logger.warning("%s=%s has no effect without %s", GEAR_LIST, text, missing)
-        return default_gears(max_num_seqs)
+        return default_capture_sizes(max_num_seqs)
     if not text:
-        gears = default_gears(max_num_seqs)
-        logger.info("%s is not set; decoding gears: %s", GEAR_LIST, ", ".join(map(str, gears)))
-        return gears
-    gears, changes = adjusted_gears(parse_gears(text, GEAR_LIST), max_num_seqs)
+        sizes = default_capture_sizes(max_num_seqs)
+        logger.info("%s is not set; capture sizes: %s", GEAR_LIST, ", ".join(map(str, sizes)))
+        return sizes
+    sizes, changes = fit_capture_sizes(parse_capture_sizes(text, GEAR_LIST), max_num_seqs)
     adjustments = f" ({'; '.join(changes)})" if changes else ""
-    logger.info("%s=%s; decoding gears: %s%s", GEAR_LIST, text, ", ".join(map(str, gears)), adjustments)
-    return gears
+    logger.info("%s=%s; capture sizes: %s%s", GEAR_LIST, text, ", ".join(map(str, sizes)), adjustments)
+    return sizes

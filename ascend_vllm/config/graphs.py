@@ -1,6 +1,6 @@
-"""The section of captured graphs, and the gears they are captured for.
+"""The configuration of decoding graphs, and their capture sizes.
 
-A gear is a number of rows that a decoding graph computes. Fewer rows run in the next larger gear, padded.
+A capture size is the number of rows of a graph. Smaller batches are padded to the next larger size.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import msgspec
 
 from ascend_vllm.errors import ConfigError
 
-# a gear of one row is not captured: padding one row to two costs nothing, and compilers treat a size of 1 apart
-SMALLEST_GEAR = 2
+# size 1 is not captured: padding one row to two costs nothing, and compilers specialise dimensions of size 1
+MIN_CAPTURE_SIZE = 2
 
 
 class GraphMode(enum.StrEnum):
@@ -21,40 +21,40 @@ class GraphMode(enum.StrEnum):
 
     # operator by operator
     EAGER = "eager"
-    # replays of what was captured at start
+    # graphs captured at start
     CAPTURED = "captured"
-    # replays of what was recorded when a step of so many rows came first; on CPU
+    # tapes, recorded by the first step with a number of rows; on CPU
     RECORDED = "recorded"
-    # replays of what torchair compiled and keeps on disk
+    # graphs compiled by torchair and cached on disk
     COMPILED = "compiled"
 
 
 class GraphConfig(msgspec.Struct, frozen=True):
-    """Whether decoding replays graphs.
+    """How decoding steps are launched.
 
     Attributes:
-        mode: how decoding steps are launched.
-        gears: rows of each graph, ascending; empty if there are none.
-        max_seq_len: tokens of the longest sequence that is decoded in a graph; steps with a longer one run eager.
-        query_lens: tokens that each row of a decoding step computes: 1, and as many as a row with drafts has. There
-            is a graph for each pair of gear and query length; also tapes are recorded for these alone.
+        mode: by graphs, tapes or operators.
+        capture_sizes: rows of each graph, ascending; empty: there are no graphs.
+        max_seq_len: maximum length of sequences in a graph; steps with a longer one run eagerly.
+        query_lens: tokens per row of a decoding step: 1, and with drafts also that of a row with drafts.
+            There is a graph for each pair of capture size and query length; tapes are recorded for no other lengths.
     """
 
     mode: GraphMode = GraphMode.EAGER
-    gears: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
     max_seq_len: int = 0
     query_lens: tuple[int, ...] = (1,)
 
 
-def parse_gears(text: str, name: str) -> tuple[int, ...]:
-    """A list such as "2,4,6,8,16,32".
+def parse_capture_sizes(text: str, name: str) -> tuple[int, ...]:
+    """Parses a list such as "2,4,6,8,16,32".
 
     Args:
         text: numbers above 0, separated by commas, in any order.
-        name: where it stands, for the text of an error.
+        name: of the variable, for error messages.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is not such a list.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -62,32 +62,32 @@ def parse_gears(text: str, name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def default_gears(max_num_seqs: int) -> tuple[int, ...]:
-    """Powers of two up to the most rows of a step, which is the last one."""
+def default_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Powers of two up to the maximum rows of a step, and that maximum."""
     powers = (1 << exponent for exponent in range(1, max_num_seqs.bit_length()))
-    return tuple(sorted({*powers, max(max_num_seqs, SMALLEST_GEAR)}))
+    return tuple(sorted({*powers, max(max_num_seqs, MIN_CAPTURE_SIZE)}))
 
 
-def adjusted_gears(gears: Sequence[int], max_num_seqs: int) -> tuple[tuple[int, ...], list[str]]:
-    """Fits a list of gears to the most rows of a step, as Ascend-vLLM 0.6.3 does: that is the largest gear.
+def fit_capture_sizes(sizes: Sequence[int], max_num_seqs: int) -> tuple[tuple[int, ...], list[str]]:
+    """Makes the maximum rows of a step the largest of a list of sizes, as Ascend-vLLM 0.6.3 does.
 
     Args:
-        gears: each 1 or more.
-        max_num_seqs: the most rows.
+        sizes: each 1 or more.
+        max_num_seqs: maximum rows of a step.
 
     Returns:
-        The gears, ascending, and a sentence for each thing that was changed.
+        The sizes, ascending, and a description of each change.
 
     Example:
-        >>> adjusted_gears([2, 4, 8, 32], 10)[0]
+        >>> fit_capture_sizes([2, 4, 8, 32], 10)[0]
         (2, 4, 8, 10)
     """
-    largest = max(max_num_seqs, SMALLEST_GEAR)
-    kept = sorted({gear for gear in gears if SMALLEST_GEAR <= gear <= largest})
+    largest = max(max_num_seqs, MIN_CAPTURE_SIZE)
+    kept = sorted({size for size in sizes if MIN_CAPTURE_SIZE <= size <= largest})
     changes = []
-    if any(gear < SMALLEST_GEAR for gear in gears):
-        changes.append(f"gear 1 is left out, single sequences run in gear {kept[0] if kept else largest}")
-    too_large = sorted({gear for gear in gears if gear > largest})
+    if any(size < MIN_CAPTURE_SIZE for size in sizes):
+        changes.append(f"1 left out, single sequences are padded to {kept[0] if kept else largest}")
+    too_large = sorted({size for size in sizes if size > largest})
     if too_large:
         changes.append(f"{_listed(too_large)} left out, above --max-num-seqs {max_num_seqs}")
     if largest not in kept:
@@ -96,5 +96,5 @@ def adjusted_gears(gears: Sequence[int], max_num_seqs: int) -> tuple[tuple[int, 
     return tuple(kept), changes
 
 
-def _listed(gears: Sequence[int]) -> str:
-    return ", ".join(map(str, gears))
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,9 +1,9 @@
-"""Decoding by compiled graphs: one function for each shape, made by the platform's compiler and kept on disk.
+"""Decoding by compiled graphs: one function per shape, made by the platform's compiler and cached on disk.
 
-They take the place of captured graphs, see `worker.graph_runner`: the same shapes, buffers and padding. What is
-compiled takes the rows' lengths as a list of integers, which the compiler treats as variables.
+They have the same shapes, buffers and padding as captured graphs, see `worker.graph_runner`. Compiled functions take
+the rows' lengths as a list of integers, which the compiler treats as variables.
 
-Letters: G rows of the largest gear, g of the gear at hand, q tokens of each row, R rows of a step, T tokens,
+Letters: G largest capture size, g capture size of a graph, q its tokens per row, R rows of a step, T tokens,
 B blocks, H hidden size.
 """
 
@@ -36,19 +36,19 @@ logger = init_logger(__name__)
 # input_ids, positions, slot_mapping, block_table, seq_lens, lengths → [g*q, H]
 Compiled = Callable[..., torch.Tensor]
 
-# lengths to compile with: all different, and none that compilers take for a constant
+# lengths to compile with: all different, and none that compilers would treat as a constant, such as 0 and 1
 _FIRST_LENGTH = 3
 
 
 class _DecodeModule(torch.nn.Module):
-    """What is compiled; compilers that keep their results take methods of modules only.
+    """The module whose method is compiled; compilers that cache their results accept methods of modules only.
 
     Args:
         model: on the device.
         backend: computes attention.
         kv_caches: one per layer.
         shape: g and q.
-        inputs: have what does not change from step to step.
+        inputs: hold the tensors that do not change from step to step.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class _DecodeModule(torch.nn.Module):
         inputs: StaticInputs,
     ) -> None:
         super().__init__()
-        self.gear, self.query_len = shape
+        self.size, self.query_len = shape
         self.model = model
-        # without the decorators that a compiler does not see through
+        # without decorators, which compilers cannot trace
         self.model_forward = inspect.unwrap(type(model).forward)
         self.backend = backend
         self.kv_caches = kv_caches
         batch = inputs.batch(*shape)
         self.query_start = batch.query_start
         self.logits_indices = batch.logits_indices
-        # views of fixed memory: what a step writes there is read where it is
+        # views of fixed memory, which each step writes
         self.state = batch.state
 
     def extra_repr(self) -> str:
-        """Tells shapes apart: the compiler names files by this."""
-        return f"gear={self.gear}, query_len={self.query_len}"
+        """Distinguishes shapes: the compiler names files by this."""
+        return f"gear={self.size}, query_len={self.query_len}"
 
 
 def _decode(
@@ -95,7 +95,7 @@ def _decode(
         seq_lens=seq_lens,
         block_table=block_table,
         logits_indices=self.logits_indices,
-        # arrays would become constants; what they hold is in `lengths`
+        # arrays would become constants; their values are in `lengths`
         query_start_np=cast(Any, None),
         seq_lens_np=cast(Any, None),
         max_query_len=self.query_len,
@@ -108,8 +108,8 @@ def _decode(
 
 
 def _method_of(module: _DecodeModule) -> types.MethodType:
-    """`_decode` for a shape, with code of its own: a compiler keeps one result for each code object."""
-    name = f"decode_{module.gear}x{module.query_len}"
+    """`_decode` for a shape, with its own code object, since the compiler caches one result per code object."""
+    name = f"decode_{module.size}x{module.query_len}"
     code = _decode.__code__.replace(co_name=name, co_qualname=name)
     return types.MethodType(types.FunctionType(code, globals(), name), module)
 
@@ -118,14 +118,14 @@ class CompiledRunner:
     """Computes decoding steps by compiled graphs.
 
     Args:
-        config: gears, query lengths, and the longest sequence that graphs serve.
+        config: capture sizes, query lengths, and the maximum length of sequences in a graph.
         model: on `device`.
         backend: computes attention.
         kv_caches: one per layer, made by the backend.
         compiler: of the platform.
-        cache: where results are kept.
+        cache: directory of the compiled functions.
         block_size: tokens of a KV block.
-        device: where everything computes.
+        device: of the model.
         step_state: of the model.
     """
 
@@ -141,24 +141,26 @@ class CompiledRunner:
         device: torch.device,
         step_state: StepState,
     ) -> None:
-        self._gears = config.gears
+        self._capture_sizes = config.capture_sizes
         self._query_lens = config.query_lens
         self._max_seq_len = config.max_seq_len
         self._compiler = compiler
         self._cache = cache
         num_blocks = -(-config.max_seq_len // block_size)
-        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, step_state, config.query_lens)
+        self._inputs = StaticInputs(config.capture_sizes[-1], num_blocks, device, step_state, config.query_lens)
         self._modules = {
             shape: _DecodeModule(model, backend, kv_caches, shape, self._inputs)
-            for shape in sorted(itertools.product(config.gears, config.query_lens), key=math.prod, reverse=True)
+            for shape in sorted(
+                itertools.product(config.capture_sizes, config.query_lens), key=math.prod, reverse=True
+            )
         }
         self._compiled: dict[Shape, Compiled] = {}
 
     def capture(self) -> None:
-        """Compiles what is not on disk, loads the rest, and captures the graph of each shape.
+        """Compiles the functions that are not cached, loads the others, and captures the graph of each shape.
 
         Raises:
-            ConfigError: the model does not compile, or the device refuses a graph.
+            ConfigError: the model cannot be compiled, or a graph cannot be captured.
         """
         start = time.monotonic()
         reused = self._cache.prepare()
@@ -173,7 +175,7 @@ class CompiledRunner:
                 except (RuntimeError, AssertionError) as error:
                     raise ConfigError(
                         f"INFER_MODE=PTA: the decoding graph of {shape[0]} sequences cannot be compiled: {error}. "
-                        "Unset INFER_MODE, use smaller gears or set --enforce-eager."
+                        "Unset INFER_MODE, use smaller capture sizes or set --enforce-eager."
                     ) from error
         self._cache.keep()
         what = "Loaded" if reused else "Compiled"
@@ -182,30 +184,30 @@ class CompiledRunner:
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """See `GraphRunner.run`."""
         shape = shape_of(batch, self._query_lens)
-        if shape is None or shape[0] > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
+        if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
             return None
         num_rows, query_len = shape
-        gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
-        self._inputs.fill(batch, gear)
-        shape, lengths = (gear, query_len), padded_lens(batch, gear)
+        size = self._capture_sizes[bisect.bisect_left(self._capture_sizes, num_rows)]
+        self._inputs.fill(batch, size)
+        shape, lengths = (size, query_len), padded_lens(batch, size)
         return self._compiled[shape](*self._arguments(shape), lengths)[: num_rows * query_len]
 
     def _load(self, shape: Shape) -> Compiled:
         return self._compiler.compile(_method_of(self._modules[shape]), self._cache.directory)
 
     def _compile(self, shape: Shape) -> None:
-        """Writes a shape's result to disk.
+        """Compiles the function of a shape and writes it to disk.
 
-        What did the compiling is dropped: it checks in each call that nothing has changed, and compiles again if a
-        length is one that it takes for a constant. What is loaded does neither.
+        The function that was just compiled is discarded: each call would check its guards and compile again for
+        lengths that it treats as constants. Functions loaded from disk do neither.
         """
         self._first_call(shape, self._load(shape))
         self._compiler.reset()
 
     def _first_call(self, shape: Shape, compiled: Compiled) -> None:
-        gear, query_len = shape
+        size, query_len = shape
         first = _FIRST_LENGTH + query_len - 1
-        compiled(*self._arguments(shape), list(range(first, first + gear)))
+        compiled(*self._arguments(shape), list(range(first, first + size)))
 
     def _arguments(self, shape: Shape) -> list[torch.Tensor]:
         batch = self._inputs.batch(*shape)

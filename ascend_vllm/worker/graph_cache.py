@@ -43,7 +43,7 @@ def fingerprint(config: EngineConfig, backend: AttentionBackend, versions: Mappi
         "--max-model-len": str(model.max_model_len),
         "--block-size": str(config.cache.block_size),
         "KV cache dtype": ", ".join(sorted({spec.dtype for spec in kv_cache_specs(model, config.cache)})),
-        "gears": ",".join(map(str, graphs.gears)),
+        "gears": ",".join(map(str, graphs.capture_sizes)),
         "tokens of a row": ",".join(map(str, graphs.query_lens)),
         "--max-seq-len-to-capture": str(graphs.max_seq_len),
         "--tensor-parallel-size": str(config.parallel.tensor_parallel_size),

@@ -1,12 +1,12 @@
-"""Decoding by graphs: what a step launches is captured once for each shape and replayed, padded, from then on.
+"""Decoding by captured graphs: a step is captured once per shape and then replayed with padding.
 
-A shape is a gear, which is a number of rows, and a query length: tokens that each of the rows computes, 1 unless rows
-have drafts. All graphs read the same static buffers, of which a smaller gear takes the front, so that
-a step is brought in by a few copies. A row that pads a batch computes tokens that nobody reads: they are stored
-nowhere and see a few tokens of the cache's first block.
+A shape is a capture size, which is a number of rows, and a query length: the tokens that each row computes, 1 unless
+rows have drafts. All graphs read the same static buffers, of which smaller sizes use the first rows, so that a step
+needs only a few copies. A padding row computes unused tokens, whose KV is not stored; they attend to the first tokens
+of the cache's first block.
 
-Letters: G rows of the largest gear, g of the gear at hand, R rows of a step, Q longest query, q the query length at
-hand, B most blocks of a row in a graph, H hidden size.
+Letters: G largest capture size, g capture size of a graph, R rows of a step, Q largest query length, q query length
+of a graph, B maximum blocks of a row in a graph, H hidden size.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ logger = init_logger(__name__)
 # batch → [T, H] of its tokens
 Forward = Callable[[ForwardBatch], torch.Tensor]
 
-# rows, and tokens of each
+# rows, and tokens per row
 Shape = tuple[int, int]
 
-# where the token of a row that pads is stored: nowhere
+# KV slot of padding tokens: not stored
 _NOWHERE = -1
 
 
 def padded_len(query_len: int) -> int:
-    """Tokens of a row that pads. With more than one of its own, some are before them, as in a row with drafts."""
+    """Length of a padding row, in tokens. With drafts it has one computed token before its query, as real rows do."""
     return query_len if query_len == 1 else query_len + 1
 
 
 def shape_of(batch: ForwardBatch, query_lens: Sequence[int]) -> Shape | None:
-    """Rows and query length of a step that graphs of some query lengths may serve; None: its rows are not alike.
+    """Rows and query length of a step, if graphs of these query lengths can compute it; otherwise None.
 
-    A prompt that begins is not decoded, however short it is.
+    All rows must have the same query length. The first chunk of a prompt is not a decoding step, however short it is.
     """
     num_rows, query_len = len(batch.seq_lens_np), batch.max_query_len
     if query_len == 1:
@@ -66,7 +66,7 @@ class StaticInputs:
         num_rows: G.
         num_blocks: B.
         device: of the buffers.
-        step_state: of the model; a step has written its own before it comes here.
+        step_state: of the model; each step writes its values before `fill`.
         query_lens: of the graphs, 1 among them.
     """
 
@@ -102,30 +102,30 @@ class StaticInputs:
         """B."""
         return self.block_table.shape[1]
 
-    def batch(self, gear: int, query_len: int = 1) -> ForwardBatch:
-        """The batch that a shape computes: views of the buffers, each row with the shortest length there is."""
-        num_tokens, seq_len = gear * query_len, padded_len(query_len)
+    def batch(self, size: int, query_len: int = 1) -> ForwardBatch:
+        """The batch of a shape: views of the buffers, with rows of the minimum length."""
+        num_tokens, seq_len = size * query_len, padded_len(query_len)
         return ForwardBatch(
             input_ids=self.input_ids[:num_tokens],
             positions=self.positions[:num_tokens],
             slot_mapping=self.slot_mapping[:num_tokens],
-            query_start=self._query_start[query_len][: gear + 1],
-            seq_lens=self.seq_lens[:gear],
-            block_table=self.block_table[:gear],
+            query_start=self._query_start[query_len][: size + 1],
+            seq_lens=self.seq_lens[:size],
+            block_table=self.block_table[:size],
             logits_indices=self._indices[:num_tokens],
-            query_start_np=self._query_start_np[query_len][: gear + 1],
-            seq_lens_np=np.full(gear, seq_len, np.int32),
+            query_start_np=self._query_start_np[query_len][: size + 1],
+            seq_lens_np=np.full(size, seq_len, np.int32),
             max_query_len=query_len,
             max_seq_len=seq_len,
-            state=self._step_state.views(gear, num_tokens),
+            state=self._step_state.views(size, num_tokens),
         )
 
-    def fill(self, batch: ForwardBatch, gear: int) -> None:
-        """Brings a step in.
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """Copies a step into the buffers, and pads it.
 
         Args:
-            batch: R rows of as many tokens each, a query length of the graphs.
-            gear: g, R or more.
+            batch: R rows with the same query length, one of the graphs'.
+            size: g, R or more.
         """
         num_rows, width = batch.block_table.shape
         query_len = batch.max_query_len
@@ -134,25 +134,25 @@ class StaticInputs:
         self.positions[:num_tokens].copy_(batch.positions)
         self.slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self.seq_lens[:num_rows].copy_(batch.seq_lens)
-        # behind a row's blocks there may be those of a step before: nothing reads them
+        # after a row's blocks there may be blocks of an earlier step: they are not read
         self.block_table[:num_rows, :width].copy_(batch.block_table)
-        if gear > num_rows:
-            self.positions[num_tokens : gear * query_len].zero_()
-            self.slot_mapping[num_tokens : gear * query_len].fill_(_NOWHERE)
-            self.seq_lens[num_rows:gear].fill_(padded_len(query_len))
-            self.block_table[num_rows:gear, :1].zero_()
-            self._step_state.pad(num_rows, gear, query_len)
+        if size > num_rows:
+            self.positions[num_tokens : size * query_len].zero_()
+            self.slot_mapping[num_tokens : size * query_len].fill_(_NOWHERE)
+            self.seq_lens[num_rows:size].fill_(padded_len(query_len))
+            self.block_table[num_rows:size, :1].zero_()
+            self._step_state.pad(num_rows, size, query_len)
 
 
-def padded_lens(batch: ForwardBatch, gear: int) -> list[int]:
-    """[g] tokens of each row with this step's, padding included: on the host, for operators that want them there."""
-    return [*batch.seq_lens_np.tolist(), *[padded_len(batch.max_query_len)] * (gear - len(batch.seq_lens_np))]
+def padded_lens(batch: ForwardBatch, size: int) -> list[int]:
+    """[g] length of each row with this step's tokens, and of padding rows, on the host."""
+    return [*batch.seq_lens_np.tolist(), *[padded_len(batch.max_query_len)] * (size - len(batch.seq_lens_np))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Captured:
+class _CapturedGraph:
     graph: DeviceGraph
-    # [g*q, H]: what every replay writes
+    # [g*q, H], written by replays
     hidden: torch.Tensor
 
 
@@ -160,12 +160,12 @@ class GraphRunner:
     """Replays captured graphs for decoding steps.
 
     Args:
-        config: gears, query lengths, and the longest sequence that graphs serve.
-        backend: of the captured attention.
-        forward: what is captured.
+        config: capture sizes, query lengths, and the maximum length of sequences in a graph.
+        backend: computes attention.
+        forward: the function to capture.
         recorder: captures it.
         block_size: tokens of a KV block.
-        device: where everything computes.
+        device: of the model.
         step_state: of the model.
     """
 
@@ -179,42 +179,42 @@ class GraphRunner:
         device: torch.device,
         step_state: StepState,
     ) -> None:
-        self._gears = config.gears
+        self._capture_sizes = config.capture_sizes
         self._query_lens = config.query_lens
         self._max_seq_len = config.max_seq_len
         self._backend = backend
         self._forward = forward
         self._recorder = recorder
         num_blocks = -(-config.max_seq_len // block_size)
-        self._inputs = StaticInputs(config.gears[-1], num_blocks, device, step_state, config.query_lens)
-        # the one that computes most tokens first
-        self._shapes = sorted(itertools.product(config.gears, config.query_lens), key=math.prod, reverse=True)
-        self._captured: dict[Shape, _Captured] = {}
+        self._inputs = StaticInputs(config.capture_sizes[-1], num_blocks, device, step_state, config.query_lens)
+        # in descending order of their tokens
+        self._shapes = sorted(itertools.product(config.capture_sizes, config.query_lens), key=math.prod, reverse=True)
+        self._captured: dict[Shape, _CapturedGraph] = {}
 
     def capture(self, *, only_largest: bool = False) -> None:
-        """Captures the graphs, the largest first, so that the others fit in the memory it took.
+        """Captures the graphs, the largest first, so that the others fit in its memory.
 
         Args:
-            only_largest: for who wants to know that memory.
+            only_largest: to measure that memory.
 
         Raises:
-            ConfigError: the device refuses one.
+            ConfigError: a graph cannot be captured.
         """
         start = time.monotonic()
         shapes = self._shapes[:1] if only_largest else self._shapes
         for shape in tqdm.tqdm(shapes, desc="Capturing graphs", unit="graph", disable=only_largest):
             try:
-                self._captured[shape] = self._capture_shape(shape)
+                self._captured[shape] = self._capture_graph(shape)
             except RuntimeError as error:
                 raise ConfigError(
                     f"The decoding graph of {shape[0]} sequences cannot be captured: {error}. Use fewer or smaller "
-                    "gears, a smaller --max-num-seqs or --gpu-memory-utilization, or --enforce-eager."
+                    "capture sizes, a smaller --max-num-seqs or --gpu-memory-utilization, or --enforce-eager."
                 ) from error
         if not only_largest:
             logger.info("Captured %d graphs in %.2f s", len(shapes), time.monotonic() - start)
 
     def output_bytes(self) -> int:
-        """Bytes that all graphs but the largest return, judged by the largest."""
+        """Size of the outputs of all graphs but the largest, in bytes."""
         row = self._captured[self._shapes[0]].hidden[0]
         return sum(map(math.prod, self._shapes[1:])) * row.nbytes
 
@@ -222,28 +222,28 @@ class GraphRunner:
         """Computes a decoding step by a graph.
 
         Returns:
-            [R*q, H], valid until the next run; None if no graph serves the step: it has prompts, more rows than the
-            largest gear or a sequence that is too long.
+            [R*q, H], valid until the next run; None if there is no graph for the step: it has prompts, more rows than
+            the largest size or a sequence that is too long.
         """
         shape = shape_of(batch, self._query_lens)
-        if shape is None or shape[0] > self._gears[-1] or batch.max_seq_len > self._max_seq_len:
+        if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
             return None
         num_rows, query_len = shape
-        gear = self._gears[bisect.bisect_left(self._gears, num_rows)]
-        captured = self._captured[gear, query_len]
-        self._inputs.fill(batch, gear)
-        captured.graph.replay(self._host_arguments(padded_lens(batch, gear), query_len))
+        size = self._capture_sizes[bisect.bisect_left(self._capture_sizes, num_rows)]
+        captured = self._captured[size, query_len]
+        self._inputs.fill(batch, size)
+        captured.graph.replay(self._host_arguments(padded_lens(batch, size), query_len))
         return captured.hidden[: num_rows * query_len]
 
-    def _capture_shape(self, shape: Shape) -> _Captured:
+    def _capture_graph(self, shape: Shape) -> _CapturedGraph:
         batch = self._inputs.batch(*shape)
-        # padding, whatever a step has left there
+        # earlier steps may have left other lengths
         self._inputs.seq_lens.fill_(batch.max_seq_len)
-        # what is made once, in the first call of an operator, must not become part of the graph
+        # initialisation in the first call of an operator must not become part of the graph
         self._forward(batch)
         outputs: list[torch.Tensor] = []
         graph = self._recorder.capture(lambda: outputs.append(self._forward(batch)))
-        return _Captured(graph, outputs[0])
+        return _CapturedGraph(graph, outputs[0])
 
     def _host_arguments(self, seq_lens: list[int], query_len: int) -> Mapping[str, list[int]]:
         arguments = self._backend.replay_arguments(seq_lens, query_len)

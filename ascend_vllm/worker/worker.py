@@ -171,7 +171,7 @@ class Worker:
     def _make_step_state(self) -> StepState:
         """Where layers may declare tensors with room for any step, or any graph's padded batch."""
         scheduler, graphs = self._config.scheduler, self._config.graphs
-        num_rows = max(scheduler.max_num_seqs, *graphs.gears, 0)
+        num_rows = max(scheduler.max_num_seqs, *graphs.capture_sizes, 0)
         num_tokens = max(scheduler.max_num_batched_tokens, num_rows * max(graphs.query_lens))
         return StepState(num_tokens, num_rows, self._device)
 

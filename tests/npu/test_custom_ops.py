@@ -220,7 +220,7 @@ def test_graphs_decode_with_them(use: Use) -> None:
     answers = []
     for enforce_eager in (True, False):
         use("all", **PRECISE)
-        engine = make_engine(enforce_eager=enforce_eager, gears=(3,), max_num_seqs=3)
+        engine = make_engine(enforce_eager=enforce_eager, capture_sizes=(3,), max_num_seqs=3)
         with traced() as calls:
             answers.append(generate(engine, PROMPTS[:2], max_tokens=5, repetition_penalty=1.2))
         names = [call["op"] for call in calls]

@@ -36,7 +36,7 @@ def make_config(**options: Any) -> EngineConfig:
     graphs = msgspec.structs.replace(config.graphs, query_lens=(1, 1 + NUM_DRAFTS))
     if graphs.mode == GraphMode.COMPILED:
         # compiling is what costs time
-        graphs = msgspec.structs.replace(graphs, gears=(4,))
+        graphs = msgspec.structs.replace(graphs, capture_sizes=(4,))
     return msgspec.structs.replace(config, graphs=graphs)
 
 

@@ -70,10 +70,12 @@ def make_config(model: str = MODEL, **changes: Any) -> EngineConfig:
     ).create_engine_config()
 
 
-def make_engine(model: str = MODEL, gears: tuple[int, ...] | None = None, **changes: Any) -> LLMEngine:
+def make_engine(model: str = MODEL, capture_sizes: tuple[int, ...] | None = None, **changes: Any) -> LLMEngine:
     config = make_config(model, **changes)
-    if gears is not None:
-        config = msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, gears=gears))
+    if capture_sizes is not None:
+        config = msgspec.structs.replace(
+            config, graphs=msgspec.structs.replace(config.graphs, capture_sizes=capture_sizes)
+        )
     return LLMEngine(config)
 
 
@@ -117,7 +119,7 @@ def test_tokens_are_those_of_eager_steps(eager_answers: list[tuple[int, ...]], n
         engine = make_engine(num_scheduler_steps=num_scheduler_steps, async_scheduling=True)
     # of what is captured, among others
     assert layer_kernels(calls) >= FAST_KERNELS
-    # rows in full gears, then ends of different times, so that batches shrink through padded ones
+    # batches of capture sizes, then rows end one after the other, so that batches are padded
     assert generate(engine) == eager_answers
     assert generate(engine, PROMPTS[:1]) == eager_answers[:1]
     assert generate(engine, PROMPTS[1:4]) == eager_answers[1:4]
@@ -150,8 +152,8 @@ def test_decoding_replays() -> None:
     assert decode_step_launches(make_engine(enforce_eager=True), PROMPTS[:3]) == [True]
 
 
-def test_more_rows_than_the_largest_gear_run_eager(eager_answers: list[tuple[int, ...]]) -> None:
-    engine = make_engine(gears=(2, 3))
+def test_more_rows_than_the_largest_size_run_eager(eager_answers: list[tuple[int, ...]]) -> None:
+    engine = make_engine(capture_sizes=(2, 3))
     assert decode_step_launches(engine, PROMPTS[:4]) == [True]
     assert decode_step_launches(engine, PROMPTS[:3]) == [False]
     assert generate(engine) == eager_answers
@@ -238,11 +240,11 @@ def config_of(hf_config: dict[str, Any], directory: pathlib.Path, **options: Any
 def test_experts_and_several_steps_are_refused_at_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    """Before anything is said of graphs or gears, let alone made."""
+    """Before anything is logged about graphs."""
     monkeypatch.setenv("INFER_MODE", "PTA")
     with pytest.raises(ConfigError, match="--num-scheduler-steps above 1 for models with experts"):
         config_of(QWEN2_57B, tmp_path, num_scheduler_steps=8)
-    assert not [name for name in ("graph", "gear") if name in log.text]
+    assert not [name for name in ("graph", "capture") if name in log.text]
     assert config_of(QWEN2_57B, tmp_path).graphs.mode == GraphMode.COMPILED
     assert "Decoding replays compiled graphs" in log.text
     assert config_of(QWEN2_7B, tmp_path, num_scheduler_steps=8).graphs.mode == GraphMode.COMPILED
@@ -304,8 +306,8 @@ def modules_in(cache: pathlib.Path) -> dict[str, int]:
 def test_compiled_graphs_are_kept(
     cache: pathlib.Path, eager_answers: list[tuple[int, ...]], log: pytest.LogCaptureFixture
 ) -> None:
-    """One gear only: compiling is what costs time here."""
-    options: dict[str, Any] = {"gears": (2,), "max_seq_len_to_capture": 24}
+    """With one capture size, since compiling is slow."""
+    options: dict[str, Any] = {"capture_sizes": (2,), "max_seq_len_to_capture": 24}
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with traced() as calls:
         engine = make_engine(**options)
@@ -315,12 +317,12 @@ def test_compiled_graphs_are_kept(
     assert (ROTATES_OTHERS, None) not in layer_kernels(calls)
     first = modules_in(cache)
     assert len(first) == 1
-    # a full gear, one that is padded, and sequences that outgrow the graph
+    # a full batch, a padded one, and sequences that outgrow the graph
     for rows in (slice(2), slice(3, 4), slice(2, 5, 2)):
         assert generate(engine, PROMPTS[rows]) == eager_answers[rows]
     # of lengths that there were not before: nothing is captured again
     assert decode_step_launches(engine, [PROMPTS[4], PROMPTS[1]]) == [False]
-    # more rows than the gear has
+    # more rows than the capture size
     assert decode_step_launches(engine, PROMPTS[:3]) == [True]
     eager = decode_step_launches(engine, PROMPTS[4:], 10)
     assert set(eager) == {False, True}

@@ -16,7 +16,7 @@ from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
 from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
-from tests.worker.test_gears import HF_CONFIG
+from tests.worker.test_capture_sizes import HF_CONFIG
 
 VERSIONS = {"CANN": "8.5"}
 
@@ -58,8 +58,8 @@ def test_the_same_again(config: EngineConfig, tmp_path: pathlib.Path, log: pytes
     assert f"Compiled graphs are taken from {directory}" in log.text
 
 
-def with_gears(config: EngineConfig) -> EngineConfig:
-    return msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, gears=(2, 8)))
+def with_other_sizes(config: EngineConfig) -> EngineConfig:
+    return msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, capture_sizes=(2, 8)))
 
 
 def with_other_dtype(config: EngineConfig) -> EngineConfig:
@@ -83,7 +83,7 @@ def with_other_weights(config: EngineConfig) -> EngineConfig:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (with_gears, "are made anew: gears was 2,4, is 2,8"),
+        (with_other_sizes, "are made anew: gears was 2,4, is 2,8"),
         (with_other_dtype, "are made anew: --dtype was float16, is bfloat16"),
         (with_other_cache, "are made anew: KV cache dtype was float16, is int8"),
         (with_other_config, "are made anew: config.json was "),

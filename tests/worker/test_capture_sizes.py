@@ -1,4 +1,4 @@
-"""Which graphs decoding replays: gears, their adjustments, and what the flags and variables make of them."""
+"""The configuration of decoding graphs: capture sizes, their adjustments, flags and variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import pytest
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.graphs import resolve_graph_config
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ParallelConfig
-from ascend_vllm.config.graphs import GraphConfig, GraphMode, adjusted_gears, default_gears, parse_gears
+from ascend_vllm.config.graphs import (
+    GraphConfig,
+    GraphMode,
+    default_capture_sizes,
+    fit_capture_sizes,
+    parse_capture_sizes,
+)
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.errors import ConfigError
 
@@ -31,7 +37,7 @@ HF_CONFIG = {
 
 
 @pytest.mark.parametrize(
-    ("gears", "max_num_seqs", "expected", "changes"),
+    ("sizes", "max_num_seqs", "expected", "changes"),
     [
         ([2, 4, 6, 8, 16, 32], 32, (2, 4, 6, 8, 16, 32), []),
         (
@@ -41,35 +47,35 @@ HF_CONFIG = {
             ["16, 32 left out, above --max-num-seqs 10", "10 added, so that --max-num-seqs 10 sequences fit"],
         ),
         ([4, 2, 4], 256, (2, 4, 256), ["256 added, so that --max-num-seqs 256 sequences fit"]),
-        ([1, 4], 4, (4,), ["gear 1 is left out, single sequences run in gear 4"]),
+        ([1, 4], 4, (4,), ["1 left out, single sequences are padded to 4"]),
         (
             [1],
             1,
             (2,),
             [
-                "gear 1 is left out, single sequences run in gear 2",
+                "1 left out, single sequences are padded to 2",
                 "2 added, so that --max-num-seqs 1 sequences fit",
             ],
         ),
         ([8], 8, (8,), []),
     ],
 )
-def test_gears_are_fitted(gears: list[int], max_num_seqs: int, expected: tuple[int, ...], changes: list[str]) -> None:
-    assert adjusted_gears(gears, max_num_seqs) == (expected, changes)
+def test_sizes_are_fitted(sizes: list[int], max_num_seqs: int, expected: tuple[int, ...], changes: list[str]) -> None:
+    assert fit_capture_sizes(sizes, max_num_seqs) == (expected, changes)
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "expected"), [(1, (2,)), (2, (2,)), (3, (2, 3)), (8, (2, 4, 8)), (20, (2, 4, 8, 16, 20))]
 )
-def test_gears_nobody_listed(max_num_seqs: int, expected: tuple[int, ...]) -> None:
-    assert default_gears(max_num_seqs) == expected
+def test_default_sizes(max_num_seqs: int, expected: tuple[int, ...]) -> None:
+    assert default_capture_sizes(max_num_seqs) == expected
 
 
 def test_lists_are_read() -> None:
-    assert parse_gears(" 8, 2,4", "LIST") == (8, 2, 4)
+    assert parse_capture_sizes(" 8, 2,4", "LIST") == (8, 2, 4)
     for text in ("2,,4", "2;4", "0,2", "-2", "two", "2.5"):
         with pytest.raises(ConfigError, match="LIST must be numbers above 0 separated by commas"):
-            parse_gears(text, "LIST")
+            parse_capture_sizes(text, "LIST")
 
 
 @pytest.fixture
@@ -102,7 +108,7 @@ def test_llama_on_one_npu_has_captured_graphs(config: EngineConfig, log: pytest.
         resolve_graph_config(config, 0)
 
 
-def test_pta_compiles_the_listed_gears(
+def test_pta_compiles_the_listed_sizes(
     config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFER_MODE", "PTA")
@@ -110,15 +116,15 @@ def test_pta_compiles_the_listed_gears(
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_LIST", "2,6,16")
     assert resolve_graph_config(config, 8192) == GraphConfig(GraphMode.COMPILED, (2, 6, 8), 4096)
     assert (
-        "PTA_TORCHAIR_DECODE_GEAR_LIST=2,6,16; decoding gears: 2, 6, 8 (16 left out, above --max-num-seqs 8; "
+        "PTA_TORCHAIR_DECODE_GEAR_LIST=2,6,16; capture sizes: 2, 6, 8 (16 left out, above --max-num-seqs 8; "
         "8 added, so that --max-num-seqs 8 sequences fit)"
     ) in log.text
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "0")
-    assert resolve_graph_config(config, 8192).gears == (2, 4, 8)
+    assert resolve_graph_config(config, 8192).capture_sizes == (2, 4, 8)
     assert "LIST=2,6,16 has no effect without PTA_TORCHAIR_DECODE_GEAR_ENABLE=1" in log.text
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
     monkeypatch.delenv("PTA_TORCHAIR_DECODE_GEAR_LIST")
-    assert resolve_graph_config(config, 8192).gears == (2, 4, 8)
+    assert resolve_graph_config(config, 8192).capture_sizes == (2, 4, 8)
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_LIST", "2,b")
     with pytest.raises(ConfigError, match="PTA_TORCHAIR_DECODE_GEAR_LIST must be numbers"):
         resolve_graph_config(config, 8192)
