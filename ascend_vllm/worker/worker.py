@@ -1,7 +1,7 @@
 """A worker: one model (or one rank's part of it) on one device, from loading to the last step.
 
-The composition root of everything below the executor: here the platform, the model, the attention backend and
-the runner are chosen and handed to each other.
+The composition root of everything below the executor: here the platform, the model and the attention backend are
+chosen and handed to each other; `worker.runner_choice` makes the runner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from ascend_vllm import envs
-from ascend_vllm.attention.backend import AttentionBackend, LayerCache
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.distributed.group import join_groups
@@ -37,19 +36,11 @@ from ascend_vllm.platforms import get_platform
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
-from ascend_vllm.worker.block_mover import BlockMover
-from ascend_vllm.worker.compiled_runner import CompiledRunner
-from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
-from ascend_vllm.worker.graph_runner import GraphRunner
-from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
-from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
-from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
 from ascend_vllm.worker.profiler import WorkerProfiler
-from ascend_vllm.worker.stage_runner import StageForward, StageRunner
-from ascend_vllm.worker.tape_runner import TapeRunner
+from ascend_vllm.worker.runner_choice import LoadedModel, Runner, RunnerFactory
 
 logger = init_logger(__name__)
 
@@ -58,18 +49,6 @@ _WARM_UP_TOKENS = 16
 # what `wake_up` can bring back
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
-
-_Runner = ModelRunner | PoolingRunner | StageRunner
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loaded:
-    """What `load_model` made."""
-
-    model: CausalLM
-    backend: AttentionBackend
-    # what the model's layers have declared
-    step_state: StepState
 
 
 class Worker:
@@ -118,8 +97,8 @@ class Worker:
         if groups.stages is not None:
             stage, width = self._parallel.pp_rank, config.model.hidden_size
             self._link = GroupStageLink(groups.stages, stage, width, self._dtype, self._device)
-        self._loaded: _Loaded | None = None
-        self._runner: _Runner | None = None
+        self._loaded: LoadedModel | None = None
+        self._runner: Runner | None = None
         self._cache_size: KVCacheSize | None = None
         self._profiler = WorkerProfiler(envs.torch_profiler_dir(), rank)
 
@@ -158,7 +137,7 @@ class Worker:
         backend = backend_class(config.cache.block_size)
         for sentence in backend.advice(config):
             logger.warning("%s", sentence)
-        self._loaded = _Loaded(model, backend, step_state)
+        self._loaded = LoadedModel(model, backend, step_state)
         logger.info(
             "Model loaded in %.2f s: %s, %s, attention backend %s",
             time.monotonic() - start,
@@ -209,8 +188,8 @@ class Worker:
             num_blocks, "KV cache", f"--num-gpu-blocks-override, {self._platform.cache_size_flags}"
         )
         cpu_caches = memory.allocate_swap_pool(num_cpu_blocks)
-        self._runner = self._make_runner(kv_caches, cpu_caches)
-        graphs = self._make_graphs(self._runner, kv_caches)
+        runners = self._runners()
+        self._runner = runners.make_runner(kv_caches, cpu_caches)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
             num_blocks,
@@ -219,91 +198,8 @@ class Worker:
             num_cpu_blocks,
             num_cpu_blocks * memory.block_bytes / GIB,
         )
-        if graphs is not None and isinstance(self._runner, ModelRunner):
-            graphs.capture()
-            self._runner.use_graphs(graphs)
+        runners.capture_graphs(self._runner, kv_caches)
         self._warm_up(self._runner, num_blocks)
-
-    def _make_runner(self, kv_caches: list[LayerCache], cpu_caches: list[LayerCache]) -> _Runner:
-        """What runs the steps of a model that generates or of one that pools, or of one of its first stages."""
-        config, model, backend = self._config, self._model_in_use.model, self._model_in_use.backend
-        mover = BlockMover(backend, kv_caches, cpu_caches, self._device)
-        batch = InputBatch(
-            num_slots=config.scheduler.max_num_seqs,
-            max_model_len=config.scheduler.max_model_len,
-            block_size=config.cache.block_size,
-            vocab_size=config.model.vocab_size,
-            step_state=self._model_in_use.step_state,
-        )
-        if not self._parallel.is_last_stage:
-            forward = StageForward(model, backend, kv_caches, self._link)
-            return StageRunner(forward, self._link, mover, batch, self._device)
-        if config.model.pooler is None:
-            mode = config.model.logprobs_mode
-            return ModelRunner(model, backend, kv_caches, mover, batch, mode, self._device, link=self._link)
-        gatherer = make_gatherer(
-            config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
-        )
-        forward = StageForward(model, backend, kv_caches, self._link)
-        return PoolingRunner(model, forward, mover, batch, gatherer, self._device)
-
-    def _make_graphs(
-        self, runner: _Runner, kv_caches: list[LayerCache]
-    ) -> GraphRunner | CompiledRunner | TapeRunner | None:
-        """Graphs for a runner, neither captured nor compiled, or what records tapes; None if it runs without."""
-        if self._config.graphs.mode == GraphMode.RECORDED:
-            return self._make_tapes(runner)
-        if self._config.graphs.mode != GraphMode.COMPILED:
-            return self._make_captured_graphs(runner)
-        config, loaded = self._config, self._model_in_use
-        compiler = self._platform.make_graph_compiler()
-        if compiler is None or loaded.backend.replay_arguments([1]) is None:
-            missing = "nothing compiles for the device" if compiler is None else "the attention operators are too old"
-            raise ConfigError(f"INFER_MODE=PTA: {missing}; unset INFER_MODE.")
-        made_for = fingerprint(config, loaded.backend, compiler.versions())
-        # what users keep in the directory stays as it is
-        parallel = config.parallel
-        rank = parallel.data_parallel_rank * parallel.world_size + self._parallel.rank
-        directory = envs.torchair_cache_home() / "ascend_vllm" / f"rank{rank}"
-        cache = GraphCache(directory.absolute(), made_for)
-        return CompiledRunner(
-            config.graphs,
-            loaded.model,
-            loaded.backend,
-            kv_caches,
-            compiler,
-            cache,
-            config.cache.block_size,
-            self._device,
-            loaded.step_state,
-        )
-
-    def _make_tapes(self, runner: _Runner) -> TapeRunner | None:
-        if not isinstance(runner, ModelRunner) or not load_native_library():
-            return None
-        config = self._config
-        blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
-        return TapeRunner(
-            runner.compute_hidden,
-            config.scheduler.max_num_seqs,
-            blocks_per_row,
-            self._model_in_use.step_state,
-            config.graphs.query_lens,
-        )
-
-    def _make_captured_graphs(self, runner: _Runner) -> GraphRunner | None:
-        """Graphs for a runner, not captured; None if it runs without."""
-        graphs, backend = self._config.graphs, self._model_in_use.backend
-        if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
-            return None
-        recorder = self._platform.make_graph_recorder()
-        if recorder is None or backend.replay_arguments([1]) is None:
-            missing = "the device has none" if recorder is None else "the attention operators cannot be replayed"
-            logger.warning("Decoding runs without graphs: %s", missing)
-            return None
-        block_size = self._config.cache.block_size
-        step_state = self._model_in_use.step_state
-        return GraphRunner(graphs, backend, runner.compute_hidden, recorder, block_size, self._device, step_state)
 
     @property
     def output_rank(self) -> int:
@@ -378,16 +274,21 @@ class Worker:
         self._loaded = None
 
     @property
-    def _model_in_use(self) -> _Loaded:
+    def _model_in_use(self) -> LoadedModel:
         if self._loaded is None:
             raise RuntimeError("the worker has no model: call load_model first")
         return self._loaded
+
+    def _runners(self) -> RunnerFactory:
+        return RunnerFactory(
+            self._config, self._platform, self._device, self._parallel, self._link, self._model_in_use
+        )
 
     def _kv_memory(self) -> KVMemory:
         loaded = self._model_in_use
         return KVMemory(self._config, self._platform, self._device, loaded.model.attention_layers, loaded.backend)
 
-    def _warm_up(self, runner: _Runner, num_blocks: int) -> None:
+    def _warm_up(self, runner: Runner, num_blocks: int) -> None:
         """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""
         config = self._config
         start = time.monotonic()
@@ -422,7 +323,7 @@ class Worker:
         flags = "--max-num-batched-tokens or --max-num-seqs"
         kv_caches = self._kv_memory().allocate(num_blocks_of(step), "KV cache for the largest step", flags)
         try:
-            self._make_runner(kv_caches, []).compute_largest(step)
+            self._runners().make_runner(kv_caches, []).compute_largest(step)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of {sum(step.num_scheduled_tokens)} tokens and {len(step.new_rows)} sequences does not fit "
@@ -441,9 +342,10 @@ class Worker:
         if self._config.graphs.mode in (GraphMode.EAGER, GraphMode.RECORDED):
             return 0
         kv_caches = self._kv_memory().allocate(1, "KV cache to capture a graph", "--max-num-seqs")
-        runner = self._make_runner(kv_caches, [])
-        # compiled ones launch the same
-        graphs = self._make_captured_graphs(runner)
+        runners = self._runners()
+        runner = runners.make_runner(kv_caches, [])
+        # compiled graphs launch the same operators
+        graphs = runners.make_captured_graphs(runner)
         if graphs is None:
             return 0
         self._platform.release_memory()
@@ -453,7 +355,7 @@ class Worker:
             self._platform.release_memory()
             return before - self._platform.free_bytes() + graphs.output_bytes()
         finally:
-            del graphs, runner, kv_caches
+            del graphs, runner, runners, kv_caches
             self._let_go_of_caches()
             self._platform.release_memory()
 

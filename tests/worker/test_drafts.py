@@ -90,7 +90,7 @@ def test_tapes_are_recorded_for_each_number_of_drafts(model: str, monkeypatch: p
                 shapes.add((len(batch.seq_lens), batch.max_query_len))
             return hidden
 
-    monkeypatch.setattr("ascend_vllm.worker.worker.TapeRunner", Noting)
+    monkeypatch.setattr("ascend_vllm.worker.runner_choice.TapeRunner", Noting)
     requests = make_requests()
     plain = generate(make_config(model, enforce_eager=True), requests)
     config = make_config(model)

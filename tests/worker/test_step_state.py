@@ -38,7 +38,7 @@ def test_rows_of_a_step_get_their_own(options: dict[str, Any], monkeypatch: pyte
             replayed.extend([] if hidden is None else [len(hidden)])
             return hidden
 
-    monkeypatch.setattr("ascend_vllm.worker.worker.TapeRunner", Noting)
+    monkeypatch.setattr("ascend_vllm.worker.runner_choice.TapeRunner", Noting)
     requests, config = make_requests(), make_config(**options)
     answers = generate(config, requests, [Biases()])
     assert bool(replayed) == (config.graphs.mode == GraphMode.RECORDED)

@@ -36,7 +36,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 rows.append(len(hidden))
             return hidden
 
-    monkeypatch.setattr("ascend_vllm.worker.worker.TapeRunner", Counted)
+    monkeypatch.setattr("ascend_vllm.worker.runner_choice.TapeRunner", Counted)
     return rows
 
 

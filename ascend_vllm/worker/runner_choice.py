@@ -1,0 +1,183 @@
+"""The choice of a worker's runner, and of the graphs or tapes by which it decodes.
+
+Models generate or pool, on the last pipeline stage or an earlier one; `GraphConfig.mode` says whether decoding steps
+are launched by operators, tapes, captured graphs or compiled graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TypeAlias
+
+import torch
+
+from ascend_vllm import envs
+from ascend_vllm.attention.backend import AttentionBackend, LayerCache
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.graphs import GraphMode
+from ascend_vllm.distributed.parallel_context import ParallelContext
+from ascend_vllm.distributed.stage_link import StageLink
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.step_state import StepState
+from ascend_vllm.logger import init_logger
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.platforms.interface import Platform
+from ascend_vllm.worker.block_mover import BlockMover
+from ascend_vllm.worker.compiled_runner import CompiledRunner
+from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
+from ascend_vllm.worker.graph_runner import GraphRunner
+from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.model_runner import DecodeGraphs, ModelRunner
+from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
+from ascend_vllm.worker.stage_runner import StageForward, StageRunner
+from ascend_vllm.worker.tape_runner import TapeRunner
+
+logger = init_logger(__name__)
+
+Runner: TypeAlias = ModelRunner | PoolingRunner | StageRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model on the device and what belongs to it.
+
+    Attributes:
+        model: with its weights.
+        backend: computes attention in all layers.
+        step_state: declared by the model's layers.
+    """
+
+    model: CausalLM
+    backend: AttentionBackend
+    step_state: StepState
+
+
+class RunnerFactory:
+    """Makes the runner of a worker, and its graphs.
+
+    Args:
+        config: of the engine.
+        platform: of the device, initialised.
+        device: of the model.
+        parallel: ranks of the worker.
+        link: to the other pipeline stages.
+        loaded: the model to run.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        platform: Platform,
+        device: torch.device,
+        parallel: ParallelContext,
+        link: StageLink,
+        loaded: LoadedModel,
+    ) -> None:
+        self._config = config
+        self._platform = platform
+        self._device = device
+        self._parallel = parallel
+        self._link = link
+        self._loaded = loaded
+
+    def make_runner(self, kv_caches: list[LayerCache], cpu_caches: list[LayerCache]) -> Runner:
+        """Makes the runner, without graphs.
+
+        Args:
+            kv_caches: one per layer, on the device.
+            cpu_caches: one per layer, in CPU memory; empty if there is no swapping.
+        """
+        config, model, backend = self._config, self._loaded.model, self._loaded.backend
+        mover = BlockMover(backend, kv_caches, cpu_caches, self._device)
+        batch = InputBatch(
+            num_slots=config.scheduler.max_num_seqs,
+            max_model_len=config.scheduler.max_model_len,
+            block_size=config.cache.block_size,
+            vocab_size=config.model.vocab_size,
+            step_state=self._loaded.step_state,
+        )
+        if not self._parallel.is_last_stage:
+            forward = StageForward(model, backend, kv_caches, self._link)
+            return StageRunner(forward, self._link, mover, batch, self._device)
+        if config.model.pooler is None:
+            mode = config.model.logprobs_mode
+            return ModelRunner(model, backend, kv_caches, mover, batch, mode, self._device, link=self._link)
+        gatherer = make_gatherer(
+            config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
+        )
+        forward = StageForward(model, backend, kv_caches, self._link)
+        return PoolingRunner(model, forward, mover, batch, gatherer, self._device)
+
+    def capture_graphs(self, runner: Runner, kv_caches: list[LayerCache]) -> None:
+        """Captures or compiles the configured graphs, and lets the runner decode by them.
+
+        Raises:
+            ConfigError: graphs cannot be captured or compiled.
+        """
+        if not isinstance(runner, ModelRunner):
+            return
+        graphs: DecodeGraphs | None
+        match self._config.graphs.mode:
+            case GraphMode.RECORDED:
+                graphs = self._make_tapes(runner)
+            case GraphMode.COMPILED:
+                graphs = self._make_compiled_graphs(kv_caches)
+            case _:
+                graphs = self.make_captured_graphs(runner)
+        if graphs is not None:
+            graphs.capture()
+            runner.use_graphs(graphs)
+
+    def make_captured_graphs(self, runner: Runner) -> GraphRunner | None:
+        """Makes the captured graphs of a runner, which are not captured yet; None if the runner has none."""
+        graphs, loaded = self._config.graphs, self._loaded
+        if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
+            return None
+        recorder = self._platform.make_graph_recorder()
+        if recorder is None or loaded.backend.replay_arguments([1]) is None:
+            missing = "the device has none" if recorder is None else "the attention operators cannot be replayed"
+            logger.warning("Decoding runs without graphs: %s", missing)
+            return None
+        block_size = self._config.cache.block_size
+        return GraphRunner(
+            graphs, loaded.backend, runner.compute_hidden, recorder, block_size, self._device, loaded.step_state
+        )
+
+    def _make_compiled_graphs(self, kv_caches: list[LayerCache]) -> CompiledRunner:
+        config, loaded = self._config, self._loaded
+        compiler = self._platform.make_graph_compiler()
+        if compiler is None or loaded.backend.replay_arguments([1]) is None:
+            missing = "nothing compiles for the device" if compiler is None else "the attention operators are too old"
+            raise ConfigError(f"INFER_MODE=PTA: {missing}; unset INFER_MODE.")
+        made_for = fingerprint(config, loaded.backend, compiler.versions())
+        # a subdirectory, since users may keep other files in TORCHAIR_CACHE_HOME
+        parallel = config.parallel
+        rank = parallel.data_parallel_rank * parallel.world_size + self._parallel.rank
+        directory = envs.torchair_cache_home() / "ascend_vllm" / f"rank{rank}"
+        cache = GraphCache(directory.absolute(), made_for)
+        return CompiledRunner(
+            config.graphs,
+            loaded.model,
+            loaded.backend,
+            kv_caches,
+            compiler,
+            cache,
+            config.cache.block_size,
+            self._device,
+            loaded.step_state,
+        )
+
+    def _make_tapes(self, runner: ModelRunner) -> TapeRunner | None:
+        if not load_native_library():
+            return None
+        config = self._config
+        blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
+        return TapeRunner(
+            runner.compute_hidden,
+            config.scheduler.max_num_seqs,
+            blocks_per_row,
+            self._loaded.step_state,
+            config.graphs.query_lens,
+        )
