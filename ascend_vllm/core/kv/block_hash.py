@@ -1,12 +1,12 @@
-"""Names of KV blocks by what they hold: chained hashes of tokens, for the prefix cache.
+"""Chained hashes of the contents of KV blocks, for the prefix cache.
 
-The keys and values of a token depend on all tokens before it, so a block's hash covers its own tokens and, by the
-hash of the block before it, everything in front. Equal hashes mean equal contents.
+The keys and values of a token depend on all tokens before it, so a block's hash covers its own tokens and, through
+the previous block's hash, all tokens before them. Equal hashes mean equal contents.
 
     hash of block i = BLAKE2b-128(hash of block i-1 ‖ token ids ‖ content keys of block i)
 
 The first two parts have fixed lengths (16 bytes, block_size int32 numbers) and each content key carries its length,
-so two different contents never make the same input; finding two inputs with one 128-bit hash is out of reach.
+so different contents never make the same input; finding two inputs with the same 128-bit hash is not feasible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 _DIGEST_BYTES = 16
-# stands for the block before the first
+# in place of the hash of the block before the first
 _ROOT = bytes(_DIGEST_BYTES)
 _TOKEN_BYTES = 4
 
@@ -29,20 +29,20 @@ def extend_block_hashes(
     content_keys: Sequence[tuple[int, str]],
     block_size: int,
 ) -> None:
-    """Appends the hashes that are missing to a sequence's list; those it has are taken for granted.
+    """Appends missing hashes to a sequence's list; those in it are not checked.
 
-    A content key changes the hash of the block it lies in and, by the chain, of all that follow; blocks before it
-    stay shared. The order of the keys in the list does not matter.
+    A content key changes the hash of its block and, through the chain, of all that follow; blocks before it can be
+    shared. The order of the keys does not matter.
 
     Args:
         block_hashes: of the sequence's first blocks, 16 bytes each; grows to `num_blocks` entries.
-        num_blocks: full blocks to have hashes for.
+        num_blocks: number of hashes wanted.
         token_ids: of the sequence, 0 … 2**31-1; at least num_blocks * block_size of them.
-        content_keys: what besides tokens decides the contents: (first position concerned, key).
+        content_keys: what besides tokens determines the contents: (first position that it affects, key).
         block_size: tokens of a block.
 
     Raises:
-        ValueError: fewer tokens are known; nothing is appended.
+        ValueError: there are too few tokens; nothing is appended.
 
     Example:
         >>> hashes: list[bytes] = []
@@ -59,7 +59,7 @@ def extend_block_hashes(
     suffixes = _key_suffixes(content_keys, block_size, first) if content_keys else {}
     size = _TOKEN_BYTES * block_size
     parent = block_hashes[-1] if block_hashes else _ROOT
-    # about a microsecond a block: the chain leaves nothing to do at once
+    # about a microsecond per block; the chain cannot be computed in parallel
     for index in range(num_blocks - first):
         content = parent + data[index * size : (index + 1) * size]
         if suffixes:
@@ -69,7 +69,7 @@ def extend_block_hashes(
 
 
 def _key_suffixes(content_keys: Sequence[tuple[int, str]], block_size: int, first: int) -> dict[int, bytes]:
-    """What the keys add to the input of each block from number `first` on: (place in the block, length, key) each."""
+    """Block index → what its keys add to the hash's input, from block `first` on: (offset, length, key) each."""
     suffixes: dict[int, bytes] = {}
     for position, key in sorted(content_keys):
         block, offset = divmod(position, block_size)

@@ -1,4 +1,4 @@
-"""The KV blocks that exist: which are free, how many sequences hold each of the others, and what they hold."""
+"""The KV blocks: which are free, their reference counts, and the hashes of cached ones."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Blocks 0 … num_blocks-1 with reference counts. Taking and giving back cost O(1) a block.
+    """Blocks 0 … num_blocks-1 with reference counts. Allocating and releasing take O(1) per block.
 
     A block may be *cached*: entered under the hash of its contents, so that another sequence can find it. It stays
-    so when nobody holds it, as one of the free blocks, until it is taken for something else. Free blocks are taken in
-    this order:
+    cached when its last reference is released, until it is allocated again. Free blocks are allocated in this order:
 
-    1. those that are not cached. The block given back last is taken first: on a CPU its memory is the likeliest
-       to be in a cache.
-    2. cached ones, the least recently used first. Of a sequence the last block goes first, because without the
-       blocks before it none is of use.
+    1. those that are not cached. The one released last comes first: on a CPU its memory is the likeliest to be in
+       the processor's cache.
+    2. cached ones, the least recently used first. Of one sequence's blocks the last comes first, because a block is
+       of use only together with those before it.
 
     Args:
-        num_blocks: how many there are; 0 is legal and leaves nothing to take.
+        num_blocks: may be 0.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # free and not cached: a stack; block 0 lies on top at first
+        # free and not cached: a stack, initially with block 0 on top
         self._free = list(range(num_blocks - 1, -1, -1))
-        # free and cached, least recently used first. An OrderedDict is a linked list: a plain dict's first key
-        # costs a walk over all that were removed before it.
+        # free and cached, least recently used first. An OrderedDict is a linked list: a plain dict takes
+        # time proportional to the entries removed before the first one to find that.
         self._free_cached: collections.OrderedDict[int, None] = collections.OrderedDict()
-        # [num_blocks] sequences that hold a block
+        # [num_blocks]
         self._reference_counts = [0] * num_blocks
         # [num_blocks] hash under which a block is cached
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -37,17 +36,17 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, cached or not."""
+        """Blocks without references, cached or not."""
         return len(self._free) + len(self._free_cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose contents can be found, held or not."""
+        """Blocks whose contents can be found, free or not."""
         return len(self._ids_by_hash)
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks held, 0 … 1."""
+        """Fraction of blocks that are not free, 0 … 1."""
         return 1.0 - self.num_free / self.num_blocks if self.num_blocks else 0.0
 
     def reference_count(self, block_id: int) -> int:
@@ -55,7 +54,7 @@ class BlockPool:
         return self._reference_counts[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes free blocks, each with one reference. What they held is forgotten.
+        """Takes free blocks, each with one reference, and uncaches them.
 
         Raises:
             ValueError: fewer are free, or count is negative; nothing is taken.
@@ -75,10 +74,10 @@ class BlockPool:
         return block_ids
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """Adds a reference to blocks that someone holds, or that are cached.
+        """Adds a reference to blocks that are not free, or that are cached.
 
         Raises:
-            ValueError: a block is free and not cached; the ones before it have their reference.
+            ValueError: a block is free and not cached; those before it have got their reference.
         """
         counts = self._reference_counts
         for block_id in block_ids:
@@ -89,12 +88,12 @@ class BlockPool:
             counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drops a reference to each block; those without any are free. An empty sequence is fine.
+        """Drops a reference to each block, and frees those that have none left.
 
         Raises:
-            ValueError: a block is free already; the ones behind it are released.
+            ValueError: a block is free already; those after it have been released.
         """
-        # last block first, so that a sequence's first block is the next to be taken, or the last to be forgotten
+        # last block first, so that a sequence's first block is allocated again first, or uncached last
         for block_id in reversed(block_ids):
             count = self._reference_counts[block_id]
             if count == 0:
@@ -109,7 +108,7 @@ class BlockPool:
     # ---- contents ------------------------------------------------------------------------------------------
 
     def find(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Cached blocks of the longest run of hashes, from the first on. Costs one look-up a block."""
+        """Cached blocks of the first hashes, up to one that is not cached. Takes one look-up per block."""
         block_ids = []
         get = self._ids_by_hash.get
         for block_hash in block_hashes:
@@ -124,10 +123,10 @@ class BlockPool:
         return self._hashes[block_id]
 
     def cache(self, block_id: int, block_hash: bytes) -> None:
-        """Enters a block under its contents' hash. If another block has it, or the block has one, nothing changes.
+        """Enters a block under its contents' hash, unless another block has that hash or this one has another.
 
         Raises:
-            ValueError: nobody holds the block.
+            ValueError: the block is free.
         """
         if self._reference_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is free and holds nothing")
@@ -136,21 +135,21 @@ class BlockPool:
             self._ids_by_hash[block_hash] = block_id
 
     def uncache(self, block_id: int) -> None:
-        """Makes a block that someone holds unfindable, since it will be written; one that is not cached is fine.
+        """Removes a block that will be written from the prefix cache, if it is there.
 
         Raises:
-            ValueError: nobody holds the block.
+            ValueError: the block is free.
         """
         if self._reference_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is free and not written")
         self._drop_hash(block_id)
 
     def uncache_all(self) -> None:
-        """Forgets all contents; blocks that are held stay held."""
+        """Empties the prefix cache; reference counts do not change."""
         for block_id in self._ids_by_hash.values():
             self._hashes[block_id] = None
         self._ids_by_hash.clear()
-        # the most recently used one comes to lie on top
+        # the most recently used one is on top
         self._free += self._free_cached
         self._free_cached.clear()
 
@@ -163,7 +162,7 @@ class BlockPool:
     # ---- audit ---------------------------------------------------------------------------------------------
 
     def violations(self, owners: Sequence[Sequence[int]]) -> list[str]:
-        """What is wrong with the accounts, as sentences; none if all is well.
+        """Inconsistencies of reference counts, free lists and hashes, a sentence each.
 
         Args:
             owners: the blocks of each sequence that exists.

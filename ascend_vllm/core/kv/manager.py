@@ -1,12 +1,11 @@
 """Which KV blocks a request gets, which it shares with others, and where they are.
 
-Blocks are shared in three ways: a request finds the first blocks of its tokens in the prefix cache, forks off
-another request with the same prompt, or is a beam that continues another beam. A block is written only by a request
-that holds it alone: full blocks are never written again, and the one that is partly full is copied first, at the fork
-or by `make_writable`.
+Blocks are shared in three ways: a request finds its first blocks in the prefix cache, forks another request with the
+same prompt, or is a beam that continues another beam. Only blocks with a reference count of 1 are written (copy on
+write): full blocks are never written again, and a partial one is copied first, by `fork` or `make_writable`.
 
-Copies are recorded as moves and carried out by the workers at the start of the next step, in the order recorded. So
-whatever is copied or shared must have been computed by steps handed out *before* that one.
+Copies are recorded as moves, which the workers carry out in that order at the start of the next step. So whatever is
+copied or shared must have been computed by steps handed out *before* that one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ascend_vllm.core.kv.block_pool import BlockPool
 from ascend_vllm.core.request import Request
 from ascend_vllm.types.step import MoveKind
 
-# the place of a block that left the sliding window and was given back
+# stands in a block table for a block that left the sliding window and was freed
 NULL_BLOCK = -1
 
 # Share of the blocks that admission leaves free for the growth of running requests (vLLM 0.6.3's value).
@@ -36,8 +35,8 @@ class KVCacheManager:
         num_blocks: blocks of the cache.
         block_size: tokens of a block.
         num_cpu_blocks: blocks of the pool in CPU memory for swapped requests.
-        enable_prefix_caching: full blocks can be found by their contents, also when nobody holds them.
-        sliding_window: tokens that a token sees, itself included; None: all. Blocks behind it can be given back.
+        enable_prefix_caching: full blocks can be found by their contents, also after they have been freed.
+        sliding_window: tokens that a token attends to, itself included; None: all. Older blocks can be freed.
 
     Attributes:
         num_prefix_queries: tokens looked up in the prefix cache, since the start.
@@ -70,12 +69,12 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
+        """Blocks without references."""
         return self.pool.num_free
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the whole cache holds."""
+        """Tokens for which the whole cache has room."""
         return self.pool.num_blocks * self.block_size
 
     @property
@@ -93,25 +92,25 @@ class KVCacheManager:
         """Fraction of the CPU pool's blocks in use, 0 … 1."""
         return self.cpu_pool.usage
 
-    # ---- a request gets blocks and gives them back ---------------------------------------------------------
+    # ---- allocating and freeing ----------------------------------------------------------------------------
 
     def allocate_slots(
         self, request: Request, num_tokens: int, num_reserved_blocks: int = 0, shared: Sequence[int] = ()
     ) -> list[int] | None:
-        """Gives a request the blocks that its first `num_tokens` tokens need beyond those it has.
+        """Allocates the blocks that a request's first `num_tokens` tokens need beyond those it has.
 
         Args:
             request: its `block_ids` grow.
             num_tokens: tokens to have room for, from the sequence's start.
             num_reserved_blocks: blocks that must stay free.
-            shared: of `find_cached_blocks`, for a request that holds no blocks: they become its first ones.
+            shared: result of `find_cached_blocks` for a request without blocks: its first blocks from now on.
 
         Returns:
-            The new blocks, the shared ones among them, none if it has enough; None if too few are free, and then
-            nothing has changed.
+            The new blocks, shared ones included; [] if it has enough; None if too few are free: then nothing has
+            changed.
 
         Raises:
-            ValueError: blocks are to be shared with a request that holds some.
+            ValueError: `shared` is given for a request that has blocks.
         """
         if shared:
             return self._allocate_behind(request, num_tokens, num_reserved_blocks, shared)
@@ -127,11 +126,11 @@ class KVCacheManager:
     def _allocate_behind(
         self, request: Request, num_tokens: int, num_reserved_blocks: int, shared: Sequence[int]
     ) -> list[int] | None:
-        """`allocate_slots` with cached blocks in front."""
+        """`allocate_slots` with cached blocks before the new ones."""
         _check_holds_nothing(request)
         pool = self.pool
         num_missing = max(0, -(-num_tokens // self.block_size) - len(shared))
-        # cached blocks without an owner are among the free ones
+        # cached blocks without references are counted as free
         num_taken = num_missing + sum(pool.reference_count(block_id) == 0 for block_id in shared)
         if num_taken + num_reserved_blocks > pool.num_free:
             return None
@@ -141,9 +140,9 @@ class KVCacheManager:
         return request.block_ids.copy()
 
     def free(self, request: Request) -> None:
-        """Takes all blocks of a request back, on the device or in CPU memory; one that has none is fine.
+        """Frees all blocks of a request, on the device or in CPU memory, if it has any.
 
-        Those in the prefix cache can be found until they are taken for something else.
+        Those in the prefix cache can be found until they are allocated again.
         """
         block_ids, request.block_ids = request.block_ids, []
         self.pool.release(self._held(block_ids))
@@ -153,18 +152,18 @@ class KVCacheManager:
         request.num_cached_blocks = 0
 
     def free_out_of_window(self, request: Request) -> None:
-        """Takes back the blocks that no token from position `num_computed_tokens` on can see.
+        """Frees the blocks that no token from position `num_computed_tokens` on attends to.
 
-        NULL_BLOCK comes into their places. Call it before the step's tokens are added to `num_computed_tokens`:
-        those still see further back.
+        NULL_BLOCK replaces them. Call it before the step's tokens are added to `num_computed_tokens`: they attend to
+        earlier positions than the tokens after them.
         """
         window = self.sliding_window
         if window is None:
             return
-        # the oldest position seen is num_computed_tokens - window + 1
+        # the oldest position attended to is num_computed_tokens - window + 1
         end = (request.num_computed_tokens - window + 1) // self.block_size
         block_ids = request.block_ids
-        # what was given back before lies in front, so the last one tells whether there is anything to do
+        # freed blocks come first in the table: if the last one in question is freed, all of them are
         if end <= 0 or not block_ids or block_ids[min(end, len(block_ids)) - 1] == NULL_BLOCK:
             return
         end = min(end, len(block_ids))
@@ -175,10 +174,10 @@ class KVCacheManager:
     # ---- the prefix cache ----------------------------------------------------------------------------------
 
     def find_cached_blocks(self, request: Request) -> list[int]:
-        """Blocks that hold the first tokens of a request already: the longest chain of full ones.
+        """The longest chain of cached full blocks with a request's first tokens.
 
-        One token at least is left to be computed, since something must be sampled from. Changes nothing but the
-        request's list of hashes, which is kept: called again, it costs one look-up a block found.
+        At least one token is left to compute, since its logits are sampled from. Only the request's list of hashes
+        is changed: called again, it costs one look-up per block found.
         """
         if not self.enable_prefix_caching:
             return []
@@ -187,12 +186,12 @@ class KVCacheManager:
         return self.pool.find(request.block_hashes[:num_blocks])
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Lets other requests find the blocks that the first `num_tokens` tokens fill.
+        """Enters the blocks that the first `num_tokens` tokens fill into the prefix cache.
 
         Args:
             request: whose blocks they are.
-            num_tokens: tokens that are known and whose KV is computed, by this step at the latest: a request that
-                loses its place in the step must not have been counted.
+            num_tokens: tokens that are known and whose KV is computed, by the step being made at the latest: the
+                request must not be preempted out of that step afterwards.
         """
         num_full = num_tokens // self.block_size
         first = request.num_cached_blocks
@@ -206,12 +205,12 @@ class KVCacheManager:
         request.num_cached_blocks = num_full
 
     def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
-        """Statistics: tokens looked up at an admission, and how many of them were found."""
+        """Counts the tokens looked up at an admission, and those that were found."""
         self.num_prefix_queries += num_tokens
         self.num_prefix_hits += num_hit_tokens
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached contents. Blocks in use stay in use, and cannot be found any more."""
+        """Empties the prefix cache. Blocks in use stay in use, but cannot be found any more."""
         self.pool.uncache_all()
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
@@ -223,7 +222,7 @@ class KVCacheManager:
     # ---- copy-on-write -------------------------------------------------------------------------------------
 
     def can_fork(self, parent: Request, num_computed: int) -> bool:
-        """Whether a request still holds all KV that a token at position `num_computed` sees."""
+        """Whether a request still has all KV that a token at position `num_computed` attends to."""
         block_ids = parent.block_ids
         if num_computed > len(block_ids) * self.block_size:
             return False
@@ -238,18 +237,18 @@ class KVCacheManager:
     ) -> bool:
         """Gives a request without blocks those of another one with the same first tokens.
 
-        Full blocks are shared; a partly full last one is copied. The parent's KV of these tokens must be computed
-        by steps handed out before.
+        Full blocks are shared; a partial last one is copied. Steps already handed out must compute the parent's KV
+        of these tokens.
 
         Args:
-            request: its `block_ids` are set; `num_computed_tokens` is the caller's.
-            parent: whose blocks they are.
+            request: its `block_ids` are set; the caller sets `num_computed_tokens`.
+            parent: whose blocks are shared.
             num_computed: tokens whose KV to share.
             num_tokens: tokens to have room for, from the sequence's start.
             num_reserved_blocks: blocks that must stay free.
 
         Returns:
-            False if too few blocks are free or the parent does not hold that KV (any more); then nothing has changed.
+            False if too few blocks are free or the parent does not have that KV (any more): then nothing has changed.
 
         Raises:
             ValueError: the request holds blocks.
@@ -269,9 +268,9 @@ class KVCacheManager:
         return True
 
     def share_all(self, request: Request, parent: Request) -> None:
-        """Gives a request without blocks all those of another one, also what is only partly full.
+        """Shares all blocks of a request, a partial last one too, with a request that has none.
 
-        Before either writes, `make_writable` must have been called for it.
+        `make_writable` must be called before either of them writes.
 
         Raises:
             ValueError: the request holds blocks.
@@ -282,15 +281,14 @@ class KVCacheManager:
         _take_hashes(request, parent, len(parent.block_ids))
 
     def make_writable(self, request: Request, index: int) -> tuple[int, int] | None:
-        """Makes a block belong to a request alone; one it does not have yet is fine.
+        """Replaces a shared block by a copy that only this request holds (copy on write).
 
         Args:
-            request: about to write there.
-            index: place in `block_ids`.
+            request: about to write the block.
+            index: in `block_ids`; if the request has no block there yet, there is nothing to do.
 
         Returns:
-            None if nothing had to be done; or the place in `block_ids` and the block that has been put there,
-            into which the contents will be copied.
+            (index, new block) of a replaced block, whose contents the next step copies; None if it was not shared.
 
         Raises:
             NoFreeBlocksError: none is free for the copy; nothing has changed.
@@ -303,7 +301,7 @@ class KVCacheManager:
             return None
         if pool.reference_count(block_id) == 1:
             if self.enable_prefix_caching:
-                self._forget_before_writing(request, index)
+                self._uncache_before_writing(request, index)
             return None
         if pool.num_free == 0:
             raise NoFreeBlocksError(
@@ -316,14 +314,14 @@ class KVCacheManager:
         request.num_cached_blocks = min(request.num_cached_blocks, index)
         return index, new_id
 
-    def _forget_before_writing(self, request: Request, index: int) -> None:
-        """A block that is full for one who has left, and partial for the one who stays, must not be found."""
+    def _uncache_before_writing(self, request: Request, index: int) -> None:
+        """Uncaches a block that a former sharer had filled and cached, but this request is about to write."""
         if self.pool.block_hash(request.block_ids[index]) is not None:
             self.pool.uncache(request.block_ids[index])
             request.num_cached_blocks = min(request.num_cached_blocks, index)
 
     def take_moves(self) -> list[tuple[int, int, int]]:
-        """Copies to be carried out before the next step computes, in this order: (MoveKind, source, target)."""
+        """The moves since the last call, which precede the next step, in order: (MoveKind, source, target)."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -336,10 +334,10 @@ class KVCacheManager:
     def swap_out(self, requests: Sequence[Request]) -> None:
         """Moves requests to CPU memory together: blocks they share are copied once and stay shared.
 
-        Their `cpu_block_ids` take the place of `block_ids`. What is in the prefix cache can still be found.
+        `cpu_block_ids` replace their `block_ids`. Their cached blocks on the device can still be found.
 
         Raises:
-            ValueError: too few CPU blocks are free, or a request is there already; nothing has changed.
+            ValueError: too few CPU blocks are free, or a request is swapped out already; nothing has changed.
         """
         if any(request.cpu_block_ids for request in requests):
             raise ValueError("a request is swapped out already")
@@ -348,17 +346,17 @@ class KVCacheManager:
             request.block_ids, request.cpu_block_ids = [], table
 
     def swap_in(self, requests: Sequence[Request], num_extra_blocks: int, num_reserved_blocks: int = 0) -> bool:
-        """Moves requests back to the device together, shared blocks as such.
+        """Moves requests back to the device together; shared blocks stay shared.
 
         The blocks are not in the prefix cache; `cache_full_blocks` will enter them again.
 
         Args:
             requests: swapped ones.
-            num_extra_blocks: blocks that must be free besides; they are not taken.
-            num_reserved_blocks: as many again.
+            num_extra_blocks: blocks that must stay free.
+            num_reserved_blocks: further blocks that must stay free.
 
         Returns:
-            False if too few are free; then nothing has changed.
+            False if too few are free: then nothing has changed.
 
         Raises:
             ValueError: a request holds blocks on the device.
@@ -374,7 +372,7 @@ class KVCacheManager:
         return True
 
     def _move(self, kind: MoveKind, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Moves blocks from one pool to the other, each once; returns the same tables in the other pool.
+        """Moves blocks to the other pool, each once; returns the tables with the blocks there.
 
         Raises:
             ValueError: too few are free there; nothing has changed.
@@ -390,27 +388,27 @@ class KVCacheManager:
             target.retain(new_held)
             source.release(held)
             new_tables.append([NULL_BLOCK] * (len(table) - len(held)) + new_held)
-        # one reference is left over from taking them
+        # the reference that allocate() gave
         target.release(list(moved.values()))
         return new_tables
 
     def _distinct(self, tables: Iterable[Sequence[int]]) -> list[int]:
-        """Blocks of all tables, each once, in the order of their first mention."""
+        """The blocks of all tables without repetitions, in the order of their first occurrence."""
         return list(dict.fromkeys(block_id for table in tables for block_id in self._held(table)))
 
     def _held(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """A table without the places of blocks that were given back, which are its first."""
+        """A block table without its NULL_BLOCKs, which come first."""
         return block_ids if self.sliding_window is None else block_ids[_num_null(block_ids, len(block_ids)) :]
 
     # ---- audit ---------------------------------------------------------------------------------------------
 
     def violations(self, requests: Iterable[Request], *, copies_pending: bool = True) -> list[str]:
-        """What is wrong with the accounts, as sentences, given all requests that exist.
+        """Inconsistencies of blocks, tables and hashes, a sentence each.
 
         Args:
-            requests: all that hold blocks, and any others.
-            copies_pending: a partly full block may be shared if it is the one its owners write next, since
-                `make_writable` is still to come for them. False: no block that will be written may be shared.
+            requests: all that have blocks, and any others.
+            copies_pending: whether the partial block that its owners write next may be shared, since
+                `make_writable` has not been called yet. False: no block that will be written may be shared.
         """
         requests = list(requests)
         wrong = self.pool.violations([_without_null(request.block_ids) for request in requests])
@@ -424,7 +422,7 @@ class KVCacheManager:
         return wrong
 
     def _table_violations(self, request: Request) -> list[str]:
-        """Every computed token that can still be seen has a place."""
+        """Every computed token that can still be attended to has a block."""
         who = f"request {request.request_id}"
         wrong = []
         if request.block_ids and request.cpu_block_ids:
@@ -443,7 +441,7 @@ class KVCacheManager:
         return wrong
 
     def _writing_violations(self, request: Request, copies_pending: bool) -> list[str]:
-        """What is not full belongs to the request alone, and nobody can find it."""
+        """Partial blocks are neither shared nor cached."""
         wrong = []
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         next_index = request.num_computed_tokens // self.block_size if copies_pending else -1
@@ -458,7 +456,7 @@ class KVCacheManager:
         return wrong
 
     def _hash_violations(self, request: Request) -> list[str]:
-        """What is cached can be found under the hash of its owner's tokens, worked out anew."""
+        """Cached blocks have the hash of their owner's tokens, which is computed here from scratch."""
         hashes: list[bytes] = []
         num_full = min(len(request.block_ids), request.num_tokens // self.block_size)
         extend_block_hashes(hashes, num_full, request.token_ids, request.content_keys, self.block_size)
@@ -478,14 +476,14 @@ def _check_holds_nothing(request: Request) -> None:
 
 
 def _take_hashes(request: Request, parent: Request, max_blocks: int) -> None:
-    """A sharer's blocks are in the prefix cache as far as its parent's; only those tokens are sure to be its own."""
+    """Copies the hashes of the parent's cached blocks; behind these the two may have different tokens."""
     num_cached = min(parent.num_cached_blocks, max_blocks)
     request.num_cached_blocks = num_cached
     request.block_hashes = parent.block_hashes[:num_cached]
 
 
 def _num_null(block_ids: Sequence[int], end: int) -> int:
-    """Blocks that were given back among the first `end`; they are the first. Costs O(1) a block that was not."""
+    """Number of NULL_BLOCKs among the first `end`; they come first. Takes O(blocks that are none)."""
     first = end
     while first > 0 and block_ids[first - 1] != NULL_BLOCK:
         first -= 1
