@@ -9,10 +9,10 @@ from ascend_vllm.types.step import RowResult
 
 
 class Pooled(RowKind):
-    """Nothing is sampled: what the workers make of the prompt ends the request.
+    """Nothing is sampled: the pooler's output for the prompt ends the request.
 
     Args:
-        params: of the pooling.
+        params: whether the prefix cache may be read.
     """
 
     def __init__(self, params: PoolingParams) -> None:

@@ -1,4 +1,4 @@
-"""Which kind of row a request is."""
+"""Chooses the row kind of a request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ascend_vllm.types.messages import EngineCoreRequest
 
 
 def row_kind_of(request: Request, message: EngineCoreRequest, max_model_len: int) -> RowKind:
-    """The kind of a new request. One that is constrained gets its kind with its grammar (`core.structured`).
+    """The row kind of a new request. A constrained one gets its kind later, with its grammar (`core.structured`).
 
     Args:
-        request: that has been made of the message.
+        request: made from the message.
         message: as the API server sent it.
         max_model_len: most tokens whose KV a sequence may hold.
     """

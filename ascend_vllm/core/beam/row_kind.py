@@ -1,8 +1,8 @@
-"""A beam search as the scheduler sees it: a request that waits, and its rows that run.
+"""The row kind of beam searches: a request that waits, and a row for each live beam while it runs.
 
 The request itself (the root) waits, ends and gets the outputs; while it runs each live beam is a row, a `Request`
-with slot and blocks of its own. Rows share the blocks of what they have in common. A row that has sampled brings its
-candidates and waits for the others; when all have theirs, `advance` decides which of them live on.
+with a slot and a block table. Rows share the blocks of common prefixes. `take` collects a row's candidates from a
+step's outputs; once all rows have theirs, `advance` decides which beams continue.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ascend_vllm.core.request import GroupStep, Request, RequestStatus, RowKind
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, FinishReason
 from ascend_vllm.types.step import StepLogprobs
 
-# tokens of all sequences together
-_EMITTED_IN_A_STEP = 65_536
+# tokens of all returned sequences together
+_MAX_EMITTED_TOKENS = 65_536
 
 
 class Beam(RowKind):
@@ -31,9 +31,9 @@ class Beam(RowKind):
 
     Attributes:
         root: the request.
-        width: rows it may come to have, and slots that are kept for it.
+        width: most rows it can have, for which slots are reserved.
         rows: its live beams while it runs or is swapped; in the order of the search.
-        num_reserved_slots: free slots that are kept for it.
+        num_reserved_slots: free slots reserved for it.
     """
 
     may_run_ahead = False
@@ -71,7 +71,7 @@ class Beam(RowKind):
         return self.rows
 
     def first_row(self, request: Request) -> Request:  # noqa: ARG002
-        """The first row, the prompt's; a search that ran before starts anew, and comes to the same results."""
+        """The row that computes the prompt; a preempted search restarts, and reaches the same results."""
         self._search = self._make_search()
         self._candidates.clear()
         row = self.root.make_row(self._next_id())
@@ -80,14 +80,14 @@ class Beam(RowKind):
         return row
 
     def take(self, row: Request, token_ids: list[int], logprobs: StepLogprobs | None, index: int) -> None:  # noqa: ARG002
-        """Collects a row's candidates, not what it sampled."""
+        """Collects a row's candidates; sampled tokens are not used."""
         if logprobs is not None:
             stop = 1 + self._search.num_candidates
             candidates = logprobs.token_ids[index, 0, 1:stop], logprobs.logprobs[index, 0, 1:stop]
             self._candidates[row.request_id] = candidates
 
     def advance(self) -> GroupStep | None:
-        """Makes the search's step; the rows' tokens grow, but slots and blocks are the caller's to change."""
+        """Makes the search's step: appends the rows' tokens. The caller changes slots and blocks."""
         parents = self.rows
         if len(self._candidates) < len(parents):
             return None
@@ -95,21 +95,21 @@ class Beam(RowKind):
         self._candidates.clear()
         rows: list[Request] = []
         forks: list[tuple[Request, Request]] = []
-        going_on: set[int] = set()
+        continued: set[int] = set()
         for parent_index, _ in chosen:
             parent = parents[parent_index]
-            if parent_index in going_on:
+            if parent_index in continued:
                 row = parent.make_row(self._next_id())
                 forks.append((row, parent))
             else:
                 row = parent
-                going_on.add(parent_index)
+                continued.add(parent_index)
             rows.append(row)
-        # only now: a row's tokens may have been copied by several of its children
+        # not in the loop above: children must copy their parent's tokens without the new one
         for row, (_, token_id) in zip(rows, chosen, strict=True):
             row.token_ids.append(token_id)
             row.num_tokens += 1
-        dead = [row for index, row in enumerate(parents) if index not in going_on]
+        dead = [row for index, row in enumerate(parents) if index not in continued]
         self.rows = rows
         beams, end = self._new_beams(), None
         if self._search.is_done:
@@ -118,29 +118,29 @@ class Beam(RowKind):
         return GroupStep(rows, dead, forks, beams, end)
 
     def finish(self, status: RequestStatus) -> list[BeamSequence] | None:
-        """Where there is no room to go on the search ends with what it has."""
+        """See `RowKind`; if there is no room for more tokens the live beams are finished as they are."""
         if status is RequestStatus.FINISHED_LENGTH and self.rows:
             self._search.finish_live()
         return self._new_beams() if self._search.is_done else None
 
     def blocks_to_write(self, row: Request, count: int, block_size: int) -> range:
-        """Those of its next tokens: a fork shares the block that its parent was writing."""
+        """The blocks of its next tokens: a fork shares its parent's partial block."""
         first = row.num_computed_tokens
         return range(first // block_size, (first + count - 1) // block_size + 1)
 
     def drop_rows(self, request: Request) -> list[Request]:  # noqa: ARG002
-        """Its rows, which are none of its own any more."""
+        """See `RowKind`."""
         rows, self.rows = self.rows, []
         return rows
 
     def _new_beams(self) -> list[BeamSequence] | None:
-        """What there is to emit: the best sequences at the end, and while they are short after each step of a stream.
+        """The best sequences, if they are to be emitted now: at the end, and of a stream also in between.
 
-        A search that started anew emits nothing until it is further than it was.
+        A search that was restarted emits nothing until it has more tokens than it has emitted before.
         """
         num_tokens = self._search.num_output_tokens
-        # whole sequences are emitted: long ones less often, so that a step's share does not grow with them
-        interval = 1 + num_tokens * self._spec.num_returned // _EMITTED_IN_A_STEP
+        # sequences are emitted whole: long ones less often, so that tokens per step stay limited
+        interval = 1 + num_tokens * self._spec.num_returned // _MAX_EMITTED_TOKENS
         if not self._search.is_done and not (self._spec.stream and num_tokens >= self._num_emitted + interval):
             return None
         self._num_emitted = num_tokens

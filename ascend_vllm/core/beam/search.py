@@ -1,10 +1,10 @@
-"""Beam search: which continuations of a prompt live on, which have ended, and when to stop.
+"""Beam search: which beams continue, which are finished, and when the search stops.
 
-The algorithm alone, on token ids and log-probabilities. Whoever uses it computes each live beam's most likely next
-tokens and moves the beams' KV blocks.
+Only the algorithm, on token ids and log-probabilities. The caller computes each live beam's most likely next tokens
+and shares the beams' KV blocks.
 
 A step extends every live beam by each of its candidates. Candidates that end go to the finished sequences, of which
-the `width` best are kept; of the others the `width` most likely live on. Two rules are known:
+the `width` best are kept; of the others the `width` most likely become the live beams. There are two rules:
 
 - vLLM 0.6.0's in-engine search (`early_stopping` True, False or "never"): only the `num_candidates` most likely
   candidates of *all* beams together count. As soon as `width` sequences have finished, `early_stopping` decides:
@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, FinishReason
 
-# A penalty beyond this is taken as this: lengths alone decide at either, and a power of a length would overflow.
+# Larger penalties are clamped: from here on lengths alone decide, and a power of a length would overflow.
 _MAX_LENGTH_PENALTY = 32.0
 
 
@@ -48,7 +48,7 @@ def beam_score(cumulative_logprob: float, length: int, length_penalty: float) ->
     Args:
         cumulative_logprob: sum of the output tokens' natural log-probabilities, at most 0.
         length: tokens of prompt and output, at least 1; a final end-of-sequence token does not count.
-        length_penalty: beyond −32 … 32 it is taken as the nearer end.
+        length_penalty: clamped to −32 … 32.
     """
     return cumulative_logprob / _length_divisor(length, length_penalty)
 
@@ -58,11 +58,11 @@ def _length_divisor(length: int, length_penalty: float) -> float:
     return divisor
 
 
-# the tokens of a sequence: its last one, and the tokens before it, which other sequences may have too; None: no token
+# a sequence as a linked list from its last token backwards, so that sequences share prefixes; None: no token
 _Tokens = tuple[int, "_Tokens"] | None
 
 
-def _listed(tokens: _Tokens) -> list[int]:
+def _to_list(tokens: _Tokens) -> list[int]:
     token_ids = []
     while tokens is not None:
         token_id, tokens = tokens
@@ -73,7 +73,7 @@ def _listed(tokens: _Tokens) -> list[int]:
 
 @dataclasses.dataclass(slots=True)
 class _Beam:
-    """A live beam: what it has generated."""
+    """A live beam's output."""
 
     tokens: _Tokens
     cumulative_logprob: float
@@ -81,7 +81,7 @@ class _Beam:
 
 @dataclasses.dataclass(slots=True)
 class _Finished:
-    """A sequence that has ended, in as many tokens."""
+    """A finished sequence."""
 
     score: float
     tokens: _Tokens
@@ -90,10 +90,10 @@ class _Finished:
     stop_reason: int | None
     sequence: BeamSequence | None = None
 
-    def told(self) -> BeamSequence:
-        """As a message holds it; made once."""
+    def to_message(self) -> BeamSequence:
+        """The sequence as it is emitted; converted once."""
         if self.sequence is None:
-            token_ids = _listed(self.tokens)
+            token_ids = _to_list(self.tokens)
             self.sequence = BeamSequence(token_ids, self.cumulative_logprob, self.reason, self.stop_reason)
         return self.sequence
 
@@ -102,7 +102,7 @@ class _Finished:
 class _Candidates:
     """C next tokens of the live beams."""
 
-    # [C] float64: cumulative log-probability with the token, negative: lower is better
+    # [C] float64: the negative of the cumulative log-probability with the token; lower is better
     costs: npt.NDArray[np.float64]
     # [C] int64: index of the live beam
     parents: npt.NDArray[np.int64]
@@ -110,14 +110,14 @@ class _Candidates:
     token_ids: npt.NDArray[np.int64]
 
     def take(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> _Candidates:
-        """Some of them, by a mask or by their indices."""
+        """Selects candidates by a mask or by indices."""
         return _Candidates(self.costs[which], self.parents[which], self.token_ids[which])
 
     def best(self, count: int) -> _Candidates:
-        """The best ones, in order; of equals the better parent's first, then the lower token id."""
+        """The best ones, in order; ties: the better parent first, then the lower token id."""
         some = self
         if len(self.costs) > count:
-            # no more than these can be among them
+            # all that can be among the best
             some = self.take(self.costs <= np.partition(self.costs, count - 1)[count - 1])
         return some.take(np.lexsort((some.token_ids, some.parents, some.costs))[:count])
 
@@ -125,22 +125,22 @@ class _Candidates:
 class BeamSearch:
     """One search, from the prompt to its best sequences.
 
-    Ties are decided the same way every time: the better parent first, then the lower token id; of finished sequences
-    the one that ended first.
+    Ties are broken deterministically: the better parent first, then the lower token id; of finished sequences the one
+    that ended first.
 
     Args:
         spec: width, number of sequences to return, length penalty and rule of early stopping.
         num_prompt_tokens: at least 1.
         max_num_tokens: tokens of prompt and output at which a sequence ends with LENGTH.
         end_token_ids: ids that end a sequence with STOP, `eos_token_id` among them.
-        eos_token_id: the one of them that is no stop reason and not counted in a score's length; None: there is none.
+        eos_token_id: the one of them that is no stop reason and does not count in a score's length; or None.
         min_num_tokens: tokens of prompt and output below which nothing ends; until then candidates among
             `end_token_ids` are left out.
         max_model_len: for the greatest possible length of early_stopping "never".
 
     Attributes:
-        num_candidates: most likely next tokens that each live beam must bring to `advance`. No more of them end than
-            beams live times len(end_token_ids), so that `width` others are always left.
+        num_candidates: most likely next tokens of each live beam that `advance` needs. At most `num_live` *
+            len(end_token_ids) of them end their sequence, so at least `width` others are always left.
         is_done: the search is over.
     """
 
@@ -180,7 +180,7 @@ class BeamSearch:
 
     def output_token_ids(self, index: int) -> list[int]:
         """Tokens that a live beam has generated."""
-        return _listed(self._live[index].tokens)
+        return _to_list(self._live[index].tokens)
 
     def advance(self, candidates: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]) -> list[tuple[int, int]]:
         """Makes a step.
@@ -200,18 +200,18 @@ class BeamSearch:
             raise ValueError("the beam search is over")
         if len(candidates) != len(self._live):
             raise ValueError(f"candidates of {len(candidates)} beams for {len(self._live)} live ones")
-        ending, going_on = self._select(candidates)
-        if not len(ending.costs) and not len(going_on.costs):
-            # nothing can follow, e.g. all of a small vocabulary ends and min_tokens forbids it
+        ending, continuing = self._select(candidates)
+        if not len(ending.costs) and not len(continuing.costs):
+            # no candidate is allowed, e.g. all of a small vocabulary are end tokens and min_tokens forbids them
             self.finish_live()
             return []
         parents = self._live
         self._num_output_tokens += 1
-        self._finish_some(ending)
-        chosen = list(zip(going_on.parents.tolist(), going_on.token_ids.tolist(), strict=True))
+        self._add_finished(ending)
+        chosen = list(zip(continuing.parents.tolist(), continuing.token_ids.tolist(), strict=True))
         self._live = [
             _Beam((token_id, parents[parent].tokens), -cost)
-            for (parent, token_id), cost in zip(chosen, going_on.costs.tolist(), strict=True)
+            for (parent, token_id), cost in zip(chosen, continuing.costs.tolist(), strict=True)
         ]
         if self._num_prompt_tokens + self._num_output_tokens >= self._max_num_tokens:
             self.finish_live()
@@ -220,9 +220,9 @@ class BeamSearch:
         return [] if self.is_done else chosen
 
     def finish_live(self) -> None:
-        """Ends the search with its live beams as they are: they finish with LENGTH, and compete with the others."""
+        """Ends the search: the live beams finish with LENGTH, and compete with the finished ones."""
         length = self._num_prompt_tokens + self._num_output_tokens
-        self._keep(
+        self._keep_best(
             _Finished(
                 self._score(beam.cumulative_logprob, length),
                 beam.tokens,
@@ -237,21 +237,21 @@ class BeamSearch:
     def best(self) -> list[BeamSequence]:
         """The `num_returned` best sequences so far by score, best first; live ones have no finish_reason.
 
-        Fewer if there are not so many. The lists are the search's own: they are not to be changed.
+        Fewer if there are not so many. Callers must not change the lists.
         """
         length = self._num_prompt_tokens + self._num_output_tokens
         ranked: list[tuple[float, _Finished | _Beam]] = [(entry.score, entry) for entry in self._finished]
         ranked += [(self._score(beam.cumulative_logprob, length), beam) for beam in self._live]
         ranked.sort(key=lambda scored: -scored[0])
         return [
-            entry.told()
+            entry.to_message()
             if isinstance(entry, _Finished)
-            else BeamSequence(_listed(entry.tokens), entry.cumulative_logprob)
+            else BeamSequence(_to_list(entry.tokens), entry.cumulative_logprob)
             for _, entry in ranked[: self._spec.num_returned]
         ]
 
     def _select(self, candidates: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]) -> tuple[_Candidates, _Candidates]:
-        """Candidates that end, and the `width` that live on, both best first."""
+        """Candidates that end their sequence, and the `width` that continue, both best first."""
         can_end = self._num_prompt_tokens + self._num_output_tokens + 1 >= self._min_num_tokens
         token_ids = [np.asarray(ids, np.int64) for ids, _ in candidates]
         counts = [len(ids) for ids in token_ids]
@@ -260,26 +260,26 @@ class BeamSearch:
         every = _Candidates(
             -(before + logprobs), np.repeat(np.arange(len(counts)), counts), np.concatenate(token_ids)
         )
-        # not true of NaN either
+        # false for NaN, too
         every = every.take(logprobs > -math.inf)
         ends = np.isin(every.token_ids, self._end_ids)
-        ending, going_on = every.take(ends), every.take(~ends).best(self._spec.width)
+        ending, continuing = every.take(ends), every.take(~ends).best(self._spec.width)
         if not can_end:
-            return ending.take(np.zeros(0, np.int64)), going_on
+            return ending.take(np.zeros(0, np.int64)), continuing
         if self._spec.early_stopping is not None:
             ending = every.best(self.num_candidates)
             ending = ending.take(np.isin(ending.token_ids, self._end_ids))
-        return ending.best(len(ending.costs)), going_on
+        return ending.best(len(ending.costs)), continuing
 
-    def _finish_some(self, ending: _Candidates) -> None:
+    def _add_finished(self, ending: _Candidates) -> None:
         """Adds the candidates that end to the finished sequences."""
         length = self._num_prompt_tokens + self._num_output_tokens
         at_eos = ending.token_ids == self._eos_token_id
         scores = -ending.costs / np.where(at_eos, self._divisor(length - 1), self._divisor(length))
-        # no more can stay
+        # more cannot be kept
         some = np.sort(np.argsort(-scores, kind="stable")[: self._spec.width])
         best, live = ending.take(some), self._live
-        self._keep(
+        self._keep_best(
             _Finished(
                 score,
                 (token_id, live[parent].tokens),
@@ -292,15 +292,15 @@ class BeamSearch:
             )
         )
 
-    def _keep(self, finished: Iterable[_Finished]) -> None:
-        """Adds finished sequences, of which only the `width` best stay."""
+    def _keep_best(self, finished: Iterable[_Finished]) -> None:
+        """Adds finished sequences and keeps the `width` best of all."""
         self._finished += finished
-        # stable: of equals the one that came first stays
+        # stable: of equals the one that ended first is kept
         self._finished.sort(key=lambda entry: -entry.score)
         del self._finished[self._spec.width :]
 
     def _stops_early(self) -> bool:
-        """Whether the rule of early stopping ends the search while beams live."""
+        """Whether early stopping ends the search though there are live beams."""
         rule = self._spec.early_stopping
         if rule is None or len(self._finished) < self._spec.width:
             return False
