@@ -117,7 +117,7 @@ class Pausing:
         self.check_sleep(level)
         self._state = RunState.PAUSED
         if level:
-            self._scheduler.give_up_kv_cache()
+            self._scheduler.free_kv_cache()
             self._executor.collective_rpc("sleep", (level,))
             self._asleep.update(SLEEPERS)
 

@@ -1,4 +1,4 @@
-"""Running requests make room: their blocks are dropped and computed again later, or wait in CPU memory."""
+"""Preemption of running requests, by recomputation or by swapping to CPU memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREEMPTIONS_PER_WARNING = 50
 
 
 class Preemption:
-    """Takes requests off the device, and those it has swapped back.
+    """Preempts requests, and swaps them in again.
 
     Args:
         config: mode of preemption.
@@ -29,7 +29,7 @@ class Preemption:
     Attributes:
         num_preemptions: since the start.
         num_swapped: requests whose blocks are in CPU memory.
-        num_children: requests whose prompt others may share → how many of those live; the scheduler keeps it.
+        num_children: parent request → its unfinished children; the scheduler updates it.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, rows: Rows, waiting: RequestQueue) -> None:
@@ -41,16 +41,16 @@ class Preemption:
         self.num_swapped = 0
         self.num_children: collections.Counter[str] = collections.Counter()
 
-    def make_way_for_urgent(self) -> int:
-        """Preempts running requests that a waiting one outranks and whose room it needs.
+    def preempt_outranked(self) -> int:
+        """Preempts running requests until the next waiting one, if it outranks them, fits.
 
         Returns:
-            Rows at the end of the running ones that must not compute in this step: they are to make room, but have
-            tokens pending.
+            How many of the last running rows must not compute in this step: they will be preempted, but have pending
+            tokens.
         """
         while self._rows.running:
-            urgent, last = self._waiting.next(passes_further=self._rows.passes_further), self._rows.running[-1]
-            if urgent is None or not self._waiting.outranks(urgent, last) or self._has_room(urgent):
+            first, last = self._waiting.next(passes_further=self._rows.passes_further), self._rows.running[-1]
+            if first is None or not self._waiting.outranks(first, last) or self._has_room(first):
                 return 0
             rows = rows_of(last)
             if any(row.num_pending_tokens for row in rows):
@@ -59,31 +59,31 @@ class Preemption:
         return 0
 
     def preempt(self, rows: list[Request]) -> None:
-        """Makes a request, given by all its rows, give up slots and blocks; it waits, at the front.
+        """Preempts a request, given by all its rows; it then waits at the front of the queue.
 
-        A request of several rows that is not swapped begins anew.
+        A request of several rows that is not swapped starts again.
         """
         request = rows[0].kind.root_of(rows[0])
         swaps = self._prefers_swapping(request) and self._kv_cache.can_swap_out(rows)
-        self._take_off(rows, swaps=swaps)
+        self._remove(rows, swaps=swaps)
         self._count(request, swaps)
 
-    def give_up_all(self) -> None:
-        """Makes all requests with blocks, also in CPU memory, wait to be computed again. Nothing stays cached."""
+    def preempt_all(self) -> None:
+        """Preempts all requests with blocks, swapped ones too, to be recomputed; empties the prefix cache."""
         while self._rows.running:
-            self._take_off(rows_of(self._rows.running[-1]), swaps=False)
+            self._remove(rows_of(self._rows.running[-1]), swaps=False)
         for request in [request for request in self._waiting if request.status is RequestStatus.SWAPPED]:
             rows = rows_of(request)
             for row in rows:
                 row.transition(RequestStatus.PREEMPTED)
             self._drop_blocks(rows)
             self.num_swapped -= 1
-        # copies of blocks that nobody has any more
+        # copies of blocks that are free now
         self._kv_cache.take_moves()
         self._kv_cache.reset_prefix_cache()
 
-    def _take_off(self, rows: list[Request], *, swaps: bool) -> None:
-        """Takes all rows of a request out of their slots, their blocks to CPU memory or back."""
+    def _remove(self, rows: list[Request], *, swaps: bool) -> None:
+        """Frees the slots of all rows of a request, and frees their blocks or swaps them out."""
         request = rows[0].kind.root_of(rows[0])
         for row in rows:
             self._rows.leave(row)
@@ -100,20 +100,20 @@ class Preemption:
         self._waiting.put_back(request)
 
     def _drop_blocks(self, rows: list[Request]) -> None:
-        """Takes the blocks of all rows of a request back."""
+        """Frees the blocks of all rows of a request."""
         for row in rows:
             self._kv_cache.free(row)
             row.num_computed_tokens = 0
         rows[0].kind.drop_rows(rows[0])
 
     def swap_in(self, builder: StepBuilder, request: Request) -> bool:
-        """Brings the first of the waiting requests, a swapped one, back; its rows then run with the others.
+        """Swaps in the first waiting request; its rows run again.
 
         Returns:
-            False if there are too few blocks; then nothing has changed.
+            False if too few blocks are free: then nothing has changed.
         """
         rows = rows_of(request)
-        # each row may soon need one more block; what runs alone gets what there is
+        # each row may soon need one more block; if nothing else runs, nothing is kept free
         spare = self._kv_cache.watermark_blocks + len(rows) if self._rows.running else 0
         if not self._kv_cache.swap_in(rows, spare):
             return False
@@ -129,14 +129,14 @@ class Preemption:
         return True
 
     def _has_room(self, request: Request) -> bool:
-        """Whether a waiting request could be admitted now, whatever else waits."""
+        """Whether there are slots and blocks for a waiting request."""
         if self._rows.num_available < request.kind.width:
             return False
         num_blocks = -(-request.num_tokens // self._kv_cache.block_size) + self._kv_cache.watermark_blocks
         return num_blocks <= self._kv_cache.num_free_blocks
 
     def _prefers_swapping(self, request: Request) -> bool:
-        """vLLM 0.6.3's rule: unless told otherwise, requests of several sequences are swapped, others recomputed."""
+        """vLLM 0.6.3's default: requests of several sequences are swapped, others recomputed."""
         if self._mode is None:
             is_one_of_several = request.parent_id is not None or request.request_id in self.num_children
             return request.kind.prefers_swapping or is_one_of_several

@@ -110,19 +110,19 @@ class ChunkSizeController:
         self._token_s = 0.0
         self._last_end = 0.0
         self.last_prompt_latency_s = 0.0
-        # when the first step of whole prompts was handed out that rows have waited for since they decoded
-        self._passing_since: float | None = None
+        # when the first step of whole prompts was made that decoding rows have waited for; None: they do not wait
+        self._waiting_since: float | None = None
 
-    def lets_prompts_pass(self, now: float) -> bool:
-        """Whether whole prompts come before the rows that decode; `now` is in seconds of time.monotonic()."""
-        return self._passing_since is None or now - self._passing_since <= _MOST_WAIT_S
+    def prompts_come_first(self, now: float) -> bool:
+        """Whether whole prompts come before decoding rows; `now` is in seconds of time.monotonic()."""
+        return self._waiting_since is None or now - self._waiting_since <= _MOST_WAIT_S
 
-    def note_turn(self, now: float, *, passes: bool) -> None:
-        """Takes in whether a step is one of whole prompts that rows must wait for which could decode."""
-        if not passes:
-            self._passing_since = None
-        elif self._passing_since is None:
-            self._passing_since = now
+    def note_order(self, now: float, *, rows_wait: bool) -> None:
+        """Records whether running rows wait for whole prompts in the step made at `now`."""
+        if not rows_wait:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
 
     def note(self, made_at: float, end: float, num_prompt_tokens: int) -> None:
         """Takes in a step.

@@ -1,7 +1,7 @@
-"""The rows that run, and the slots they are in.
+"""The running rows and their slots.
 
-A row is a request, or one of several of it (see `RowKind`). What the workers must be told of slots is gathered here
-until the next step is handed out.
+A row is a request, or one of a request's several rows (see `RowKind`). Changes of slots are collected here and sent
+to the workers with the next step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ascend_vllm.core.request import NO_SLOT, Request, RowKind
 from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.types.step import SchedulerOutput
 
-# what part of the slots a single request leaves to others
+# one request leaves at least 1 / this of the slots to others
 _KEPT_PART = 8
-# Everybody's steps last longer the more rows there are: a single request runs at most so many, or this part of the
-# slots, whichever is more.
+# More rows make everybody's steps longer: one request gets at most this many slots, or 1 / _MOST_PART of them if that
+# is more.
 _MANY_ROWS = 64
 _MOST_PART = 4
 
@@ -24,7 +24,7 @@ class Rows:
     Args:
         num_slots: most rows that can run.
         queue: its policy orders the running rows.
-        num_stages: pipeline stages, which are to work on different rows at the same time.
+        num_stages: pipeline stages, which compute different rows at the same time.
 
     Attributes:
         num_slots: as given.
@@ -32,9 +32,9 @@ class Rows:
         running: all rows; the last is the first to be preempted.
         by_slot: the same rows.
         free_slots: a stack.
-        num_reserved: of the free slots, those that requests of several rows will come to need.
-        max_further: most slots for further sequences of requests, so that one request with many of them leaves some
-            to others.
+        num_reserved: free slots reserved for further rows of running requests.
+        max_further: most slots for further sequences of clients' requests (`Request.is_further`), so that a request
+            with many sequences leaves slots to others.
     """
 
     def __init__(self, num_slots: int, queue: RequestQueue, num_stages: int = 1) -> None:
@@ -43,14 +43,14 @@ class Rows:
         self.num_stages = num_stages
         self.running: list[Request] = []
         self.by_slot: dict[int, Request] = {}
-        # slot 0 lies on top at first
+        # slot 0 is on top at first
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.num_reserved = 0
-        # beside the first sequence of their request
+        # without the slot of the first sequence
         kept = max(1, num_slots // _KEPT_PART)
         self.max_further = max(1, min(num_slots - kept, max(_MANY_ROWS, num_slots // _MOST_PART)) - 1)
         self._num_further = 0
-        # freed since the last step that was handed out
+        # slots freed since the last step was handed out
         self._freed: list[int] = []
         # slot → (source slot, token), for the next step
         self.forks: dict[int, tuple[int, int]] = {}
@@ -59,7 +59,7 @@ class Rows:
 
     @property
     def max_decoding(self) -> int:
-        """Most rows that should decode in a step: with stages a part of them, so that each stage has some."""
+        """Most rows that should decode in a step: with pipeline stages 1/num_stages, so that each has some."""
         if self.num_stages == 1:
             return self.num_slots
         num_decoding = sum(row.num_missing_tokens <= 1 for row in self.running)
@@ -67,66 +67,66 @@ class Rows:
 
     @property
     def num_available(self) -> int:
-        """Slots that a new row may take."""
+        """Free slots that are not reserved."""
         return len(self.free_slots) - self.num_reserved
 
     @property
     def passes_further(self) -> bool:
-        """Whether further sequences of requests have all the slots that they may have."""
+        """Whether further sequences have reached `max_further`."""
         return self._num_further >= self.max_further
 
     def enter(self, row: Request) -> None:
-        """Gives a row a slot, and its place among the running ones."""
+        """Gives a row a slot and adds it to the running ones."""
         self._take_slot(row)
         self._queue.place(row, self.running)
 
     def reserve(self, kind: RowKind, count: int) -> None:
-        """Keeps so many free slots, and no more, for further rows of a request of this kind."""
+        """Sets the number of free slots reserved for further rows of a request of this kind."""
         if count != kind.num_reserved_slots:
             self.num_reserved += count - kind.num_reserved_slots
             kind.num_reserved_slots = count
 
     def fork(self, row: Request, parent: Request) -> None:
-        """Gives a new row one of its request's slots; the workers are to copy its parent's row.
+        """Gives a new row one of its request's reserved slots, into which the workers copy its parent's row.
 
-        It runs beside its parent, so that the rows of a request are preempted together.
+        It is placed next to its parent, so that the rows of a request are preempted together.
         """
         self._take_slot(row)
         self.running.insert(self.running.index(parent) + 1, row)
         self.forks[row.slot] = (parent.slot, row.token_ids[-1])
 
     def extend(self, row: Request) -> None:
-        """Tells the workers of a row's next token, which need not be what they sampled."""
+        """Sends the workers a row's newest token, which may differ from what they sampled."""
         self.forks[row.slot] = (row.slot, row.token_ids[-1])
 
-    def go_on(self, row: Request, token_ids: list[int]) -> None:
-        """Tells stages that do not sample what a row, which goes on, has got."""
+    def send_sampled(self, row: Request, token_ids: list[int]) -> None:
+        """Sends a row's sampled tokens to the pipeline stages that do not sample."""
         self._sampled += [(row.slot, token_id) for token_id in token_ids]
 
     def leave(self, row: Request) -> None:
-        """Takes a row out of its slot and out of the running ones."""
+        """Removes a row from its slot and from the running ones."""
         self.running.remove(row)
         self.vacate(row)
 
     def vacate(self, row: Request) -> None:
-        """Takes a row's slot back, if it has one; `running` is the caller's to change."""
+        """Frees a row's slot, if it has one; the caller changes `running`."""
         if row.slot == NO_SLOT:
             return
         del self.by_slot[row.slot]
         self._num_further -= row.is_further
         source, _ = self.forks.pop(row.slot, (row.slot, 0))
         self.free_slots.append(row.slot)
-        # the workers have not been told of a fork that was still to come
+        # the workers do not know a fork that has not been sent yet
         if source == row.slot:
             self._freed.append(row.slot)
         row.slot = NO_SLOT
 
     def drop_finished(self) -> None:
-        """Takes rows that have ended out of the running ones."""
+        """Removes finished rows from the running ones."""
         self.running = [row for row in self.running if not row.is_finished]
 
-    def tell(self, step: SchedulerOutput) -> None:
-        """Puts what has changed since the last step into this one."""
+    def add_updates(self, step: SchedulerOutput) -> None:
+        """Adds what has changed since the last step to this one."""
         step.freed_slots, self._freed = self._freed, []
         step.sampled, self._sampled = self._sampled, []
         if self.forks:
@@ -140,5 +140,5 @@ class Rows:
 
 
 def rows_of(row: Request) -> list[Request]:
-    """All rows of the request that a row belongs to, or that is given by itself."""
+    """All rows of a request, which is given itself or by one of its rows."""
     return row.kind.rows_of(row)

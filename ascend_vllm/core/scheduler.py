@@ -1,24 +1,22 @@
 """The scheduler: which rows compute how many tokens in a step.
 
-There are no phases. A request's `num_computed_tokens` chases its `num_tokens`; a step gives rows some of the
-tokens they miss, at most max_num_batched_tokens together. A decoding row misses one token, and so does one that
-comes back from CPU memory or shares a prompt that another has computed; a new one misses its sequence, less what the
-prefix cache holds of it.
+There are no prefill and decode phases: each step schedules some of the tokens between `num_computed_tokens` and
+`num_tokens` of its rows, at most max_num_batched_tokens together. A decoding row misses one token, and so does one
+that is swapped in or shares a computed prompt; a new one misses all that the prefix cache does not hold.
 
-Without chunked prefill prompts are not cut and come first, alone: rows decode in the steps in which no waiting
-prompt can be taken in (vLLM 0.6.3's order), or when they have waited long. With it rows that run come first, and
-prompts share what is left of the step, cut if they must be. When all rows of a step decode, one call may stand for
-several forward steps (--num-scheduler-steps).
+Without chunked prefill steps compute either whole prompts or decoding rows: prompts come first (vLLM 0.6.3's order)
+until no waiting one can be admitted, or rows have waited long to decode. With it running rows come first, and prompts
+get the rest of the step, in chunks if they must. When all rows of a step decode, it may be several forward passes
+(--num-scheduler-steps).
 
-Admission gives a request blocks for all its tokens at once, so that a prompt once begun never stalls half
-way. Decoding rows grow block by block; when none is left, the running request that came last (or, with priorities,
-matters least) makes room: it gives up its blocks and waits to be computed again, or takes them to CPU memory.
+Admission allocates blocks for all tokens of a request at once, so that a prompt never stalls half way. Decoding rows
+grow block by block; when none is free, the running request that came last (or, with priorities, is the least urgent)
+is preempted: its blocks are freed and recomputed later, or swapped to CPU memory.
 
-Steps may be made ahead of the outputs of those before: a row whose sampled tokens are still to come has
-`num_pending_tokens`. Workers compute steps in the order they were made, so blocks may change hands while a step that
-uses them is under way; only a row with pending tokens is not preempted, since what it will have to compute again is
-not known. Where pipeline stages work side by side a row with pending tokens does not decode either: its next token
-is not known to the first stage.
+Steps may be made before the outputs of earlier ones are known: a row whose sampled tokens are not known yet has
+`num_pending_tokens`. Workers compute steps in order, so blocks may be freed and allocated again while a step that
+uses them is under way; but a row with pending tokens is not preempted, since the tokens to recompute are not known.
+With pipeline stages a row with pending tokens does not decode either: the first stage does not know its next token.
 """
 
 from __future__ import annotations
@@ -53,19 +51,19 @@ from ascend_vllm.types.step import NO_TOKEN, RowResult, SchedulerOutput, StepOut
 
 logger = init_logger(__name__)
 
-# how often waiting requests are looked through for those that have waited too long
+# how often waiting requests are checked for --queue-timeout-s
 _EXPIRY_INTERVAL_S = 0.05
 
 
 class Scheduler:
-    """Holds all requests that live, and makes steps of them.
+    """Holds all unfinished requests, and makes steps of them.
 
     Args:
         config: limits and policy.
-        kv_cache: where requests get their blocks.
+        kv_cache: of the blocks.
         waiting: an empty queue, which decides the order of admission.
-        seed: of the seeds drawn for requests that bring none.
-        connectors: what requests wait for before they wait for their turn.
+        seed: of the generator of seeds for requests without one.
+        connectors: what requests wait for before they are queued.
         num_stages: pipeline stages that compute different steps at the same time.
     """
 
@@ -83,15 +81,15 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.waiting = waiting
         self._cuts_prompts = config.enable_chunked_prefill
-        # most tokens of a sequence that can be computed: a whole one must fit a step where prompts stay whole
+        # most tokens of a sequence that can be computed: without chunked prefill all of them must fit a step
         self._max_model_len = (
             config.max_model_len if self._cuts_prompts else min(config.max_model_len, config.max_num_batched_tokens)
         )
         self._seeds = random.Random(seed)
-        # without the rows of those that have several
+        # by id, without beam searches' rows
         self.requests: dict[str, Request] = {}
         self.rows = Rows(config.max_num_seqs, waiting, num_stages)
-        # with stages a step is one: others overlap it
+        # with pipeline stages a step is one forward pass, and overlaps others
         self._lookahead = config.num_scheduler_steps - 1 if num_stages == 1 else 0
         self._preemption = Preemption(config, kv_cache, self.rows, waiting)
         self._chunk_size = ChunkSizeController(config.max_decode_pause_s, kv_cache.block_size)
@@ -100,32 +98,32 @@ class Scheduler:
         )
         # oldest first
         self._in_flight: collections.deque[StepInFlight] = collections.deque()
-        # of requests that ended without a step
+        # of requests that ended outside of a step
         self._early_outputs: list[EngineCoreOutput] = []
         self._step_id = 0
-        # of the step taken in last, 0 if there was none
+        # prompt tokens of the step that `update` took last, or 0
         self._num_step_prompt_tokens = 0
         self._next_expiry = 0.0
-        # with stages all steps are, which is told at the start
-        self._told_of_single_steps = num_stages > 1
+        # with stages steps are always single, which is logged at the start
+        self._logged_single_steps = num_stages > 1
 
-    # ---- requests come and go ------------------------------------------------------------------------------
+    # ---- adding and ending requests ------------------------------------------------------------------------
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request lives, or the end of one is still to be told."""
+        """Whether a request is unfinished, or has an output that is not emitted yet."""
         return bool(self.requests or self._early_outputs)
 
     @property
     def has_early_outputs(self) -> bool:
-        """Whether `update` has something to tell though no step was made."""
+        """Whether `update` has outputs to emit without a step."""
         return bool(self._early_outputs)
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Lets a request wait. One that can never be served ends here; the next step's outputs say so.
+        """Queues a request. One that can never be served ends at once, with an output of the next `update`.
 
         Raises:
-            RequestError: a request of that id lives.
+            RequestError: there is an unfinished request with this id.
         """
         if message.request_id in self.requests:
             raise RequestError(f"Request {message.request_id} already exists.")
@@ -146,7 +144,7 @@ class Scheduler:
         self._refuse_unservable(request)
 
     def _take_ready(self) -> None:
-        """Lets requests wait for their turn that have waited for something else, and ends those that wait in vain."""
+        """Queues the requests whose connectors are ready, and ends those whose connector failed."""
         for request, error in self.connectors.take_ready():
             request.transition(RequestStatus.WAITING)
             self.waiting.add(request)
@@ -166,12 +164,12 @@ class Scheduler:
             self._end_early(request, RequestStatus.FINISHED_ERROR, error)
         return self.update(None)
 
-    def give_up_kv_cache(self) -> None:
-        """Takes all blocks back and forgets their contents. No step may be under way."""
-        self._preemption.give_up_all()
+    def free_kv_cache(self) -> None:
+        """Preempts all requests, and empties the prefix cache. No step may be under way."""
+        self._preemption.preempt_all()
 
     def _refuse_unservable(self, request: Request) -> None:
-        """Ends a new request that could wait forever."""
+        """Ends a new request that could never be admitted."""
         count = request.num_tokens
         if count == 0:
             self._end_early(request, RequestStatus.FINISHED_ERROR, "Prompt cannot be empty")
@@ -185,12 +183,12 @@ class Scheduler:
             self._end_early(request, RequestStatus.FINISHED_ERROR, reason)
 
     def _end_too_long(self, request: Request, why: str) -> None:
-        """Ends a request as vLLM does for over-long ones: "length", with what it has, and a line in the log."""
+        """Ends a request as vLLM does with too long ones: "length", its output so far, and a warning."""
         logger.warning("Request %s ends: %s", request.request_id, why)
         self._end_early(request, RequestStatus.FINISHED_LENGTH)
 
     def _end_early(self, request: Request, status: RequestStatus, error: str | RequestError | None = None) -> None:
-        """Ends a request outside a step; the next `update` gives its last output."""
+        """Ends a request outside of a step; the next `update` returns its last output."""
         beams = request.kind.finish(status)
         self._end(request, status)
         self._early_outputs.append(
@@ -215,10 +213,10 @@ class Scheduler:
         if request.status is RequestStatus.SWAPPED:
             self._preemption.num_swapped -= 1
         request.transition(status)
-        self._forget(request)
+        self._free_request(request)
 
-    def _forget(self, request: Request) -> None:
-        """Lets go of a request that has ended and is not among the running ones; rows of its own still may be."""
+    def _free_request(self, request: Request) -> None:
+        """Frees slots and blocks of a finished request; `rows.running` may still have rows of a beam search."""
         del self.requests[request.request_id]
         if request.parent_id is not None:
             children = self._preemption.num_children
@@ -234,14 +232,14 @@ class Scheduler:
                 self._end_row(row)
 
     def _end_row(self, row: Request) -> None:
-        """Ends one of a request's several rows."""
+        """Ends one row of a beam search."""
         if row.status is RequestStatus.RUNNING:
             self.rows.leave(row)
         row.transition(RequestStatus.FINISHED_ABORTED)
         self.kv_cache.free(row)
 
     def _end_expired(self, now: float) -> None:
-        """Ends requests that have waited too long for their first step."""
+        """Ends requests that have waited longer than --queue-timeout-s for their first step."""
         timeout_s = self.config.queue_timeout_s
         if timeout_s is None or now < self._next_expiry:
             return
@@ -257,27 +255,27 @@ class Scheduler:
                     ),
                 )
 
-    # ---- a step is made ------------------------------------------------------------------------------------
+    # ---- making a step -------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None if no row can compute. A step handed out counts as computed."""
+        """The next step, or None if no row can compute. Its tokens count as computed from now on."""
         now = time.monotonic()
         self._end_expired(now)
         if self.connectors.num_waiting:
             self._take_ready()
         was_idle = not (self.rows.running or self._in_flight)
         builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting))
-        num_held = self._preemption.make_way_for_urgent()
+        num_held = self._preemption.preempt_outranked()
         budget = self.config.max_num_batched_tokens
         if self._cuts_prompts:
             budget = self._schedule_running(builder, budget, num_held)
-            # what has just been preempted does not come back at once: its blocks were short by one already
+            # a request that was just preempted is not admitted again: another row has got at least one of its blocks
             self._admission.schedule_waiting(builder, budget, now)
         else:
-            prompts_first, is_alone = self._chunk_size.lets_prompts_pass(now), not self.rows.running
+            prompts_first, is_idle = self._chunk_size.prompts_come_first(now), not self.rows.running
             if prompts_first:
                 self._admission.schedule_waiting(builder, budget, now)
-            self._chunk_size.note_turn(now, passes=bool(builder.step.slots) and not is_alone)
+            self._chunk_size.note_order(now, rows_wait=bool(builder.step.slots) and not is_idle)
             if not builder.step.slots:
                 budget = self._schedule_running(builder, budget, num_held)
             if not (builder.step.slots or prompts_first):
@@ -288,28 +286,28 @@ class Scheduler:
             return None
         self._step_id += 1
         step = builder.finish()
-        self.rows.tell(step)
+        self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight(now))
         return step
 
     def _end_unservable(self, request: Request) -> None:
-        """Nothing ran, and still the first that waits could not be let in: it never will be.
+        """Ends the first waiting request, which could not be admitted though nothing runs.
 
-        A row that a sliding window has kept small may have more tokens than the cache, and cannot be computed again.
+        With a sliding window a preempted sequence may have more tokens than the cache has room for.
         """
         limit = f"the capacity of the KV cache, {self.kv_cache.num_tokens} tokens"
         self._end_too_long(request, f"its {request.num_tokens} tokens exceed {limit}")
 
     def _schedule_running(self, builder: StepBuilder, budget: int, num_held: int) -> int:
-        """Gives running rows the tokens they miss: decoding rows one each, then prompts what is left.
+        """Schedules running rows: first a token of each decoding row, then chunks of prompts.
 
         Args:
             builder: of the step.
             budget: tokens the step may still compute.
-            num_held: so many of the last rows are left out.
+            num_held: how many of the last rows are left out.
 
         Returns:
-            What is left of the budget; 0 if rows lack blocks, so that nobody else is let in.
+            The remaining budget; 0 if rows lack blocks, so that no request is admitted.
         """
         step, rows = builder.step, builder.rows
         running, kv_cache = self.rows.running, self.kv_cache
@@ -317,7 +315,7 @@ class Scheduler:
         lookahead, waits, max_decoding = self._lookahead, self.rows.num_stages > 1, self.rows.max_decoding
         prompts: list[Request] = []
         index = 0
-        # one turn per running row: what a step costs the host grows with this loop and the one in `update`
+        # one iteration per running row: this loop and the one in `update` dominate the host's time per step
         while index < len(running) - num_held and budget > 0:
             request = running[index]
             pending, computed = request.num_pending_tokens, request.num_computed_tokens
@@ -332,7 +330,7 @@ class Scheduler:
                 lookahead = self._single_step(request.kind)
             is_blocked = pending and (waits or not may_run_ahead or end >= request.max_num_tokens)
             if is_blocked or len(rows) == max_decoding:
-                # its next token is not known before its outputs are here, or there is none; or others have a turn
+                # its next token is not known yet, or it has none; or enough rows decode in this step
                 index += 1
                 continue
             if not may_run_ahead:
@@ -348,7 +346,7 @@ class Scheduler:
                 wanted = request.max_num_tokens - 1
             block_ids = kv_cache.allocate_slots(request, wanted if count == 1 else end + count - 1)
             if block_ids is None and count > 1:
-                # drafts are not worth the place of another row
+                # drafts are not worth a preemption
                 count = 1
                 block_ids = kv_cache.allocate_slots(request, end)
             if block_ids is None:
@@ -379,10 +377,10 @@ class Scheduler:
         return budget
 
     def _continue_prompts(self, builder: StepBuilder, prompts: Sequence[Request], budget: int) -> int:
-        """Gives rows whose prompts were cut more of them; returns what is left of the budget."""
+        """Schedules the next chunks of running prompts; returns the remaining budget."""
         limits = builder.limits(len(prompts))
         for request in prompts:
-            # making room for a decoding row may have preempted it
+            # it may have been preempted for a decoding row
             if request.status is RequestStatus.RUNNING:
                 count = limits.take(request.num_missing_tokens, budget, is_scored=request.is_scored)
                 builder.add(request, count)
@@ -390,9 +388,9 @@ class Scheduler:
         return budget
 
     def _single_step(self, kind: RowKind) -> int:
-        """A row that may not run ahead needs the host after every step, and the others go single steps with it."""
-        if self.config.num_scheduler_steps > 1 and not self._told_of_single_steps:
-            self._told_of_single_steps = True
+        """The lookahead of a step with a row that may not run ahead: 0, the host must see each of its tokens."""
+        if self.config.num_scheduler_steps > 1 and not self._logged_single_steps:
+            self._logged_single_steps = True
             logger.info(
                 "%s runs: meanwhile steps are made one at a time, not %d (--num-scheduler-steps).",
                 kind.title,
@@ -401,7 +399,7 @@ class Scheduler:
         return 0
 
     def _make_writable(self, step: SchedulerOutput, row: Request, count: int) -> bool:
-        """Gives a row its own copies of the blocks it is about to write; False: there is no free block."""
+        """Replaces shared blocks that a row is about to write by copies; False: no block is free."""
         for index in row.kind.blocks_to_write(row, count, self.kv_cache.block_size):
             try:
                 replaced = self.kv_cache.make_writable(row, index)
@@ -412,10 +410,10 @@ class Scheduler:
         return True
 
     def _make_room(self, builder: StepBuilder) -> bool:
-        """Preempts the last running request; if it runs alone, it has outgrown the cache and ends.
+        """Preempts the last running request; if it is the only one, it is longer than the cache and ends.
 
         Returns:
-            False if that is not possible before the steps under way have come back.
+            False if that is not possible before the outputs of steps under way have arrived.
         """
         rows = rows_of(self.rows.running[-1])
         if any(row.num_pending_tokens or builder.has_entered(row) for row in rows):
@@ -428,10 +426,10 @@ class Scheduler:
             self._preemption.preempt(rows)
         return True
 
-    # ---- a step has been computed --------------------------------------------------------------------------
+    # ---- outputs of a step ---------------------------------------------------------------------------------
 
     def update(self, output: StepOutput | None) -> EngineCoreOutputs:
-        """Takes in what the oldest step under way sampled, ends requests that are done, and tells all that is new.
+        """Appends the tokens that the oldest step under way sampled, ends requests, and returns all outputs.
 
         Args:
             output: of that step; None if there was none.
@@ -445,7 +443,7 @@ class Scheduler:
         """Appends sampled tokens to their requests; returns their number."""
         made = self._in_flight.popleft()
         self._num_step_prompt_tokens = made.num_prompt_tokens
-        self._chunk_size.note(made.made_at, time.monotonic(), made.num_piece_tokens)
+        self._chunk_size.note(made.made_at, time.monotonic(), made.num_chunk_tokens)
         if output.prompt_logprobs:
             outputs += made.take_prompt_logprobs(output.prompt_logprobs)
         num_generated = 0
@@ -454,15 +452,14 @@ class Scheduler:
             self._end_with_results(made, output.results, outputs)
         logprobs = output.logprobs
         caches_prefixes, block_size = self.kv_cache.enable_prefix_caching, self.kv_cache.block_size
-        # of requests of several rows, some of which have sampled
+        # requests of several rows that have sampled, by id
         roots: dict[str, Request] = {}
-        # one turn per sampling row, over lists: turning small host arrays into lists once is the fastest way to
-        # read them element by element
+        # one iteration per sampling row, over lists: element by element these are read faster than small arrays
         sampled = output.sampled_token_ids.tolist()
         num_columns = output.sampled_token_ids.shape[1]
         for index, request in enumerate(made.sampling_rows(output.slots.tolist())):
             if request.slot == NO_SLOT:
-                # aborted, or ended by the step before
+                # aborted, or ended by an earlier step
                 continue
             token_ids = sampled[index]
             if num_columns > 1 and token_ids[-1] < NO_TOKEN:
@@ -488,7 +485,7 @@ class Scheduler:
             if logprobs is not None and request.sampling_params.logprobs is not None:
                 result.new_logprobs = row_logprobs(logprobs, index, count, request.sampling_params.logprobs)
             if caches_prefixes and request.num_tokens > (request.num_cached_blocks + 1) * block_size:
-                # without the last token, whose KV may never be computed
+                # not the last token: its KV may never be computed
                 self.kv_cache.cache_full_blocks(request, request.num_tokens - 1)
             if request.num_preemptions:
                 result.num_preemptions = request.num_preemptions
@@ -497,10 +494,10 @@ class Scheduler:
                 result.stop_reason = request.stop_reason
                 if request.status is RequestStatus.FINISHED_ERROR:
                     result.error = request.kind.failure(token_ids)
-                self._forget(request)
+                self._free_request(request)
                 any_finished = True
             elif self.rows.num_stages > 1:
-                self.rows.go_on(request, token_ids)
+                self.rows.send_sampled(request, token_ids)
             outputs.append(result)
         if any_finished:
             self.rows.drop_finished()
@@ -513,7 +510,7 @@ class Scheduler:
     def _end_with_results(
         self, made: StepInFlight, results: Sequence[RowResult], outputs: list[EngineCoreOutput]
     ) -> None:
-        """Ends the requests that a step has made something of in place of tokens."""
+        """Ends the requests for which a step has a result in place of tokens, such as an embedding."""
         by_slot = dict(zip(made.slots, made.rows, strict=True))
         for result in results:
             request = by_slot[result.slot]
@@ -521,11 +518,11 @@ class Scheduler:
                 # aborted
                 continue
             request.transition(RequestStatus.FINISHED_STOPPED)
-            self._forget(request)
+            self._free_request(request)
             outputs.append(request.kind.output_of(request, result))
 
     def _advance(self, root: Request, group_step: GroupStep, outputs: list[EngineCoreOutput]) -> int:
-        """Makes the step of a request all of whose rows have sampled; returns the tokens that they grew by."""
+        """Applies a beam search's step to rows and blocks; returns the number of new tokens."""
         for row in group_step.dead:
             self._end_row(row)
         for row in group_step.rows:
@@ -551,15 +548,15 @@ class Scheduler:
         if group_step.end is not None:
             root.transition(group_step.end)
             outputs[-1].finish_reason = root.finish_reason
-            self._forget(root)
+            self._free_request(root)
         else:
             self.rows.reserve(root.kind, root.kind.width - len(group_step.rows))
         return len(group_step.rows)
 
-    # ---- looking in ----------------------------------------------------------------------------------------
+    # ---- statistics and audit ------------------------------------------------------------------------------
 
     def stats(self, num_generation_tokens: int = 0) -> SchedulerStats:
-        """State after the last step, which generated so many tokens."""
+        """Statistics after the last step, which generated `num_generation_tokens`."""
         kv_cache = self.kv_cache
         return SchedulerStats(
             num_running=len(self.rows.running),
@@ -575,7 +572,7 @@ class Scheduler:
         )
 
     def is_clean(self) -> bool:
-        """Whether everything is free, as it must be when no request lives; costs next to nothing."""
+        """Whether all blocks and slots are free, as they must be without requests; takes little time."""
         return (
             self.kv_cache.num_free_blocks == self.kv_cache.num_blocks
             and self.kv_cache.cpu_usage == 0
@@ -585,5 +582,5 @@ class Scheduler:
         )
 
     def audit(self) -> dict[str, Any]:
-        """The accounts of blocks and slots, see core/scheduler_audit.py; "violations" is empty if they agree."""
+        """State of blocks and slots, see core/scheduler_audit.py; "violations" is empty if it is consistent."""
         return audit(self.kv_cache, self.rows, [*self.waiting, *self.connectors.waiting], self.requests.values())

@@ -1,4 +1,4 @@
-"""A step while it is being made, and while it is computed."""
+"""A step while it is being scheduled, and while the workers compute it."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ class StepInFlight:
 
     Attributes:
         slots: of its rows.
-        rows: the requests in them then.
+        rows: the requests that were in these slots.
         made_at: seconds of time.monotonic().
-        num_piece_tokens: tokens of rows that compute more than one.
-        num_prompt_tokens: prompt tokens that it is the first to compute.
+        num_chunk_tokens: tokens of rows that compute more than one.
+        num_prompt_tokens: prompt tokens that no step had computed before.
     """
 
     slots: list[int]
     rows: list[Request]
     made_at: float
-    num_piece_tokens: int
+    num_chunk_tokens: int
     num_prompt_tokens: int
 
     def sampling_rows(self, slots: list[int]) -> list[Request]:
-        """The requests that were in some of its slots."""
+        """The requests that were in these of its slots."""
         if len(slots) == len(self.slots):
             return self.rows
         by_slot = dict(zip(self.slots, self.rows, strict=True))
         return [by_slot[slot] for slot in slots]
 
     def take_prompt_logprobs(self, parts: Sequence[PromptLogprobs]) -> list[EngineCoreOutput]:
-        """Gives requests the log-probabilities of the part of their prompt that the step has computed.
+        """Gives requests the log-probabilities of the prompt chunks that the step has computed.
 
-        Those that have been preempted since then take them too: what was computed is good. They are emitted part by
-        part, the last one with the first token: all of a long prompt's at once would keep the API server from others'
-        outputs.
+        Requests that have been preempted since then keep them, too. They are emitted chunk by chunk, the last chunk's
+        with the first token: those of a whole long prompt would delay other requests' outputs in the API server.
 
         Returns:
-            Outputs of requests whose prompts go on.
+            Outputs of requests whose prompts have more chunks to come.
         """
         outputs = []
         by_slot = dict(zip(self.slots, self.rows, strict=True))
@@ -81,36 +80,36 @@ def row_logprobs(logprobs: StepLogprobs, index: int, count: int, num_logprobs: i
 
 
 def take_back_rejected(request: Request, token_ids: list[int]) -> list[int]:
-    """What a row advances by, of a line of `StepOutput.sampled_token_ids`; KV behind wrong drafts does not count."""
-    num_places = len(token_ids) - token_ids.count(PADDING_TOKEN)
+    """The tokens of `StepOutput.sampled_token_ids` that a row keeps; its rejected drafts become uncomputed."""
+    num_positions = len(token_ids) - token_ids.count(PADDING_TOKEN)
     num_rejected = token_ids.count(REJECTED_TOKEN)
-    request.num_pending_tokens -= num_places
+    request.num_pending_tokens -= num_positions
     request.num_computed_tokens -= num_rejected
-    return token_ids[: num_places - num_rejected]
+    return token_ids[: num_positions - num_rejected]
 
 
 class StepBuilder:
-    """Gathers rows and their tokens.
+    """Collects a step's rows and their tokens.
 
     Args:
         config: limits of prompts.
-        kv_cache: is told of the blocks that prompts fill.
+        kv_cache: caches the blocks that prompts fill.
         step_id: of the step.
-        num_waiting: requests that wait; those that are admitted may take part.
+        num_waiting: waiting requests; those that are admitted may be in the step.
 
     Attributes:
         step: the step so far.
         rows: the requests in `step.slots`.
-        masked: those that sample, and whose next token a mask decides on.
-        num_piece_tokens: tokens of rows that compute more than one.
-        num_prompt_tokens: prompt tokens that are computed for the first time.
+        masked: those that sample with a bitmask.
+        num_chunk_tokens: tokens of rows that compute more than one.
+        num_prompt_tokens: prompt tokens that no step has computed before.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int) -> None:
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
         self.rows: list[Request] = []
         self.masked: list[Request] = []
-        self.num_piece_tokens = 0
+        self.num_chunk_tokens = 0
         self.num_prompt_tokens = 0
         self._config = config
         self._kv_cache = kv_cache
@@ -119,28 +118,28 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell the workers."""
+        """Whether the step has nothing for the workers."""
         step = self.step
         return not (step.slots or step.new_rows or step.replaced_blocks)
 
     def limits(self, num_running_prompts: int = 0) -> PromptLimits:
-        """The limits of this step's prompts; the first call says how many of them run already."""
+        """The limits of this step's prompts; the first call gives the number of running ones."""
         if self._limits is None:
             self._limits = PromptLimits(self._config, num_running_prompts + self._num_waiting)
         return self._limits
 
     def enter(self, row: Request) -> None:
-        """Tells the workers of a row that has just got its slot; its tokens are not computed by that alone."""
+        """Sends the workers a row that has just got its slot; `add` has its tokens computed."""
         self.step.new_rows.append(_new_row(row))
 
     def add(self, row: Request, count: int) -> None:
-        """Has `count` of a row's missing tokens computed; with 0 nothing happens."""
+        """Schedules `count` of a row's missing tokens; 0 is allowed."""
         if count == 0:
             return
         step = self.step
         step.slots.append(row.slot)
         step.num_scheduled_tokens.append(count)
-        # this row has no room for more than one step
+        # blocks are allocated for one forward pass only
         step.num_steps = 1
         self.rows.append(row)
         row.num_computed_tokens += count
@@ -149,34 +148,34 @@ class StepBuilder:
             if row.kind.is_masked:
                 self.masked.append(row)
         if count > 1:
-            self.num_piece_tokens += count
+            self.num_chunk_tokens += count
             self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
         if row.num_counted_prompt_tokens < row.num_prompt_tokens:
             self._count_prompt_tokens(row)
 
     def add_drafts(self, row: Request, token_ids: list[int]) -> None:
-        """Has the row that was added last compute drafts, too."""
+        """Schedules drafts of the row that was added last."""
         self.step.drafts.append((row.slot, token_ids))
         self.step.num_scheduled_tokens[-1] += len(token_ids)
         row.num_computed_tokens += len(token_ids)
         row.num_pending_tokens += len(token_ids)
 
     def num_computed_before(self, row: Request) -> int:
-        """Tokens of a running row that steps before this one compute."""
+        """Tokens of a running row that were scheduled before this step."""
         step = self.step
         if row.slot not in step.slots:
             return row.num_computed_tokens
         return row.num_computed_tokens - step.num_scheduled_tokens[step.slots.index(row.slot)]
 
     def has_entered(self, row: Request) -> bool:
-        """Whether a row has got its slot in this step."""
+        """Whether a row got its slot in this step."""
         return any(new_row.slot == row.slot for new_row in self.step.new_rows)
 
     def finish(self) -> SchedulerOutput:
-        """The step; its rows count as computed from now on."""
+        """The finished step; its tokens count as computed from now on."""
         if self.step.num_steps > 1:
             for row in self.rows:
-                # a row that reaches its last token on the way stops there
+                # a row stops at max_num_tokens
                 further = min(self.step.num_steps - 1, row.max_num_tokens - 1 - row.num_computed_tokens)
                 row.num_computed_tokens += further
                 row.num_pending_tokens += further
@@ -187,11 +186,11 @@ class StepBuilder:
         return self.step
 
     def in_flight(self, made_at: float) -> StepInFlight:
-        """The step as it is remembered until its outputs come; see there."""
-        return StepInFlight(self.step.slots, self.rows, made_at, self.num_piece_tokens, self.num_prompt_tokens)
+        """What is kept of the step until its outputs arrive."""
+        return StepInFlight(self.step.slots, self.rows, made_at, self.num_chunk_tokens, self.num_prompt_tokens)
 
     def _count_prompt_tokens(self, row: Request) -> None:
-        """Each prompt token counts once, however often preemption makes it be computed."""
+        """Counts each prompt token once, also if it is computed again after a preemption."""
         end = min(row.num_computed_tokens, row.num_prompt_tokens)
         if end > row.num_counted_prompt_tokens:
             self.num_prompt_tokens += end - row.num_counted_prompt_tokens
@@ -199,7 +198,7 @@ class StepBuilder:
 
 
 def _new_row(row: Request) -> NewRow:
-    """The row as its slot gets it; lists are copied, since its own go on growing."""
+    """The row as the workers get it; lists are copied, since the request's own grow."""
     return NewRow(
         slot=row.slot,
         request_id=row.request_id,

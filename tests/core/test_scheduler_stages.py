@@ -133,13 +133,13 @@ def test_a_stage_that_is_told_nothing_would_notice() -> None:
     """The tests above can fail."""
     core, executor = make_core(num_stages=2)
     core.add_request(make_request("r", 6))
-    tell = core._scheduler.rows.tell
+    add_updates = core._scheduler.rows.add_updates
 
     def forget(made: Any) -> None:
-        tell(made)
+        add_updates(made)
         made.sampled = []
 
-    core._scheduler.rows.tell = forget  # type: ignore[method-assign]
+    core._scheduler.rows.add_updates = forget  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="the first stage does not know the token"):
         run(core)
     assert isinstance(executor, MemoryExecutor)
