@@ -57,7 +57,7 @@ class Executor(abc.ABC):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker behind the steps that were started, and waits for all.
+        """Calls a method of every worker after the steps already started, and waits for all results.
 
         Args:
             method: its name, or a function that is called with each worker in front of the arguments.
@@ -76,19 +76,15 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def check_health(self) -> None:
-        """Returns if all workers can take a step.
-
-        Raises:
-            EngineDeadError: one of them is gone.
-        """
+        """Raises EngineDeadError if a worker is gone."""
 
     @property
     def death_descriptor(self) -> int | None:
-        """A descriptor that becomes readable when the workers are gone; None if they cannot go by themselves."""
+        """A descriptor that becomes readable when a worker dies; None if the workers are in this process."""
         return None
 
     def note_failure(self, reason: str) -> None:
-        """Called before `shutdown` when the engine ends because of a failure; other machines are sent the reason."""
+        """Records why the engine fails, before `shutdown`: the other nodes are sent the reason."""
         logger.debug("The engine ends: %s", reason)
 
     @abc.abstractmethod
@@ -139,7 +135,7 @@ def check_kv_cache_size(num_blocks: int, config: EngineConfig) -> None:
 
 
 def _how_to_size(config: EngineConfig) -> str:
-    """What vLLM's texts, which are about accelerators, lack: the flags that size the cache on CPU."""
+    """The flags that size the cache on CPU, which vLLM's texts do not mention."""
     if config.device.device != "cpu":
         return ""
     return " (On CPU the KV cache is sized by --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE, in GiB.)"

@@ -34,11 +34,11 @@ class ComputeThread(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Has a function called. What it raises is the future's exception."""
+        """Queues a call. What the function raises becomes the future's exception."""
 
     @abc.abstractmethod
     def close(self, last: Callable[[], None]) -> None:
-        """Ends it with one last call. Calls not begun fail with EngineDeadError. Called once."""
+        """Makes one last call and ends the thread; calls not begun fail with EngineDeadError. Called once."""
 
 
 class CallersThread(ComputeThread):
@@ -76,7 +76,7 @@ class DeviceThread(ComputeThread):
         self._grace_s = grace_s
         # its `get` waits on a lock: no polling, and the GIL is free
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        # no call is submitted behind the end
+        # held while a call is queued, so that none follows the final None
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -135,7 +135,7 @@ class _Call:
                 raise shut_down_error()
             result = self.function(*self.args)
         except BaseException as error:
-            # of any kind: it belongs to whoever waits for the future, and must not end this thread
+            # of any kind: the future's owner gets it, and this thread goes on
             self.future.set_exception(error)
         else:
             self.future.set_result(result)

@@ -30,7 +30,7 @@ class _WorkerProcess:
             inherited.append(setup.rendezvous.listening_socket)
         command = [sys.executable, "-m", "ascend_vllm.executor.worker_process"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
-        self.death = os.pidfd_open(self.process.pid)
+        self.pidfd = os.pidfd_open(self.process.pid)
         payload = msgspec.msgpack.encode(setup)
         # in a thread: the pipe may hold less than the setup, and the process reads when it has started
         threading.Thread(
@@ -48,87 +48,89 @@ class _WorkerProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"worker {self.rank} (process {self.process.pid}) {how}"
 
-    def bury(self) -> None:
+    def close(self) -> None:
         """Ends the process if it has not ended, and closes its pipe and descriptor."""
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
-        os.close(self.death)
+        os.close(self.pidfd)
 
 
 class LocalWorkers:
-    """Starts the workers of an engine that run on this machine. One thread takes answers, another may write orders.
+    """Starts the workers of an engine that run on this machine. One thread may read answers while another writes.
 
     Args:
         config: of the engine.
-        meetings: where each of them meets the others, by its rank.
-        search_path: where they find modules beside their own places.
+        rendezvous: rank → where that worker meets the others.
+        search_path: entries to add to their sys.path.
 
     Attributes:
-        speakers: a descriptor for each worker, readable when an answer has come.
-        deaths: a descriptor for each worker, readable when its process has ended.
+        answer_descriptors: descriptor → worker; readable when an answer has come.
+        pidfds: descriptor → worker; readable when its process has ended.
     """
 
-    def __init__(self, config: EngineConfig, meetings: Mapping[int, Rendezvous], search_path: Sequence[str]) -> None:
-        orders = RingEnds.create(len(meetings))
+    def __init__(
+        self, config: EngineConfig, rendezvous: Mapping[int, Rendezvous], search_path: Sequence[str]
+    ) -> None:
+        orders = RingEnds.create(len(rendezvous))
         self._rings = [orders]
         self._orders = RingWriter(orders)
         workers = []
-        for reader, (rank, meeting) in enumerate(meetings.items()):
+        for reader, (rank, address) in enumerate(rendezvous.items()):
             answers = RingEnds.create(1)
             self._rings.append(answers)
-            setup = WorkerSetup(config, rank, meeting, orders.of_reader(reader), answers, list(search_path))
+            setup = WorkerSetup(config, rank, address, orders.of_reader(reader), answers, list(search_path))
             workers.append(_WorkerProcess(rank, setup, answers))
         self._workers = workers
-        self.speakers = {worker.answers.descriptor: worker for worker in workers}
-        self.deaths = {worker.death: worker for worker in workers}
+        self.answer_descriptors = {worker.answers.descriptor: worker for worker in workers}
+        self.pidfds = {worker.pidfd: worker for worker in workers}
 
     def write(self, record: bytes, is_abandoned: Callable[[], bool]) -> None:
         """Writes a record for all of them; waits for room in the ring.
 
         Args:
             record: for every worker.
-            is_abandoned: asked while there is no room; true ends the waiting.
+            is_abandoned: polled while the ring is full; true ends the waiting.
 
         Raises:
-            RingAbandonedError: there will be no room.
+            RingAbandonedError: `is_abandoned` returned true.
         """
         self._orders.write(record, is_abandoned)
 
     def take(self, ready: Collection[int]) -> list[tuple[int, bytes]]:
-        """Takes complete records of the workers of readable descriptors, with their ranks."""
-        said = [(self.speakers[descriptor], self.speakers[descriptor].answers.take()) for descriptor in ready]
-        return [(worker.rank, record) for worker, record in said if record is not None]
+        """Ranks and complete records, read from readable `answer_descriptors`."""
+        workers = [self.answer_descriptors[descriptor] for descriptor in ready]
+        return [(worker.rank, record) for worker in workers if (record := worker.answers.take()) is not None]
 
-    def describe_end(self, death: int) -> str:
-        """How the worker of a readable descriptor of `deaths` ended."""
-        return self.deaths[death].describe_end()
+    def describe_end(self, pidfd: int) -> str:
+        """How a worker's process ended, given its readable pidfd."""
+        return self.pidfds[pidfd].describe_end()
 
     def find_death(self, timeout_s: float) -> str | None:
-        """How a worker ended; None if none has within the time."""
+        """How the first worker to end within `timeout_s` ended; None: none has."""
         poll = select.poll()
-        for descriptor in self.deaths:
+        for descriptor in self.pidfds:
             poll.register(descriptor, select.POLLIN)
         ended = poll.poll(timeout_s * 1000)
         return self.describe_end(ended[0][0]) if ended else None
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when all have ended, or not within the time."""
+        """Waits until all have ended, for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Kills them."""
+        """Sends SIGKILL to all of them."""
         for worker in self._workers:
             worker.process.kill()
 
-    def bury(self) -> None:
+    def close(self) -> None:
         """Ends those that have not ended, and closes rings, pipes and descriptors."""
         for worker in self._workers:
-            worker.bury()
+            worker.close()
         for ring in self._rings:
             ring.close()

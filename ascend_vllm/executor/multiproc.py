@@ -18,16 +18,14 @@ from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 class MultiprocExecutor(Executor):
     """A worker for each rank of --tensor-parallel-size in each stage of --pipeline-parallel-size.
 
-    Each step is written once to shared memory and read by all workers. Those of the last stage sample the same
-    tokens; the first of them sends them. The workers end with this object, with its process, and with any one of
-    them.
+    Each step is written once to shared memory and read by all workers. All workers of the last stage sample the same
+    tokens; the first one returns them. All workers end when this object or its process ends, or one of them dies.
 
     Args:
         config: of the whole engine.
 
     Raises:
         ConfigError: the devices cannot be used.
-        EngineDeadError: a worker died.
         Exception: whatever a worker failed with; its traceback is in the log.
     """
 
@@ -53,7 +51,7 @@ class MultiprocExecutor(Executor):
         )
         check_kv_cache_size(size.num_blocks, self.config)
         self.collective_rpc("initialize_cache", (size.num_blocks, size.num_cpu_blocks))
-        self._group.disorder = None
+        self._group.failure_reason = None
         return size
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
@@ -77,7 +75,7 @@ class MultiprocExecutor(Executor):
         return self._group.death_descriptor
 
     def note_failure(self, reason: str) -> None:
-        self._group.disorder = reason
+        self._group.failure_reason = reason
 
     def shutdown(self) -> None:
         self._end()

@@ -34,7 +34,7 @@ class _GroupCall:
         self._num_missing = size
 
     def take(self, rank: int, result: Any) -> bool:
-        """Takes a worker's answer, an exception or a result; whether it was the last one."""
+        """Stores one worker's result or exception; returns whether all workers have answered."""
         self._num_missing -= 1
         if isinstance(result, Exception):
             if not self.future.done():
@@ -47,15 +47,16 @@ class _GroupCall:
 
 
 class RemoteWorkers(abc.ABC):
-    """All workers of an engine. Any thread may call them; one thread of the subclass takes their answers.
+    """All workers of an engine. Any thread may call them; one thread of the subclass reads their answers.
+
+    Once the workers are gone, steps and calls raise `EngineDeadError`, or their futures do.
 
     Args:
         size: how many there are.
 
     Attributes:
-        death_descriptor: readable when the workers are gone without having been told to stop.
-        disorder: why an end of the workers now would be a failure, which is sent to other machines; None: it would be
-            an ordinary end.
+        death_descriptor: readable when the workers have ended without a stop order.
+        failure_reason: sent to the other nodes when the workers end; None: the end is an ordinary shutdown.
     """
 
     def __init__(self, size: int) -> None:
@@ -72,17 +73,13 @@ class RemoteWorkers(abc.ABC):
         # why the workers are gone
         self._error: Exception | None = None
         self._is_stopping = False
-        self.disorder: str | None = "it has ended before the engine was ready"
+        self.failure_reason: str | None = "it has ended before the engine was ready"
 
     # ---- what subclasses do --------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _send(self, record: bytes) -> None:
-        """Sends a record to every worker; called under `_sending`.
-
-        Raises:
-            EngineDeadError: the workers are gone.
-        """
+        """Sends a record to every worker; called under `_sending`."""
 
     def _encode_call(
         self, call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -96,7 +93,7 @@ class RemoteWorkers(abc.ABC):
 
     @abc.abstractmethod
     def _find_death(self) -> EngineDeadError | None:
-        """The death of a worker because of which another one has failed; waits for it. For the listening thread."""
+        """Waits briefly for the death of another worker that may explain a failure. For the listening thread."""
 
     @abc.abstractmethod
     def _kill(self) -> None:
@@ -118,7 +115,7 @@ class RemoteWorkers(abc.ABC):
         self._made.result()
 
     def step(self, step: SchedulerOutput) -> Future[StepOutput]:
-        """Sends a step to all workers; what it gives comes from the first of the last stage."""
+        """Sends a step to all workers; the first worker of the last stage returns the output."""
         future: Future[StepOutput] = Future()
         try:
             record = wire.encode_step(step)
@@ -133,11 +130,10 @@ class RemoteWorkers(abc.ABC):
     def call(
         self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Future[list[Any]]:
-        """Has a method of every worker called, behind the steps that were sent; the results by rank.
+        """Calls a method of every worker after the steps already sent; the results are ordered by rank.
 
         Raises:
             RequestError: it cannot be sent.
-            EngineDeadError: the workers are gone.
         """
         call = _GroupCall(self._size)
         with self._sending:
@@ -149,21 +145,13 @@ class RemoteWorkers(abc.ABC):
         return call.future
 
     def _expect(self, note: Callable[[], None]) -> None:
-        """Notes what will be waited for.
-
-        Raises:
-            EngineDeadError: the workers are gone.
-        """
+        """Registers a future that the workers will complete, if they are alive."""
         with self._waiting:
             self._check()
             note()
 
     def check(self) -> None:
-        """Returns if the workers are there.
-
-        Raises:
-            EngineDeadError: they are not.
-        """
+        """Raises EngineDeadError if the workers are gone."""
         with self._waiting:
             self._check()
 
@@ -179,7 +167,7 @@ class RemoteWorkers(abc.ABC):
     # ---- from the listening thread -------------------------------------------------------------------------
 
     def _take(self, rank: int, record: bytes) -> None:
-        """Takes a record that a worker sent; a failure may end all workers."""
+        """Handles a record that a worker sent; a failed step ends all workers."""
         match record[0]:
             case RecordKind.STEP_OUTPUT:
                 with self._waiting:
@@ -213,8 +201,8 @@ class RemoteWorkers(abc.ABC):
             logger.error("Worker %d %s", rank, what, exc_info=error)
         self._die(error)
 
-    def _not_understood(self, error: Exception) -> None:
-        """Ends the workers: the listening thread cannot go on, and nobody would get an answer any more."""
+    def _fail_listening(self, error: Exception) -> None:
+        """Ends the workers after an error in the listening thread: nobody would read their answers any more."""
         logger.exception("What the workers say cannot be understood")
         self._die(EngineDeadError(f"what the workers say cannot be understood: {error!r}"))
 
@@ -222,14 +210,14 @@ class RemoteWorkers(abc.ABC):
         """Ends all workers because of an error."""
         if isinstance(error, EngineDeadError):
             logger.error("The workers are gone: %s", error)
-        # first, for a sender that waits for room in a ring
+        # set first: it ends the wait of a sender whose ring is full
         self._error = error
         self._end(error)
         os.eventfd_write(self.death_descriptor, 1)
         self._kill()
 
     def _end(self, error: Exception) -> None:
-        """Sets an error as the result of all steps and calls under way."""
+        """Fails the futures of all steps and calls under way."""
         with self._waiting:
             if self._error is None:
                 self._error = error

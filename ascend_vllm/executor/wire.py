@@ -1,8 +1,8 @@
 """The records that an executor and workers in other processes exchange.
 
-A record is one byte that says what it is, and its contents. Steps and their outputs are msgpack, with arrays as
-their bytes. Calls of methods and their results are pickled between a process and those that it has started, since
-they may be anything; between machines they are plain values (`nodes.plain_values`), and pickles are not taken.
+A record is a RecordKind in one byte, and its contents. Steps and their outputs are msgpack, with arrays as their
+bytes. Calls of methods and their results are pickled between a process and its children, since they may be anything;
+between machines they are plain values (`nodes.plain_values`), and pickles are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordKind(enum.IntEnum):
     PLAIN_RESULT = 7
 
 
-# first bytes of the records that are taken from another machine: by its workers, and by node 0
+# first bytes of the records that are accepted from another machine: by its workers, and by node 0
 ORDERS_BETWEEN_MACHINES = frozenset(
     bytes((kind,)) for kind in (RecordKind.STEP, RecordKind.PLAIN_CALL, RecordKind.STOP)
 )
@@ -60,7 +60,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
         rendezvous: where the workers meet.
         orders: ring of steps and calls.
         answers: ring of outputs, results and failures.
-        search_path: where its parent finds modules; functions that it calls in workers may come from there.
+        search_path: the parent's sys.path, for functions that it calls in workers.
     """
 
     config: EngineConfig
@@ -94,7 +94,7 @@ class Failure(msgspec.Struct, array_like=True):
         is_known = isinstance(found, type) and issubclass(found, Exception)
         try:
             error: Exception = found(self.text) if is_known else RuntimeError(f"{self.kind}: {self.text}")
-        except TypeError:  # a class that wants more than a text
+        except TypeError:  # a class whose constructor takes more than a text
             error = RuntimeError(f"{self.kind}: {self.text}")
         error.add_note(self.trace)
         return error
@@ -126,7 +126,7 @@ def encode_step(step: SchedulerOutput) -> bytes:
     """A step.
 
     Raises:
-        RequestError: a row of it has something that stays in its process, such as a function.
+        RequestError: a row holds something that cannot be serialised, such as a function.
     """
     return bytes((RecordKind.STEP,)) + _ENCODER.encode(step)
 
@@ -193,7 +193,7 @@ def decode_call(record: bytes) -> Any:
 
 
 def encode_result(call: bytes, result: Any) -> bytes:
-    """What a method returned.
+    """The record of a method's result.
 
     Args:
         call: the record of kind CALL or PLAIN_CALL.
@@ -213,7 +213,7 @@ def encode_start(call_id: int) -> bytes:
 
 
 def decode_result(record: bytes) -> Any:
-    """What a method returned, of a record of kind RESULT or PLAIN_RESULT.
+    """The method's result in a record of kind RESULT or PLAIN_RESULT.
 
     Raises:
         Exception: something in it cannot be imported here.

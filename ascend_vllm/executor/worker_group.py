@@ -20,15 +20,15 @@ from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S, shut_down_error
 from ascend_vllm.executor.local_workers import LocalWorkers
 from ascend_vllm.executor.remote_workers import RemoteWorkers
 
-# when a worker dies the others fail, too, and their failures may arrive first
-_LAST_WORDS_S = 0.5
+# seconds to look for a dead worker after another one's failure, which may have arrived first
+_FIND_DEATH_S = 0.5
 
 
 class WorkerGroup(RemoteWorkers):
     """Starts the workers of an engine.
 
     Args:
-        config: of the engine; it says how many there are.
+        config: of the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -41,17 +41,17 @@ class WorkerGroup(RemoteWorkers):
         except BaseException:
             self._close_descriptors()
             raise
-        for descriptor in (*self._local.speakers, *self._local.deaths):
+        for descriptor in (*self._local.answer_descriptors, *self._local.pidfds):
             self._poll.register(descriptor, select.POLLIN)
         self._listener = threading.Thread(target=self._listen, name="listen-to-workers", daemon=True)
         self._listener.start()
 
     def _start(self, config: EngineConfig) -> LocalWorkers:
-        """The workers of this machine, whose processes have been started."""
+        """Starts the processes of this machine's workers."""
         with listen() as socket:
             port = socket.getsockname()[1]
-            meetings = {rank: Rendezvous(port, None if rank else socket.fileno()) for rank in range(self._size)}
-            return LocalWorkers(config, meetings, sys.path)
+            rendezvous = {rank: Rendezvous(port, None if rank else socket.fileno()) for rank in range(self._size)}
+            return LocalWorkers(config, rendezvous, sys.path)
 
     def _send(self, record: bytes) -> None:
         try:
@@ -68,23 +68,19 @@ class WorkerGroup(RemoteWorkers):
                 with contextlib.suppress(EngineDeadError):
                     self._send_stop()
         if self._error is None:
-            self._wait_for_ends(SHUTDOWN_GRACE_S)
+            self._wait_for_exits(SHUTDOWN_GRACE_S)
         os.eventfd_write(self._wake, 1)
         self._listener.join()
         self._end(shut_down_error())
-        self._local.bury()
+        self._local.close()
         self._close_descriptors()
 
     def _send_stop(self) -> None:
-        """Sends every worker the order to end.
-
-        Raises:
-            EngineDeadError: the workers are gone.
-        """
+        """Sends every worker a STOP record."""
         self._send(wire.encode_stop())
 
-    def _wait_for_ends(self, timeout_s: float) -> None:
-        """Returns when every worker has ended, or not within the time."""
+    def _wait_for_exits(self, timeout_s: float) -> None:
+        """Waits until every worker has ended, for `timeout_s` at most."""
         self._local.wait(timeout_s)
 
     def _close_descriptors(self) -> None:
@@ -98,36 +94,36 @@ class WorkerGroup(RemoteWorkers):
 
     def _listen(self) -> None:
         try:
-            self._listen_until_the_end()
+            self._take_until_stopped()
         except Exception as error:
-            self._not_understood(error)
+            self._fail_listening(error)
 
-    def _listen_until_the_end(self) -> None:
+    def _take_until_stopped(self) -> None:
         while self._error is None:
             ready = {descriptor for descriptor, _ in self._poll.poll()}
             # answers sent before the end come first: they may give the reason
-            has_heard = self._hear(ready)
+            has_answers = self._take_ready(ready)
             if self._wake in ready:
                 return
-            if not has_heard:
-                self._see_ends(ready)
+            if not has_answers:
+                self._take_exits(ready)
 
-    def _hear(self, ready: set[int]) -> bool:
-        """Takes the answers at readable descriptors; returns whether there were any."""
-        speaking = ready & self._local.speakers.keys()
-        for rank, record in self._local.take(speaking):
-            # after an error nothing is waited for any more
+    def _take_ready(self, ready: set[int]) -> bool:
+        """Handles the answers at readable descriptors; returns whether there were any."""
+        answering = ready & self._local.answer_descriptors.keys()
+        for rank, record in self._local.take(answering):
+            # after an error all futures have failed already
             if self._error is None:
                 self._take(rank, record)
-        return bool(speaking)
+        return bool(answering)
 
-    def _see_ends(self, ready: set[int]) -> None:
-        for descriptor in ready & self._local.deaths.keys():
+    def _take_exits(self, ready: set[int]) -> None:
+        for descriptor in ready & self._local.pidfds.keys():
             if self._is_stopping:
                 self._poll.unregister(descriptor)
             elif self._error is None:
                 self._die(EngineDeadError(self._local.describe_end(descriptor)))
 
     def _find_death(self) -> EngineDeadError | None:
-        end = self._local.find_death(_LAST_WORDS_S)
+        end = self._local.find_death(_FIND_DEATH_S)
         return None if end is None else EngineDeadError(end)

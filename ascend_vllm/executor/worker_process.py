@@ -1,9 +1,9 @@
 """A worker in a process of its own: ``python -m ascend_vllm.executor.worker_process``.
 
-Started by `LocalWorkers`. Its standard input brings the length of the WorkerSetup (four bytes, big-endian) and the
-WorkerSetup in msgpack. It stays open: when it ends the parent is gone, and this process ends at once. Steps, calls
-and answers go through two rings of shared memory. SIGINT and SIGTERM are ignored: a terminal, or whoever ends the
-engine, sends them to the whole process group, and the engine ends its workers.
+Started by `LocalWorkers`, which writes the length of the WorkerSetup (four bytes, big-endian) and the WorkerSetup in
+msgpack to its stdin. stdin stays open: its end means that the parent is gone, and this process exits at once. Steps,
+calls and answers go through two rings of shared memory. SIGINT and SIGTERM, which a terminal sends to the whole
+process group, are ignored: the engine ends its workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("ascend_vllm.executor.worker_process")
 
-# id of the answer that a worker sends when it has been made; nobody calls for it
+# call id of the answer that a worker sends unasked when it has been made
 START_CALL = 0
 
 
@@ -58,7 +58,7 @@ class WorkerLoop:
 
 
 def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
-    """Has a worker execute a record of kind STEP, CALL or PLAIN_CALL.
+    """Executes a record of kind STEP, CALL or PLAIN_CALL.
 
     Args:
         worker: that executes it.
@@ -74,7 +74,7 @@ def answer_record(worker: Worker, rank: int, record: bytes) -> bytes | None:
         output = worker.execute_model(wire.decode_step(record))
     except Exception as error:
         return wire.encode_failure(describe(error, None))
-    # the others of the last stage have computed the same
+    # the other workers of the last stage have computed the same output
     return wire.encode_output(output) if rank == worker.output_rank else None
 
 
@@ -91,7 +91,7 @@ def describe(error: BaseException, call_id: int | None) -> Failure:
 
 
 def quieten(rank: int) -> None:
-    """Has all workers but the first log warnings only: their other lines would repeat those of the first."""
+    """Limits all workers but the first to warnings: their other log lines would repeat those of the first."""
     if rank and logger.isEnabledFor(logging.INFO) and not logger.isEnabledFor(logging.DEBUG):
         logging.getLogger("ascend_vllm").setLevel(logging.WARNING)
 
@@ -100,7 +100,7 @@ def read_setup(descriptor: int) -> WorkerSetup:
     """Reads the length-prefixed setup.
 
     Raises:
-        EOFError: the stream ends before.
+        EOFError: the stream ends early.
         msgspec.MsgspecError: it is no WorkerSetup.
     """
     length = int.from_bytes(_read_exactly(descriptor, 4), "big")
@@ -120,7 +120,7 @@ def _read_exactly(descriptor: int, count: int) -> bytes:
 def _end_with_parent(descriptor: int) -> None:
     while os.read(descriptor, 4096):
         pass
-    # at once: the other workers are gone, too, and a step that waits for them would never end
+    # without cleaning up: the other workers end, too, and a step that waits for them would never return
     os._exit(1)
 
 
@@ -159,5 +159,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # threads of the libraries must not keep a worker that was told to stop
+    # without joining the libraries' threads
     os._exit(code)

@@ -20,5 +20,5 @@ def use_own_group() -> tuple[list[int], bool, str]:
     try:
         RayCluster("cpu", 2)
     except ConfigError as error:
-        return [seat.bundle for seat in cluster.seats], is_own, str(error)
+        return [placement.bundle for placement in cluster.placements], is_own, str(error)
     return [], False, ""

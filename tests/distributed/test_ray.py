@@ -177,9 +177,9 @@ def test_greedy_tokens_are_those_of_one_process(alone: LLM, shared: LLM) -> None
 def test_each_worker_is_an_actor_on_a_node_of_its_own(shared: LLM, cluster: str) -> None:
     actors = _executor(shared)._group._actors
     assert [actor.facts.pid for actor in actors] == shared.collective_rpc(worker_functions.process_id)
-    assert len({actor.seat.node_id for actor in actors}) == 2
+    assert len({actor.placement.node_id for actor in actors}) == 2
     # the first one is where the program is
-    assert actors[0].seat.node_id == ray_cluster.import_ray().get_runtime_context().get_node_id()
+    assert actors[0].placement.node_id == ray_cluster.import_ray().get_runtime_context().get_node_id()
     with pytest.raises(ValueError, match="the second one does not"):
         shared.collective_rpc(worker_functions.fail)
 

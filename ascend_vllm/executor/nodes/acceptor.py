@@ -1,8 +1,8 @@
-"""Node 0's end of the connections with the other nodes of --nnodes: who is let in, and what the nodes say.
+"""Node 0's end of the connections with the other nodes of --nnodes: authentication, and the nodes' messages.
 
-Who connects is a stranger until it has proved to zmq that it knows the nodes' secret (see `link`), and has said which
-node it is. Strangers have a few seconds and little memory, and there are never more than a handful: the more of them
-come from one address, the sooner those are sent away. They can neither end the start nor fill the log.
+A peer is a stranger until it has proved to zmq that it knows the nodes' secret (see `link`) and has sent its Hello.
+Strangers have a few seconds and little memory, and there are at most MAX_STRANGERS of them: beyond that the oldest of
+the address with most strangers is disconnected. They can neither end the start nor fill the log.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from ascend_vllm.platforms.host import LOOPBACK
 
 logger = init_logger(__name__)
 
-# who have connected and are not known to be nodes
+# unauthenticated connections at a time
 MAX_STRANGERS = 16
-# lines about strangers: so many at once, and then one in so many seconds
+# rate limit of log lines about strangers: a burst of so many, then one per interval
 _NUM_LINES = 5
 _LINE_INTERVAL_S = 10.0
 
 
-# what is said of strangers
+# reasons, in the log, for closing a stranger's connection
 _LATE = "it does not prove that it is one in time"
 _CLOSED = "it has closed the connection"
 _WRONG = "it does not know the secret of this start, or what it says is no message of ascend-vllm"
 
 
 class _StrangerLog:
-    """Logs strangers, whatever their number is, in few lines. Nothing of what they said is in these."""
+    """Logs strangers at a limited rate, and nothing that they sent."""
 
     def __init__(self) -> None:
         self._left = float(_NUM_LINES)
@@ -102,16 +102,16 @@ class NodeLink:
 
 
 class NodeAcceptor:
-    """Listens at --master-addr and --master-port, for as long as it lives; a node that comes late is refused.
+    """Listens at --master-addr and --master-port until it is closed; a node that comes late is refused.
 
-    One thread at a time takes messages (`wait`, `take`), when one of `descriptors` is readable; any may send.
+    One thread at a time reads messages (`wait`, `take`), when one of `descriptors` is readable; any may send.
 
     Args:
         config: of the engine.
 
     Attributes:
         host: the address that it listens at.
-        descriptors: readable when there may be something to take.
+        descriptors: readable when there may be a message.
 
     Raises:
         ConfigError: the address is not this machine's, or taken.
@@ -139,9 +139,9 @@ class NodeAcceptor:
         # of node ranks, when all are there
         self._nodes: dict[int, NodeLink] = {}
         self._is_full = False
-        # why no engine can be made of those who came
+        # why the nodes that came cannot form an engine
         self._problem: str | None = None
-        # by zmq's descriptors, oldest first; and others: nodes, or None for those that were refused or sent away
+        # by zmq's descriptors, oldest first; of others the node, or None if it was refused or disconnected
         self._strangers: dict[int, _Stranger] = {}
         self._known: dict[int, NodeLink | None] = {}
         self._log = _StrangerLog()
@@ -229,15 +229,15 @@ class NodeAcceptor:
                 self._socket.send_multipart([identity, *protocol.frames_of(kind, contents)], zmq.NOBLOCK)
             except zmq.ZMQError:
                 raise protocol.lost(self._timeout_s) from None
-            # sending may make the descriptor unreadable that another thread polls, though a message is there
+            # sending resets zmq's edge-triggered descriptor, which another thread polls, though a message is there
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 os.eventfd_write(self._wake, 1)
 
     def take(self) -> list[tuple[NodeLink, Message | LinkLostError]]:
-        """What the nodes have said and which of them are gone, without waiting; new nodes are let in."""
+        """The nodes' messages, and a LinkLostError for each lost node, without waiting; accepts new nodes."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        # before messages are read, so that those that came before the end are taken
+        # before messages are read, so that a lost node's last messages come before its loss
         gone = self._follow_connections()
         taken: list[tuple[NodeLink, Message | LinkLostError]] = []
         while (frames := self._receive()) is not None:
@@ -245,7 +245,7 @@ class NodeAcceptor:
             link = self._links.get(identity)
             if link is None:
                 gone += self._follow_connections()
-                self._greet(identity, contents, frames[-1])
+                self._admit(identity, contents, frames[-1])
             else:
                 try:
                     taken.append((link, protocol.message_of(contents)))
@@ -258,11 +258,11 @@ class NodeAcceptor:
         return taken
 
     def take_within(self, timeout_s: float) -> None:
-        """Waits for something to take, and takes it; what the nodes say is dropped."""
+        """Waits for messages and losses, and handles them; the messages are dropped."""
         poll = select.poll()
         for descriptor in self.descriptors:
             poll.register(descriptor, select.POLLIN)
-        # rounded up: one that ends too early is for nothing
+        # rounded up, so that the wait is not repeated for less than a millisecond
         poll.poll(max(0.0, timeout_s) * 1000 + 1)
         self.take()
 
@@ -274,7 +274,7 @@ class NodeAcceptor:
     # ---- strangers -----------------------------------------------------------------------------------------
 
     def _follow_connections(self) -> list[NodeLink]:
-        """Notes who has connected and who is gone; returns the nodes among these."""
+        """Handles the monitor's events; returns the nodes whose connections ended."""
         gone, is_closed = [], False
         for event, value in protocol.events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED and value not in self._known:
@@ -287,7 +287,7 @@ class NodeAcceptor:
                 elif (link := self._known.pop(value)) is not None:
                     gone.append(link)
                 is_closed = False
-        # behind all that has happened: those that are left have zmq's descriptor still
+        # after all events: the strangers that are left still have zmq's descriptor
         self._evict_strangers()
         return gone
 
@@ -296,7 +296,7 @@ class NodeAcceptor:
         if connection is None:
             return
         try:
-            # the number may mean something else by now
+            # the descriptor may have been reused by now
             if connection.getsockname()[1] == self._parallel.master_port:
                 self._strangers[descriptor] = _Stranger(connection)
                 return
@@ -310,11 +310,11 @@ class NodeAcceptor:
         if stranger is not None:
             stranger.connection.close()
             why = _LATE if time.monotonic() - stranger.since > protocol.HANDSHAKE_TIMEOUT_S else why
-        # without an address if it had gone before its connection could be looked at
+        # without an address if it disconnected before it was registered
         self._log.add("Somebody" if stranger is None else stranger.address, why)
 
     def _evict_strangers(self) -> None:
-        """Sends those away that are too many: of the address with most of them, the oldest first."""
+        """Disconnects strangers beyond the limit: the oldest of the address with most of them first."""
         while len(self._strangers) > MAX_STRANGERS:
             counts = collections.Counter(stranger.address for stranger in self._strangers.values())
             crowd = max(counts.values())
@@ -323,7 +323,7 @@ class NodeAcceptor:
 
     def _send_away(self, descriptor: int, why: str) -> None:
         stranger = self._strangers.pop(descriptor)
-        # its end, which is to come, is known
+        # so that the DISCONNECTED event to come is not logged as a stranger's
         self._known[descriptor] = None
         # zmq closes its own copy, too
         with contextlib.suppress(OSError):
@@ -331,8 +331,8 @@ class NodeAcceptor:
         stranger.connection.close()
         self._log.add(stranger.address, why)
 
-    def _greet(self, identity: bytes, frames: list[bytes], last: zmq.Frame) -> None:
-        """Handles the first message of a connection that has proved to know the secret."""
+    def _admit(self, identity: bytes, frames: list[bytes], last: zmq.Frame) -> None:
+        """Handles the first message of an authenticated connection."""
         descriptor, address = int(last.get(zmq.SRCFD)), str(last.get("Peer-Address"))
         try:
             hello = _read_hello(protocol.message_of(frames))
@@ -344,7 +344,7 @@ class NodeAcceptor:
         stranger = self._strangers.pop(descriptor, None)
         link = NodeLink(self, identity, hello.node_rank, address)
         if stranger is None:
-            # it had gone before its message was read
+            # disconnected before its message was read
             link.has_ended.set()
         refusal = self._place(hello, link)
         if stranger is not None:

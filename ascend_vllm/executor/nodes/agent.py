@@ -1,9 +1,9 @@
 """A node of --nnodes that has no engine: ``python -m ascend_vllm.executor.nodes.agent``.
 
 It starts its share of the workers, and passes messages between node 0 and them. Its standard input holds a NodeStart
-in msgpack. It ends with node 0 and with any worker; with its process its workers end.
+in msgpack. It ends when node 0 or any of its workers ends; when it ends, so do its workers.
 
-One thread beside the main one writes to the workers: the answers must go on while it waits for room.
+A second thread writes to the workers, so that their answers are still read while it waits for room in the ring.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
 # connections that are closed before they are open, one after the other
 _MAX_REFUSALS = 3
-# for node 0 to end the connection after this node has reported its end
-_LAST_WORDS_S = 5.0
+# for node 0 to end the connection after this node has reported why it ends
+_REPORT_END_S = 5.0
 
 
 def connect(start: NodeStart, secret: bytes, wait_s: float) -> LinkToZero:
-    """A connection with node 0, which may be started later than this one; both have proved who they are.
+    """A mutually authenticated connection with node 0, which may be started later than this node.
 
     Raises:
         ConfigError: nobody listens there within the time, or not node 0, or it has another secret.
@@ -64,7 +64,7 @@ def connect(start: NodeStart, secret: bytes, wait_s: float) -> LinkToZero:
         try:
             return _connect_once(start, secret)
         except OSError as error:
-            # closed instead of an answer: by a node 0 with another secret, or because of strangers for once
+            # node 0 closed it: its secret differs, or it had too many unauthenticated connections for the moment
             num_refusals = num_refusals + 1 if isinstance(error, PermissionError) else 0
             if num_refusals == _MAX_REFUSALS:
                 raise ConfigError(
@@ -107,11 +107,11 @@ def _hello(start: NodeStart) -> bytes:
 
 
 def join(start: NodeStart, link: LinkToZero) -> NodeSetup:
-    """What node 0 has this one do, when all nodes are there.
+    """Joins the engine of node 0; returns the setup, which comes when all nodes are there.
 
     Raises:
-        ConfigError: node 0 refuses this one.
-        LinkLostError: it is gone.
+        ConfigError: node 0 refuses this node.
+        LinkLostError: node 0 is gone.
     """
     link.send(MessageKind.HELLO, _hello(start))
     logger.info("Node 0 is there, at %s; waiting for all nodes to come", link.address)
@@ -123,7 +123,7 @@ def join(start: NodeStart, link: LinkToZero) -> NodeSetup:
     return msgspec.msgpack.decode(message.contents, type=NodeSetup)
 
 
-def _meetings(setup: NodeSetup, address: str) -> dict[int, Rendezvous]:
+def _rendezvous_of_ranks(setup: NodeSetup, address: str) -> dict[int, Rendezvous]:
     count = setup.config.parallel.local_world_size
     return {
         setup.first_rank + local_rank: Rendezvous(setup.port, None, setup.host, address, Machine(local_rank, count))
@@ -132,7 +132,7 @@ def _meetings(setup: NodeSetup, address: str) -> dict[int, Rendezvous]:
 
 
 class _NodeZeroEndedError(Exception):
-    """Node 0 ends, or is gone; the text says why, and is empty if it was told to end."""
+    """Node 0 ends, or is gone; the text says why, and is empty after an ordinary shutdown."""
 
 
 class NodeAgent:
@@ -153,11 +153,11 @@ class NodeAgent:
         # the record that ends the workers has come
         self._has_stop = False
         self._has_ended = False
-        self._is_told_to_stop = False
+        self._stop_requested = False
 
     def stop(self) -> None:
-        """Has `run` return; from a signal handler, too."""
-        self._is_told_to_stop = True
+        """Makes `run` return; safe in a signal handler."""
+        self._stop_requested = True
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> int:
@@ -165,8 +165,8 @@ class NodeAgent:
         threading.Thread(target=self._write_orders, name="write-orders", daemon=True).start()
         try:
             reason = self._pass_on()
-            code = EXIT_OK if self._is_told_to_stop else EXIT_FAILURE
-            level = logging.INFO if self._is_told_to_stop else logging.ERROR
+            code = EXIT_OK if self._stop_requested else EXIT_FAILURE
+            level = logging.INFO if self._stop_requested else logging.ERROR
             logger.log(level, "This node ends, and node 0 with it: %s", reason)
             self._report_end(reason)
         except _NodeZeroEndedError as end:
@@ -186,7 +186,7 @@ class NodeAgent:
 
     def _report_end(self, reason: str) -> None:
         """Reports why this node ends, and waits for node 0 to end, too."""
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _REPORT_END_S
         with contextlib.suppress(LinkLostError):
             self._link.send(MessageKind.LOSS, reason.encode())
             while self._link.receive(deadline - time.monotonic()).kind != MessageKind.END:
@@ -199,7 +199,7 @@ class NodeAgent:
             _NodeZeroEndedError: node 0 has ended.
         """
         poller = zmq.Poller()
-        descriptors = (self._wake, *self._workers.speakers, *self._workers.deaths)
+        descriptors = (self._wake, *self._workers.answer_descriptors, *self._workers.pidfds)
         for source in (*descriptors, self._link.socket, self._link.monitor):
             poller.register(source, zmq.POLLIN)
         while True:
@@ -208,14 +208,14 @@ class NodeAgent:
                     self._take_order(message)
                 ready = {source for source, _ in poller.poll()}
                 # answers sent before the end come first: they may give the reason
-                speaking = ready & self._workers.speakers.keys()
-                for rank, record in self._workers.take(speaking):
+                answering = ready & self._workers.answer_descriptors.keys()
+                for rank, record in self._workers.take(answering):
                     self._link.send(MessageKind.ANSWER, record, rank)
             except LinkLostError as error:
                 raise _NodeZeroEndedError(error) from None
-            if self._is_told_to_stop:
+            if self._stop_requested:
                 return f"{self._name} was told to stop by a signal"
-            for descriptor in ready & self._workers.deaths.keys() if not speaking else ():
+            for descriptor in ready & self._workers.pidfds.keys() if not answering else ():
                 if not self._has_stop:
                     return f"{self._workers.describe_end(descriptor)} on {self._name}"
                 poller.unregister(descriptor)
@@ -229,22 +229,22 @@ class NodeAgent:
         self._orders.put(message.contents)
 
     def _write_orders(self) -> None:
-        """The other thread."""
+        """The body of the writing thread."""
         with contextlib.suppress(RingAbandonedError):
             while True:
                 self._workers.write(self._orders.get(), lambda: self._has_ended)
 
 
 class _Signals:
-    """SIGINT and SIGTERM: they end the waiting for node 0, and later the workers."""
+    """SIGINT and SIGTERM: they interrupt the wait for node 0, and later stop the agent."""
 
     def __init__(self) -> None:
         self._agent: NodeAgent | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
-    def hand_over(self, agent: NodeAgent) -> None:
-        """From now on they stop an agent."""
+    def set_agent(self, agent: NodeAgent) -> None:
+        """Sets the agent that signals stop from now on."""
         self._agent = agent
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
@@ -253,12 +253,12 @@ class _Signals:
         self._agent.stop()
 
 
-def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
-    """Runs a node from its first word to node 0 until its end.
+def run_node(start: NodeStart, set_agent: Callable[[NodeAgent], None]) -> int:
+    """Runs a node from its connection with node 0 to its end.
 
     Args:
         start: what the node is.
-        hand_over: called with the agent when it is about to run.
+        set_agent: called with the agent when it is about to run.
 
     Returns:
         The exit code.
@@ -272,12 +272,12 @@ def run_node(start: NodeStart, hand_over: Callable[[NodeAgent], None]) -> int:
         return start.exit_code
     secret = require_secret(start.secret_file, start.node_rank)
     with contextlib.closing(connect(start, secret, envs.node_wait_s())) as link:
-        return _make_agent(start, link, hand_over).run()
+        return _make_agent(start, link, set_agent).run()
 
 
 def _report_problem(start: NodeStart) -> None:
-    """Logs why this node cannot take part, and reports it to node 0, if it is there: that would wait."""
-    # without the secret nobody listens to it
+    """Logs why this node cannot take part, and reports it to node 0, which would otherwise wait for this node."""
+    # without the secret node 0 does not accept the report
     with contextlib.suppress(OSError, LinkLostError, ConfigError):
         secret = require_secret(start.secret_file, start.node_rank)
         with contextlib.closing(_connect_once(start, secret)) as link:
@@ -286,17 +286,17 @@ def _report_problem(start: NodeStart) -> None:
     logger.error("%s", start.problem)
 
 
-def _make_agent(start: NodeStart, link: LinkToZero, hand_over: Callable[[NodeAgent], None]) -> NodeAgent:
+def _make_agent(start: NodeStart, link: LinkToZero, set_agent: Callable[[NodeAgent], None]) -> NodeAgent:
     if start.config is None:
         raise ValueError("a node whose flags cannot be used has no workers")
     setup = join(start, link)
-    # the same model may be at another place here
+    # the model's directory may have another path on this machine
     model = msgspec.structs.replace(setup.config.model, model=start.config.model.model)
     config = msgspec.structs.replace(setup.config, model=model)
-    meetings = _meetings(setup, link.own_address)
-    logger.info("All nodes are there; ranks of the workers of this one: %s", ", ".join(map(str, meetings)))
-    agent = NodeAgent(start.node_rank, link, LocalWorkers(config, meetings, setup.search_path))
-    hand_over(agent)
+    rendezvous = _rendezvous_of_ranks(setup, link.own_address)
+    logger.info("All nodes are there; ranks of the workers of this one: %s", ", ".join(map(str, rendezvous)))
+    agent = NodeAgent(start.node_rank, link, LocalWorkers(config, rendezvous, setup.search_path))
+    set_agent(agent)
     return agent
 
 
@@ -306,7 +306,7 @@ def main() -> int:
     try:
         start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=NodeStart)
         name_process(f"Node_{start.node_rank}")
-        return run_node(start, signals.hand_over)
+        return run_node(start, signals.set_agent)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
@@ -321,5 +321,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # threads that wait for node 0 or for room must not keep it
+    # without joining threads that wait for node 0 or for room in a ring
     os._exit(code)

@@ -20,20 +20,21 @@ from ascend_vllm.executor.nodes.acceptor import NodeAcceptor, NodeLink
 from ascend_vllm.executor.nodes.link import LinkLostError, Message, MessageKind, NodeSetup
 from ascend_vllm.executor.worker_group import WorkerGroup
 
-# when a worker dies the others fail, too, and their failures may arrive first, above all those of this machine
-_LAST_WORDS_S = 2.0
+# seconds to look for a dead worker after another one's failure, which may have arrived first, above all if that one
+# is on this machine; and for the nodes to close their connections
+_FIND_DEATH_S = 2.0
 
 
 class NodeGroup(WorkerGroup):
-    """Starts the workers of an engine on the nodes of --nnodes, rank after rank and node after node.
+    """Starts the workers of an engine on the nodes of --nnodes, whose ranks are consecutive on each node.
 
-    Steps and calls go to each node as they go to the workers of this one; it writes them into a ring of its own.
+    Each node is sent the records that this one's workers get, and writes them into a ring of its own.
 
     Args:
         config: of the engine.
 
     Raises:
-        ConfigError: another node does not come, or cannot take part.
+        ConfigError: another node does not connect in time, or cannot take part.
     """
 
     def _start(self, config: EngineConfig) -> LocalWorkers:
@@ -52,15 +53,15 @@ class NodeGroup(WorkerGroup):
             port = socket.getsockname()[1]
             for node in self._nodes:
                 setup = NodeSetup(config, node.node_rank * count, host, port, sys.path)
-                with contextlib.suppress(LinkLostError):  # the listening thread notices that it is gone
+                with contextlib.suppress(LinkLostError):  # the listening thread notices the loss
                     node.send(MessageKind.SETUP, msgspec.msgpack.encode(setup))
             for descriptor in self._acceptor.descriptors:
                 self._poll.register(descriptor, select.POLLIN)
-            meetings = {
+            rendezvous = {
                 rank: Rendezvous(port, None if rank else socket.fileno(), host, host, Machine(rank, count))
                 for rank in range(count)
             }
-            return LocalWorkers(config, meetings, sys.path)
+            return LocalWorkers(config, rendezvous, sys.path)
 
     def _send(self, record: bytes) -> None:
         for node in self._nodes:
@@ -76,11 +77,11 @@ class NodeGroup(WorkerGroup):
         return wire.encode_plain_call(call_id, method, args, kwargs)
 
     def _send_stop(self) -> None:
-        if self.disorder is None:
+        if self.failure_reason is None:
             super()._send_stop()
             self._end_nodes("")
         else:
-            self._end_nodes(self.disorder)
+            self._end_nodes(self.failure_reason)
             super()._send(wire.encode_stop())
 
     def _end_nodes(self, reason: str) -> None:
@@ -88,9 +89,9 @@ class NodeGroup(WorkerGroup):
             with contextlib.suppress(LinkLostError):
                 node.send(MessageKind.END, reason.encode())
 
-    def _wait_for_ends(self, timeout_s: float) -> None:
+    def _wait_for_exits(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        super()._wait_for_ends(timeout_s)
+        super()._wait_for_exits(timeout_s)
         for node in self._nodes:
             node.has_ended.wait(max(0.0, deadline - time.monotonic()))
 
@@ -100,8 +101,8 @@ class NodeGroup(WorkerGroup):
 
     def close(self) -> None:
         super().close()
-        # nodes close their connections when they have read why they end
-        deadline = time.monotonic() + _LAST_WORDS_S
+        # nodes close their connections after reading END
+        deadline = time.monotonic() + _FIND_DEATH_S
         while not all(node.has_ended.is_set() for node in self._nodes) and time.monotonic() < deadline:
             self._acceptor.take_within(deadline - time.monotonic())
         self._nodes = []
@@ -109,14 +110,14 @@ class NodeGroup(WorkerGroup):
 
     # ---- the listening thread ------------------------------------------------------------------------------
 
-    def _hear(self, ready: set[int]) -> bool:
-        has_heard = super()._hear(ready)
-        said = self._acceptor.take() if ready & self._acceptor.descriptors else []
-        for node, message in said:
-            # after an error nothing is waited for any more
+    def _take_ready(self, ready: set[int]) -> bool:
+        has_answers = super()._take_ready(ready)
+        messages = self._acceptor.take() if ready & self._acceptor.descriptors else []
+        for node, message in messages:
+            # after an error all futures have failed already
             if self._error is None:
                 self._take_message(node, message)
-        return has_heard or bool(said)
+        return has_answers or bool(messages)
 
     def _take_message(self, node: NodeLink, message: Message | LinkLostError) -> None:
         if (end := _end_of(node, message)) is not None:
@@ -138,9 +139,9 @@ class NodeGroup(WorkerGroup):
             self._die(EngineDeadError(how))
 
     def _find_death(self) -> EngineDeadError | None:
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _FIND_DEATH_S
         while (left := deadline - time.monotonic()) > 0:
-            # of this machine first
+            # this machine's workers first
             if (end := self._local.find_death(min(left, 0.01))) is not None:
                 return EngineDeadError(end)
             for node, message in self._acceptor.take():
@@ -150,7 +151,7 @@ class NodeGroup(WorkerGroup):
 
 
 def _end_of(node: NodeLink, message: Message | LinkLostError) -> str | None:
-    """How a node or a worker of it ended, if that is what a message says."""
+    """How a node or one of its workers ended, if the message reports that."""
     if isinstance(message, LinkLostError):
         return _describe_loss(node, message)
     return message.text if message.kind == MessageKind.LOSS else None

@@ -5,8 +5,8 @@ public one, too: it is never sent, and CURVE's first message cannot be made with
 know the secret, and nobody else can read, change, repeat or leave out what they say. A message has a kind, the rank
 of a worker and contents: msgpack, a text, or a record of `wire` as it came out of a ring. Nothing is pickled.
 
-The kernel notices that the other machine is gone without a word, by TCP's keepalives; zmq's own heartbeats would take
-a process that is busy, or gets no processor, for one that is gone.
+TCP keepalives detect a machine that has vanished; zmq's own heartbeats would also drop a process that is only busy or
+gets no processor.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ascend_vllm.errors import ConfigError
 
 # kind, rank
 _HEADER = struct.Struct("<BI")
-# of a message, which may have many
+# frame size in which longer messages are sent
 _FRAME_BYTES = 1 << 16
-# of whatever comes, with what CURVE adds; strangers can have no more than that stored
+# limit of received frames, CURVE's overhead included: no more than that is buffered for an unauthenticated peer
 _MAX_FRAME_BYTES = 1 << 17
-# for a stranger to prove that it knows the secret
+# for a peer to prove that it knows the secret
 HANDSHAKE_TIMEOUT_S = 5.0
 # events of connections. Not HANDSHAKE_FAILED_PROTOCOL: libzmq (4.3.5) also reports changed messages by it, and then
 # does not close their connection, because reporting has overwritten errno
@@ -44,12 +44,12 @@ _EVENTS = (
     zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )  # fmt: skip
-# at the end, for what has been sent to leave this machine
+# at the end, for messages still to be transmitted
 _LINGER_MS = 2000
 
 
 class MessageKind(enum.IntEnum):
-    """What a message is."""
+    """Kinds of messages between node 0 and another node."""
 
     # to node 0
     HELLO = 0
@@ -69,7 +69,7 @@ class Message(msgspec.Struct, frozen=True):
         kind: what it is.
         rank: of the worker that an ANSWER comes from.
         contents: Hello or NodeSetup in msgpack; a record of ANSWER and ORDER; the text of LOSS (how a worker or the
-            node ended), REFUSAL and END (why the engine ends; empty: it was told to).
+            node ended), REFUSAL and END (why the engine ends; empty: an ordinary shutdown).
     """
 
     kind: MessageKind
@@ -78,12 +78,12 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Of a kind that has one."""
+        """The contents of a LOSS, REFUSAL or END."""
         return self.contents.decode(errors="replace")
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Who a node is, its first message; fields that another version lacks are empty.
+    """A node's first message; fields that another version lacks are empty.
 
     Attributes:
         version: of this package there.
@@ -125,11 +125,11 @@ class NodeSetup(msgspec.Struct, frozen=True):
 
 
 class LinkLostError(Exception):
-    """The other end is gone, or says what cannot be understood; the text is the end of a sentence."""
+    """The other end is gone, or sent an invalid message; the text is the end of a sentence."""
 
 
 def frames_of(kind: MessageKind, contents: bytes, rank: int = 0) -> list[bytes]:
-    """A message as it is sent."""
+    """The frames that a message is sent as."""
     rest = [contents[start : start + _FRAME_BYTES] for start in range(_FRAME_BYTES, len(contents), _FRAME_BYTES)]
     return [_HEADER.pack(kind, rank) + contents[:_FRAME_BYTES], *rest]
 
@@ -160,7 +160,7 @@ def make_socket(
     """A socket of node 0 (ROUTER) or of another node (DEALER).
 
     Args:
-        timeout_s: seconds without an answer of the other machine's kernel after which it counts as gone.
+        timeout_s: seconds without TCP acknowledgements after which the other machine counts as gone.
     """
     interval_s = max(1, round(timeout_s / 4))
     zero_public, zero_secret = _keys_of_zero(secret)
@@ -169,7 +169,7 @@ def make_socket(
         zmq.CURVE_PUBLICKEY: own_public,
         zmq.CURVE_SECRETKEY: own_secret,
         **({zmq.CURVE_SERVER: 1, zmq.ROUTER_MANDATORY: 1} if is_zero else {zmq.CURVE_SERVERKEY: zero_public}),
-        # a connection that is lost stays so
+        # no reconnection
         zmq.RECONNECT_IVL: -1,
         zmq.IPV6: int(ipv6),
         zmq.MAXMSGSIZE: _MAX_FRAME_BYTES,
@@ -181,7 +181,7 @@ def make_socket(
         # TCP_USER_TIMEOUT, of what was sent and of keepalives alike
         zmq.TCP_MAXRT: max(1, round(timeout_s * 1000)),
     }
-    # who sends never waits, since steps and calls under way are few; nor may zmq wait for who reads its monitor
+    # no limits: few steps and calls are under way, so senders never wait; nor may zmq wait for the monitor's reader
     context.sndhwm = context.rcvhwm = 0
     made = context.socket(zmq.ROUTER if is_zero else zmq.DEALER)
     for option, value in options.items():
@@ -190,7 +190,7 @@ def make_socket(
 
 
 def monitor_of(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """The socket that receives the events of another one's connections."""
+    """The socket that receives the connection events of another one."""
     monitor: zmq.Socket[bytes] = made.get_monitor_socket(_EVENTS)
     return monitor
 
@@ -202,27 +202,27 @@ def endpoint_of(address: tuple[str, int]) -> str:
 
 
 def connection_of(descriptor: int) -> socket.socket | None:
-    """A copy of one of zmq's connections, which lives on beside it; None: it is closed by now."""
+    """A duplicate of one of zmq's TCP sockets; None: it is closed by now."""
     copy = -1
     try:
         copy = os.dup(descriptor)
         return socket.socket(fileno=copy)
     except OSError:
         if copy >= 0:
-            # the number means something else by now
+            # the descriptor has been reused for something that is no socket
             os.close(copy)
         return None
 
 
 def lost(timeout_s: float) -> LinkLostError:
-    """What is said of a connection that has ended."""
+    """The error of a connection that has ended."""
     return LinkLostError(
         f"the connection is closed, or nothing was heard of it for {timeout_s:g} seconds (ASCEND_VLLM_NODE_TIMEOUT_S)"
     )
 
 
 def events_of(monitor: zmq.Socket[bytes]) -> Iterator[tuple[int, int]]:
-    """Kinds and values of what has happened to a socket's connections, without waiting."""
+    """Kinds and values of the monitor's queued events, without waiting."""
     while monitor.poll(0):
         event = recv_monitor_message(monitor)
         yield event["event"], event["value"]
@@ -254,10 +254,10 @@ class LinkToZero:
         self.socket.connect(endpoint_of(address))
 
     def open(self, timeout_s: float) -> None:
-        """Returns when both ends have proved to each other that they know the secret.
+        """Waits until both ends have authenticated each other.
 
         Raises:
-            ConfigError: what listens there is no node 0, or knows another secret.
+            ConfigError: what listens there is no node 0, or has another secret.
             PermissionError: it has closed the connection instead, as node 0 does if this node has another secret.
             OSError: nobody answers.
         """

@@ -1,8 +1,8 @@
-"""Arguments and results of calls between machines, as bytes that can make nothing but values when they are read.
+"""Serialises arguments and results of calls between machines; decoding them runs no code of the sender's.
 
 Plain values are None, bool, int (64 bits), float, str, bytes, lists, tuples and dicts of plain values, and arrays of
-numbers. A function goes by its name, `module:qualname`, and only where the reader asks for functions: it imports the
-module. All else is refused where it is written.
+numbers. A function is sent as its name, `module:qualname`, and decoded only with `with_functions`, by importing the
+module. The encoder refuses everything else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decode_plain(data: bytes | memoryview, *, with_functions: bool = False) -> A
 
     Args:
         data: of `encode_plain`.
-        with_functions: import the modules that it names; only where the writer may have any code run.
+        with_functions: import the modules that it names; only for senders that may run any code here.
 
     Raises:
         Exception: it is no such value, or has a function that cannot be imported here or was not asked for.

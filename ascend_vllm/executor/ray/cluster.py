@@ -1,4 +1,4 @@
-"""The Ray cluster that workers run in: found or started, and what is reserved there.
+"""The Ray cluster that workers run in: connecting or starting one, and reserving devices.
 
 Only Ray's public interface is used. The module is imported when it is needed: it is not installed with the server.
 """
@@ -75,9 +75,9 @@ def initialize_ray_cluster(
 
 
 class _Connection:
-    """This process's connection with Ray, which all its engines share; it ends with the last of them.
+    """This process's connection with Ray, shared by its engines and closed by the last one that releases it.
 
-    One that somebody else made is left alone.
+    A connection that the program made itself is left open.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class _Connection:
         self._num_users = 0
         self._is_ours = False
 
-    def take(self, ray: Any, own: dict[str, Any]) -> None:
-        """Connects if that has not been done; see `_connect`."""
+    def acquire(self, ray: Any, own: dict[str, Any]) -> None:
+        """Counts a user; the first one connects, see `_connect`."""
         with self._lock:
             if not ray.is_initialized():
                 _connect(ray, own)
@@ -94,8 +94,8 @@ class _Connection:
                 self._num_users, self._is_ours = 0, True
             self._num_users += 1
 
-    def give_back(self, ray: Any) -> None:
-        """Ends it if nobody else uses it."""
+    def release(self, ray: Any) -> None:
+        """Disconnects after the last user."""
         with self._lock:
             self._num_users -= 1
             if self._is_ours and self._num_users <= 0:
@@ -108,12 +108,12 @@ _CONNECTION = _Connection()
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
-    """What is reserved for a worker.
+class WorkerPlacement:
+    """A device reserved for a worker.
 
     Attributes:
         bundle: number in the placement group.
-        node_id: Ray's name of the machine.
+        node_id: Ray's id of the machine.
         address: the machine's.
     """
 
@@ -133,10 +133,10 @@ class RayCluster:
         ray: the module.
         resource: Ray's name of the device.
         group: the placement group.
-        seats: of the workers by rank; those on this machine come first, and those on one machine are neighbours.
+        placements: of the workers by rank: this machine's first, then machine by machine.
 
     Raises:
-        ConfigError: Ray is not installed, the cluster does not answer, or it has too little.
+        ConfigError: Ray is not installed, the cluster does not answer, or it has too few free devices.
     """
 
     def __init__(self, device: str, num_workers: int) -> None:
@@ -149,16 +149,16 @@ class RayCluster:
         own: dict[str, Any] = {"num_gpus": 0, "object_store_memory": _OBJECT_STORE_BYTES}
         if device == "npu":
             own["resources"] = {"NPU": probe_npus().count}
-        _CONNECTION.take(self.ray, own)
+        _CONNECTION.acquire(self.ray, own)
         try:
             self.group = self._existing_group() or self._make_group()
-            self.seats = self._take_seats()
+            self.placements = self._find_placements()
         except BaseException:
             self.close()
             raise
 
     def _existing_group(self) -> Any:
-        """The placement group that this process runs in, whose owner has reserved what is needed; None: in none."""
+        """The placement group that this process runs in; None: it runs in none."""
         group = self.ray.util.get_current_placement_group()
         if group is None:
             return None
@@ -193,7 +193,7 @@ class RayCluster:
             "Ray cluster; `ray status` shows what it has."
         )
 
-    def _take_seats(self) -> list[Seat]:
+    def _find_placements(self) -> list[WorkerPlacement]:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
         node_ids = self.ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         here = self.ray.get_runtime_context().get_node_id()
@@ -202,29 +202,30 @@ class RayCluster:
         ]
         bundles.sort(key=lambda number: (node_ids[number] != here, node_ids[number], number))
         return [
-            Seat(number, node_ids[number], addresses[node_ids[number]]) for number in bundles[: self._num_workers]
+            WorkerPlacement(bundle, node_ids[bundle], addresses[node_ids[bundle]])
+            for bundle in bundles[: self._num_workers]
         ]
 
     def close(self) -> None:
-        """Releases what was reserved, and ends the connection, and the cluster with it if it was started here."""
+        """Releases the devices and the connection; a cluster that was started here ends with the connection."""
         if self._is_group_ours and self.ray.is_initialized():
             self.ray.util.remove_placement_group(self.group)
-        _CONNECTION.give_back(self.ray)
+        _CONNECTION.release(self.ray)
 
 
 def _connect(ray: Any, own: dict[str, Any], address: str | None = None) -> None:
-    """Finds a cluster, else starts one.
+    """Connects with a cluster, else starts one.
 
     Args:
         ray: the module.
-        own: what a cluster that is started has.
+        own: resources of a cluster that is started.
         address: of the cluster to find; None: see `initialize_ray_cluster`.
 
     Raises:
         ConfigError: it does not answer.
     """
-    asked = address or envs.ray_address()
-    _check_address(asked)
+    target = address or envs.ray_address()
+    _check_address(target)
     level = max(logging.INFO, logger.getEffectiveLevel())
     options = {"address": address, "include_dashboard": False, "logging_level": level}
     own = {"num_cpus": usable_cores()} | own
@@ -234,7 +235,7 @@ def _connect(ray: Any, own: dict[str, Any], address: str | None = None) -> None:
                 ray.init(**options)
                 logger.info("Connected to the Ray cluster at %s", ray.get_runtime_context().gcs_address)
     except Exception as error:  # Ray has no common class for its errors here
-        where = f"the Ray cluster at {asked}" if asked else "the Ray cluster of this machine"
+        where = f"the Ray cluster at {target}" if target else "the Ray cluster of this machine"
         raise ConfigError(
             f"{_FLAG}: {where} cannot be used: {error}. See `ray status`; RAY_ADDRESS says which cluster is taken, "
             "RAY_AUTH_MODE=token is needed for one that wants a token."

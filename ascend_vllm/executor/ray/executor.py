@@ -19,7 +19,6 @@ class RayExecutor(MultiprocExecutor):
     Raises:
         ConfigError: Ray is not installed, its cluster does not answer or has too little, or the devices cannot be
             used.
-        EngineDeadError: a worker died.
         Exception: whatever a worker failed with; its traceback is in the log.
     """
 

@@ -1,7 +1,7 @@
 """Workers in actors of Ray, on any machine of a cluster, as the process that started them sees them.
 
-Each has a call under way that never ends, and fails when the actor dies; nobody polls. One thread takes the answers,
-those of one actor in the order of the calls, even if Ray completes them in another order.
+Each actor has one call (`watch`) that never returns, so that its failure reports the actor's death without polling.
+One thread reads the answers, for each actor in the order of its calls, even if Ray completes them in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.distributed.rendezvous import Machine, Rendezvous
 from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.device_thread import SHUTDOWN_GRACE_S, shut_down_error
-from ascend_vllm.executor.ray.cluster import RayCluster, Seat
+from ascend_vllm.executor.ray.cluster import RayCluster, WorkerPlacement
 from ascend_vllm.executor.ray.worker import RayWorker, RayWorkerFacts, RayWorkerSetup
 from ascend_vllm.executor.remote_workers import RemoteWorkers
 from ascend_vllm.logger import init_logger
@@ -33,8 +33,8 @@ from ascend_vllm.platforms.host import LOOPBACK
 
 logger = init_logger(__name__)
 
-# when a worker dies the others fail, too, and their failures may arrive first
-_LAST_WORDS_S = 2.0
+# seconds to look for a dead worker after another one's failure, which may have arrived first
+_FIND_DEATH_S = 2.0
 # characters of Ray's description of a death that are logged
 _MAX_REASON_LENGTH = 400
 
@@ -45,34 +45,34 @@ class _Actor:
 
     Attributes:
         rank: of the worker.
-        seat: where it is.
-        handle: Ray's.
+        placement: its machine and reserved device.
+        handle: Ray's handle of the actor.
         facts: its process, version and devices.
-        asked: futures of calls whose results have not been taken, oldest first.
+        pending: futures of calls whose results have not been read, oldest first.
     """
 
     rank: int
-    seat: Seat
+    placement: WorkerPlacement
     handle: Any
     facts: RayWorkerFacts
-    asked: collections.deque[Future[bytes | None]] = dataclasses.field(default_factory=collections.deque)
+    pending: collections.deque[Future[bytes | None]] = dataclasses.field(default_factory=collections.deque)
 
     def describe_end(self, reason: BaseException) -> str:
-        """A sentence from what Ray says, which is many lines, some of them about the actor's names."""
+        """One sentence from Ray's many lines, without the indented ones, which only name the actor."""
         said = " ".join(line for line in str(reason).splitlines() if line and not line.startswith("\t"))
         if len(said) > _MAX_REASON_LENGTH:
             said = said[:_MAX_REASON_LENGTH] + " ..."
-        return f"worker {self.rank} (process {self.facts.pid} on {self.seat.address}) is gone: {said}"
+        return f"worker {self.rank} (process {self.facts.pid} on {self.placement.address}) is gone: {said}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """The result of a call of an actor.
+    """A completed call of an actor.
 
     Attributes:
         actor: that was called.
-        result: done.
-        is_watch: it is the call that never ends.
+        result: a future that is done.
+        is_watch: the call is `RayWorker.watch`.
     """
 
     actor: _Actor
@@ -84,11 +84,10 @@ class RayGroup(RemoteWorkers):
     """Starts the workers of an engine.
 
     Args:
-        config: of the engine; it says how many there are.
+        config: of the engine.
 
     Raises:
-        ConfigError: Ray is not installed, its cluster does not answer, or has too little.
-        EngineDeadError: a worker died.
+        ConfigError: Ray is not installed, its cluster does not answer, or has too few free devices.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -111,7 +110,7 @@ class RayGroup(RemoteWorkers):
         self._listener.start()
 
     def _start_actors(self) -> list[_Actor]:
-        """An actor on each seat, which answers.
+        """Starts an actor at each placement, and waits for its facts.
 
         Raises:
             ConfigError: one of them has another version of this package.
@@ -125,65 +124,64 @@ class RayGroup(RemoteWorkers):
             make.options(
                 **takes,
                 scheduling_strategy=strategy(
-                    placement_group=self._cluster.group, placement_group_bundle_index=seat.bundle
+                    placement_group=self._cluster.group, placement_group_bundle_index=placement.bundle
                 ),
                 runtime_env={"env_vars": envs.for_workers()},
             ).remote()
-            for seat in self._cluster.seats
+            for placement in self._cluster.placements
         ]
         try:
             answers = self._ray.get([handle.facts.remote() for handle in handles])
         except self._ray.exceptions.RayError as error:
             raise EngineDeadError(f"a worker cannot be started by Ray: {error}") from error
         facts = [msgspec.msgpack.decode(answer, type=RayWorkerFacts) for answer in answers]
-        for seat, fact in zip(self._cluster.seats, facts, strict=True):
+        for placement, fact in zip(self._cluster.placements, facts, strict=True):
             if fact.version != ascend_vllm.__version__:
                 raise ConfigError(
-                    f"--distributed-executor-backend ray: {seat.address} has ascend-vllm {fact.version}, and here is "
-                    f"{ascend_vllm.__version__}: install the same on all machines."
+                    f"--distributed-executor-backend ray: {placement.address} has ascend-vllm {fact.version}, and "
+                    f"here is {ascend_vllm.__version__}: install the same on all machines."
                 )
-        members = zip(self._cluster.seats, handles, facts, strict=True)
+        members = zip(self._cluster.placements, handles, facts, strict=True)
         return [_Actor(rank, *member) for rank, member in enumerate(members)]
 
     def _start_workers(self, config: EngineConfig) -> None:
-        """Sends the actors their setups; START_CALL is answered when they have found each other."""
-        nodes = [actor.seat.node_id for actor in self._actors]
+        """Sends the actors their setups; they answer START_CALL when the workers have met."""
+        nodes = [actor.placement.node_id for actor in self._actors]
         is_one_machine = len(set(nodes)) == 1
         port = 0
-        host = LOOPBACK if is_one_machine else self._actors[0].seat.address
+        host = LOOPBACK if is_one_machine else self._actors[0].placement.address
         if self._size > 1:
             port = self._ray.get(self._actors[0].handle.listen.remote(host))
         for actor in self._actors:
-            node = actor.seat.node_id
+            node = actor.placement.node_id
             place = Machine(nodes[: actor.rank].count(node), nodes.count(node))
-            address = LOOPBACK if is_one_machine else actor.seat.address
-            devices = sorted(
-                {device for other in self._actors if other.seat.node_id == node for device in other.facts.devices}
-            )
+            address = LOOPBACK if is_one_machine else actor.placement.address
+            neighbours = [other for other in self._actors if other.placement.node_id == node]
+            devices = sorted({device for other in neighbours for device in other.facts.devices})
             rendezvous = Rendezvous(port, None, host, address, place) if self._size > 1 else None
             chosen = "OMP_NUM_THREADS" in envs.for_workers()
             setup = RayWorkerSetup(config, actor.rank, rendezvous, devices, sys.path, chosen)
-            self._ask(actor, actor.handle.start.remote(msgspec.msgpack.encode(setup)))
+            self._track(actor, actor.handle.start.remote(msgspec.msgpack.encode(setup)))
             watch = actor.handle.watch.options(concurrency_group="watch").remote()
-            self._ask(actor, watch, is_watch=True)
+            self._track(actor, watch, is_watch=True)
             logger.info(
                 "Worker %d is process %d on %s%s",
                 actor.rank,
                 actor.facts.pid,
-                actor.seat.address,
+                actor.placement.address,
                 f", NPU {', '.join(actor.facts.devices)}" if actor.facts.devices else "",
             )
 
-    def _ask(self, actor: _Actor, reference: Any, *, is_watch: bool = False) -> None:
-        """Has the listening thread take the result of a call of an actor."""
+    def _track(self, actor: _Actor, reference: Any, *, is_watch: bool = False) -> None:
+        """Queues the result of an actor's call for the listening thread, once it is there."""
         future = reference.future()
         if not is_watch:
-            actor.asked.append(future)
+            actor.pending.append(future)
         future.add_done_callback(lambda result: self._answers.put(_Answer(actor, result, is_watch)))
 
     def _send(self, record: bytes) -> None:
         for actor in self._actors:
-            self._ask(actor, actor.handle.run.remote(record))
+            self._track(actor, actor.handle.run.remote(record))
 
     def close(self) -> None:
         """Ends the workers, by force if they do not end by themselves; may be called again."""
@@ -215,27 +213,27 @@ class RayGroup(RemoteWorkers):
     def _listen(self) -> None:
         while (answer := self._answers.get()) is not None:
             if self._error is not None or self._is_stopping:
-                # nothing is waited for any more
+                # all futures have failed already, or `close` fails them
                 continue
             try:
-                self._hear(answer)
+                self._take_ready(answer)
             except Exception as error:
-                self._not_understood(error)
+                self._fail_listening(error)
 
-    def _hear(self, answer: _Answer) -> None:
+    def _take_ready(self, answer: _Answer) -> None:
         death = answer.result.exception()
         if answer.is_watch or death is not None:
             self._die(EngineDeadError(answer.actor.describe_end(death or RuntimeError("it ended by itself"))))
             return
-        asked = answer.actor.asked
+        pending = answer.actor.pending
         # Ray may complete two calls in another order than they were made in; a failed one is handled above
-        while asked and asked[0].done() and asked[0].exception() is None:
-            record = asked.popleft().result()
+        while pending and pending[0].done() and pending[0].exception() is None:
+            record = pending.popleft().result()
             if record is not None:
                 self._take(answer.actor.rank, record)
 
     def _find_death(self) -> EngineDeadError | None:
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _FIND_DEATH_S
         while (left := deadline - time.monotonic()) > 0:
             try:
                 answer = self._answers.get(timeout=left)

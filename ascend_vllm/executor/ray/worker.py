@@ -44,10 +44,10 @@ class RayWorkerSetup(msgspec.Struct, frozen=True):
     Attributes:
         config: of the engine.
         rank: of the worker.
-        rendezvous: where the workers meet, without the socket; None for a worker alone.
+        rendezvous: where the workers meet, without the socket; None for a single worker.
         devices: cards of all workers on its machine; empty on CPU.
-        search_path: where the program finds modules; functions that it calls in workers may come from there.
-        threads_are_chosen: the program says how many threads compute (OMP_NUM_THREADS).
+        search_path: the program's sys.path, for functions that it calls in workers.
+        threads_are_chosen: OMP_NUM_THREADS is set in the program's environment.
     """
 
     config: EngineConfig
@@ -79,7 +79,7 @@ class RayWorker:
         return msgspec.msgpack.encode(RayWorkerFacts(os.getpid(), ascend_vllm.__version__, devices))
 
     def listen(self, host: str) -> int:
-        """Opens the port of the store that this worker is going to run, and returns it."""
+        """Opens the port of the rendezvous store that this worker will serve, and returns it."""
         self._socket = listen(host)
         return int(self._socket.getsockname()[1])
 
