@@ -1,7 +1,7 @@
-"""What an engine core can be told beside requests: the one table of it.
+"""Calls that an engine core serves beside requests, such as pausing: the table of all of them.
 
-`EngineCore` has a method of each name, `call_utility` of the clients calls it in every core, and the public methods
-of `AsyncLLM` and `LLMEngine` are made of such calls. A new control is a row here, a method there and a public method.
+`EngineCore` has a method of each name, the clients' `call_utility` calls it in every core, and public methods of
+`AsyncLLM` and `LLMEngine` wrap these calls. A new control is a row here, an `EngineCore` method and a public method.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Control:
     """One row of `CONTROLS`.
 
     Attributes:
-        arguments: names of what the method takes, for readers and for `empties_prefix_cache`.
-        merge: makes one result of those of several engine cores, which come by the cores' numbers.
-        empties_prefix_cache: whether it always does (True), or the argument that says so.
+        arguments: the method's parameter names, for readers and for `empties_prefix_cache`.
+        merge: merges the results of several engine cores, given in the order of their ranks.
+        empties_prefix_cache: True or False, or the name of the argument that decides.
     """
 
     arguments: tuple[str, ...] = ()
@@ -58,19 +58,19 @@ class Control:
 
 
 CONTROLS: dict[str, Control] = {
-    # counts are added up, requests' blocks are listed together, violations name the core
+    # counts are summed, the requests' blocks collected, violations prefixed with the core's rank
     "audit": Control(merge=_accounts),
-    # counts are added up, shares of a cache's blocks in use are their mean
+    # counts are summed, cache usages averaged
     "stats": Control(merge=_accounts),
     "check_health": Control(),
-    # whether it was possible in all of them
+    # true if all cores could
     "reset_prefix_cache": Control(merge=all, empties_prefix_cache=True),
     "pause": Control(("mode", "clear_cache"), empties_prefix_cache="clear_cache"),
     "resume": Control(),
     "check_sleep": Control(("level",)),
     "sleep": Control(("level",), empties_prefix_cache=True),
     "wake_up": Control(("tags",)),
-    # what is true of one core is true of the engine, so that one that still sleeps is not overlooked
+    # true if it is of any core: the engine is asleep while one core still is
     "state": Control(merge=_any_field),
     "profile": Control(("is_start",)),
     # the results of all workers, those of the first core first

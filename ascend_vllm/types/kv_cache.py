@@ -1,4 +1,4 @@
-"""What attention layers keep of the tokens they have seen. No torch: sizes are known before a model is built.
+"""Shapes and sizes of attention layers' KV caches. No torch: sizes are known before a model is built.
 
 Letters: S tokens of a block, K KV heads, D head size.
 """
@@ -14,18 +14,18 @@ KEY_VALUE = "key_value"
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
-# A block's bytes are a multiple of this, so that caches of different dtypes can lie one behind another.
+# A block's bytes are a multiple of this, so that caches of different dtypes can follow one another in memory.
 _ALIGNMENT = 64
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
     """One attention layer's part of a KV block, as the layer reports it. Layers of a model may differ.
 
-    How a block lies in memory is the attention backend's business.
+    The attention backend decides the layout in memory.
 
     Attributes:
-        kind: KEY_VALUE, or what else a layer and the backend that serves it agree on.
-        block_shape: numbers that are cached; KEY_VALUE: (2, S, K, D).
+        kind: KEY_VALUE, or another name that a layer and its attention backend agree on.
+        block_shape: of the cached numbers; KEY_VALUE: (2, S, K, D).
         dtype: of these numbers, as torch names it; need not be the model's.
         scale_shape: float32 scales of a block; None: there are none.
 
@@ -49,7 +49,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
 
 class KVCachePlan(msgspec.Struct, frozen=True):
-    """What a layer caches of each token, by config.json; with the engine's flags a `KVCacheSpec` is made of it.
+    """What a layer caches per token, according to config.json; `spec` adds the engine's flags.
 
     Attributes:
         kind: see `KVCacheSpec`.

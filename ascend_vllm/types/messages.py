@@ -1,6 +1,6 @@
-"""What crosses between an API-server process and an engine-core process: msgpack over zmq.
+"""Messages between an API-server process and an engine-core process: msgpack over zmq.
 
-Every message is a tagged record, so that one decoder per direction is enough::
+Every message is a tagged struct, so that one decoder per direction is enough::
 
     encoder = msgspec.msgpack.Encoder()
     decoder = msgspec.msgpack.Decoder(CoreInbound)
@@ -44,7 +44,7 @@ class BeamSearchSpec(msgspec.Struct, array_like=True, gc=False, frozen=True):
     length_penalty: float = 1.0
     # True, False or "never": vLLM 0.6.0's rules. None: no early end, as vLLM 0.6.3's beam search has it.
     early_stopping: bool | str | None = False
-    # tell the best sequences after every step, not only at the end
+    # send the best sequences after every step, not only at the end
     stream: bool = False
 
 
@@ -69,33 +69,33 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     parent_id: str | None = None
     # set: the request is a beam search; its sampling parameters are greedy and without log-probabilities
     beam_search: BeamSearchSpec | None = None
-    # what besides the token ids decides the contents of KV blocks: (first position concerned, key), e.g. the cache
-    # salt and the adapter's id at position 0, an image's hash where the image begins
+    # added to the prefix-cache hash of KV blocks: (first position concerned, key), e.g. the cache salt and the
+    # adapter's id at position 0, an image's hash where the image begins
     content_keys: list[tuple[int, str]] = []
-    # token ids of what must not be generated, each of one token or more
+    # token sequences that must not be generated, each of one token or more
     bad_words: list[list[int]] = []
     # set: the prompt is pooled and nothing generated; its sampling parameters are greedy with max_tokens=1
     pooling_params: PoolingParams | None = None
-    # a sequence of a caller's request that has others already: such ones leave slots for other requests
+    # not the first sequence of a caller's request: queued apart, so that it does not hold up other requests
     is_further: bool = False
 
 
 class SequencesOfRequest(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """Several sequences of one prompt, which is told once; as good as each of them by itself, one after the other."""
+    """Several sequences of one prompt, which is sent once; equivalent to sending one request for each sequence."""
 
-    # the one that the others name as their parent
+    # the parent of the others
     first: EngineCoreRequest
     # id and seed of each of the others
     others: list[tuple[str, int | None]]
 
     @classmethod
     def of(cls, requests: Sequence[EngineCoreRequest]) -> SequencesOfRequest:
-        """From one request for each sequence, as engine/input_processor.py makes them."""
+        """Packs one request per sequence, as engine/input_processor.py makes them."""
         first, *others = requests
         return cls(first, [(request.request_id, request.sampling_params.seed) for request in others])
 
     def requests(self) -> list[EngineCoreRequest]:
-        """One request for each sequence; all but their own ids and seeds they share."""
+        """Unpacks one request per sequence; they differ in ids and seeds only."""
         first = self.first
         return [
             first,
@@ -158,7 +158,7 @@ class BeamSequence(msgspec.Struct, array_like=True, gc=False):
 
 
 class PooledData(msgspec.Struct, array_like=True, gc=False):
-    """An array of float32."""
+    """A pooler's float32 array."""
 
     shape: tuple[int, ...]
     # the machine's byte order: both processes run on it
@@ -193,11 +193,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     prompt_logprobs: list[TokenLogprobs] | None = None
     # of a pooling request, at its end
     pooled: PooledData | None = None
-    # how often the sequence made room for others so far
+    # how often the sequence has been preempted so far
     num_preemptions: int = 0
 
     def one_token(self, position: int) -> EngineCoreOutput:
-        """One of several tokens, as if it came alone; the end comes with the last one."""
+        """One of several tokens as an output of its own; the last one has the finish reason."""
         is_last = position == len(self.new_token_ids) - 1
         return EngineCoreOutput(
             self.request_id,
@@ -230,7 +230,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """All that one step gives back."""
+    """The outputs of one step."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
@@ -242,7 +242,7 @@ class UtilityResult(msgspec.Struct, array_like=True, tag=True, gc=False):
     call_id: int
     result: Any = None
     error: str | None = None
-    # the caller is at fault: the text is for him, a RequestError
+    # the caller is at fault: raise a RequestError
     is_request_error: bool = False
 
 

@@ -1,13 +1,13 @@
-"""What crosses between the engine core and its workers, once a step.
+"""Messages between the engine core and its workers, once a step.
 
-A step is a *diff*: a row lives in a *slot* (0 … max_num_seqs-1) chosen by the core from admission to
-its end or preemption. The worker keeps everything about the row there (token ids, block table, sampling
-parameters, number of computed tokens) and appends the tokens it samples itself, so that a running row costs
-the core two integers a step. Workers of pipeline stages that do not sample are told of the tokens.
+A step is a *diff*: from admission to its end or preemption a row has a *slot* (0 … max_num_seqs-1), chosen by the
+core. The worker keeps the row's state there (token ids, block table, sampling parameters, number of computed tokens)
+and appends the tokens it samples itself, so that a running row costs the core two integers a step. Workers of
+pipeline stages that do not sample are sent the tokens.
 
-A row may compute tokens that are not known yet: drafts behind its last known one. It samples at the place of each,
-as if the drafts before had been sampled, and advances up to the first one that differs from what is sampled in its
-place. KV behind that is void, and written again.
+A row may compute drafts after its last known token. It samples at the position of each, as if the drafts before it
+had been sampled, and accepts drafts up to the first that differs from the token sampled in its place. KV after that
+is void, and written again.
 
 Letters: R rows scheduled in a step, S rows that sample in a step, K number of log-probabilities, N steps, or most
 places at which a row samples, V vocabulary, G constrained rows.
@@ -26,16 +26,16 @@ from ascend_vllm.sampling_params import SamplingParams
 
 # a row's length when nothing limits it
 UNLIMITED = 1 << 31
-# "sampled" where all tokens are forbidden
+# sampled id of a row all of whose tokens are forbidden
 NO_TOKEN = -1
-# in the place of a sampled token that follows a wrong draft
+# sampled id at positions after a rejected draft
 REJECTED_TOKEN = -2
-# fills the places up to N of a row that samples at fewer
+# pads the sampled ids of a row that samples at fewer than N positions
 PADDING_TOKEN = -3
 
 
 class MoveKind(enum.IntEnum):
-    """From which of the two block pools to which a block's contents are copied."""
+    """Source and target pool of a block copy."""
 
     # device to device: a shared block gets a copy that its new owner may write
     COPY = 0
@@ -46,7 +46,7 @@ class MoveKind(enum.IntEnum):
 
 
 class KVCacheSize(msgspec.Struct, array_like=True, frozen=True):
-    """Blocks that the workers have."""
+    """Numbers of KV blocks."""
 
     # on the device
     num_blocks: int
@@ -72,7 +72,7 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     stop_token_ids: list[int]
     # tokens at which the sequence ends whatever they are; several steps at once do not go on behind them
     max_num_tokens: int = UNLIMITED
-    # prompt tokens whose log-probabilities need not be told (again); the first one has none
+    # prompt tokens, counted from the first, whose log-probabilities are not needed (any more); the first has none
     num_prompt_logprobs: int = 0
     # sequences that the output must not contain, each of one token or more
     bad_words: list[list[int]] = []
@@ -117,8 +117,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # [G, ceil(V / 32)] int32: of each of them the tokens it may get; bit t % 32 of word t // 32 is token t's.
     # None if there are none.
     bitmask: np.ndarray | None = None
-    # (slot, token): what rows that live have sampled since the last step, for stages that do not sample; the last
-    # stage knows. Rows of beam searches are not among them, forks say how they go on. Empty without stages.
+    # (slot, token): what running rows have sampled since the last step, for stages that do not sample. Beam searches
+    # are not among them: their tokens come with `forks`. Empty without pipeline stages.
     sampled: list[tuple[int, int]] = []
     # (slot, tokens): drafts of rows that miss one token, all of which they compute in this step; there are none with
     # num_steps above 1
@@ -156,7 +156,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class RowResult(msgspec.Struct, array_like=True, gc=False):
-    """What a row comes to that samples nothing."""
+    """The result of a row that samples nothing."""
 
     slot: int
     # float32. Of a pooler [D] of the prompt, or [P, D] of each of its P tokens
@@ -164,7 +164,7 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, array_like=True, gc=False):
-    """What a step gives back, from one rank."""
+    """One step's output, from one rank."""
 
     step_id: int
     # [S] int32: the slots that sampled, in the order of SchedulerOutput.slots
