@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 
 from ascend_vllm.core.scheduler import Scheduler
@@ -17,15 +16,6 @@ SCHEDULING = "scheduling"
 MAX_LEVEL = 2
 
 
-class RunState(enum.Enum):
-    """Whether steps are made."""
-
-    RUNNING = enum.auto()
-    # of the requests that were there; new ones are held
-    DRAINING = enum.auto()
-    PAUSED = enum.auto()
-
-
 class Pausing:
     """Which requests may run, and what of the engine's memory is there.
 
@@ -36,26 +26,21 @@ class Pausing:
         scheduler: of the requests.
         executor: of the workers.
         enable_sleep_mode: whether it may sleep.
+
+    Attributes:
+        is_paused: new requests wait until `resume`.
+        makes_steps: requests that the scheduler knows are computed; also while those drain before a pause.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, enable_sleep_mode: bool) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._enable_sleep_mode = enable_sleep_mode
-        self._state = RunState.RUNNING
+        self.is_paused = False
+        self.makes_steps = True
         self._asleep: set[str] = set()
         # by id, in the order of their arrival
         self._held: dict[str, EngineCoreRequest] = {}
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether new requests have to wait until `resume`."""
-        return self._state is not RunState.RUNNING
-
-    @property
-    def makes_steps(self) -> bool:
-        """Whether requests that the scheduler knows are computed."""
-        return self._state is not RunState.PAUSED
 
     @property
     def is_sleeping(self) -> bool:
@@ -83,8 +68,9 @@ class Pausing:
         """
         if mode not in ("wait", "keep"):
             raise RequestError(f"mode must be 'wait' or 'keep', got {mode!r}", "mode")
-        if self._state is not RunState.PAUSED:
-            self._state = RunState.DRAINING if mode == "wait" else RunState.PAUSED
+        self.is_paused = True
+        if mode == "keep":
+            self.makes_steps = False
         if clear_cache:
             self._scheduler.kv_cache.reset_prefix_cache()
 
@@ -96,7 +82,7 @@ class Pausing:
         """
         if self._asleep:
             raise RequestError("The engine sleeps: it goes on when it is woken up.")
-        self._state = RunState.RUNNING
+        self.is_paused, self.makes_steps = False, True
         self.release()
 
     def release(self) -> None:
@@ -115,7 +101,7 @@ class Pausing:
             RequestError: there is no such level, or it may not sleep.
         """
         self.check_sleep(level)
-        self._state = RunState.PAUSED
+        self.is_paused, self.makes_steps = True, False
         if level:
             self._scheduler.free_kv_cache()
             self._executor.collective_rpc("sleep", (level,))
