@@ -7,9 +7,9 @@ The states and the changes between them::
      ▼   │       ▼   │
      (a) ┘    PREEMPTED | SWAPPED      every state ──▶ FINISHED_ABORTED | FINISHED_ERROR
 
-(a) is WAITING_FOR_CONNECTOR: it waits for something that steps do not give, such as its grammar. And WAITING,
-WAITING_FOR_CONNECTOR or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that cannot be held. PREEMPTED has lost its
-blocks and computes them again, SWAPPED has them in CPU memory.
+(a) is WAITING_FOR_CONNECTOR: waiting for something outside of the steps, such as a grammar. And WAITING,
+WAITING_FOR_CONNECTOR or PREEMPTED ──▶ FINISHED_LENGTH for a sequence that does not fit the KV cache. A PREEMPTED
+request's blocks are freed and will be recomputed; a SWAPPED one's are in CPU memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SEED_MASK = (1 << 63) - 1
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is; everything after SWAPPED is an end."""
+    """States of a request; those after SWAPPED are final."""
 
     WAITING_FOR_CONNECTOR = 0
     WAITING = 1
@@ -83,51 +83,48 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 
 class IllegalTransitionError(RuntimeError):
-    """A request was to change to a state that its present one does not lead to: a bug of the engine core."""
+    """A change of state that `LEGAL_TRANSITIONS` does not have: a bug of the engine core."""
 
 
 class Request:
-    """One sequence on its way through the scheduler.
+    """One sequence as the scheduler knows it.
 
-    Scheduling knows one pair of numbers: `num_computed_tokens`, whose KV is in the cache (or will be when the
-    steps handed out are done), chases `num_tokens`, the tokens known, with the `num_pending_tokens` that those steps
-    will have sampled.
+    Steps compute the tokens from `num_computed_tokens`, whose KV is in the cache (or will be after the steps handed
+    out), to `num_tokens`, the known ones, plus the `num_pending_tokens` that those steps will sample.
 
     Args:
         message: the request as the API server sent it.
-        max_model_len: most tokens whose KV a sequence may hold. A full sequence still samples one more.
-        drawn_seed: key of the random stream for a request that brings no seed.
+        max_model_len: most tokens of a sequence with KV; after the last of them one more is sampled.
+        drawn_seed: for a request without a seed.
 
     Attributes:
         token_ids: prompt, then output.
         is_finished: whether it has ended, in any way.
-        slot: its row in the workers; NO_SLOT unless it runs.
-        block_ids: KV blocks it holds on the device, in the order of its tokens.
-        cpu_block_ids: KV blocks it holds in CPU memory, while SWAPPED.
-        block_hashes: of the blocks that its tokens fill (core/kv/block_hash.py).
-        num_cached_blocks: how many of its first blocks the prefix cache has been told of.
+        slot: index of its row in the workers' arrays; NO_SLOT unless it runs.
+        block_ids: its KV blocks on the device, in the order of its tokens.
+        cpu_block_ids: its KV blocks in CPU memory, while SWAPPED.
+        block_hashes: of its first full blocks (core/kv/block_hash.py).
+        num_cached_blocks: how many of its first blocks have been entered into the prefix cache.
         num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
-        content_keys: what besides the token ids decides its KV, as in EngineCoreRequest.
+        content_keys: what besides the token ids determines its KV, as in EngineCoreRequest.
         parent_id: the request whose prompt's blocks it may share.
-        is_further: its caller's request has other sequences that came before it.
-        bad_words: sequences of ids that its output must not contain.
-        pooling_params: what is made of its prompt, if nothing is to be generated.
-        row_state: what layers are to know of its rows, by name (`NewRow.state`); set by connectors, never changed in
-            place.
-        kind: what is special about it; its rows have the same.
-        may_run_ahead: its kind's, for the loops that look at every row of a step.
-        max_num_tokens: tokens at which it ends whatever they are.
-        seed: key of its random stream, 0 … 2**63-1. A draw depends on this and the token's position alone,
-            so that a resumed request goes on with the same stream.
+        is_further: it is not the first sequence of its client's request.
+        bad_words: sequences of token ids that its output must not contain.
+        pooling_params: of a pooling request, which generates nothing.
+        row_state: values for the model's layers, by name (`NewRow.state`); set by connectors, never changed in place.
+        kind: what is special about its rows.
+        may_run_ahead: `kind.may_run_ahead`, copied for the loops over a step's rows.
+        max_num_tokens: tokens of prompt and output at which it ends with LENGTH.
+        seed: key of its random numbers, 0 … 2**63-1. A draw depends only on this and the token's position, so that a
+            preempted request continues with the same random numbers.
         stop_reason: the id among its stop_token_ids that ended it.
         first_scheduled_time: seconds of time.monotonic().
-        num_pending_tokens: tokens that steps handed out will have sampled.
+        num_pending_tokens: tokens that the steps handed out will sample.
         num_counted_prompt_tokens: prompt tokens that statistics have counted.
-        prompt_logprobs: of prompt tokens, in order, that are known and not emitted; None unless asked for, and once
-            all of them have been emitted.
-        num_prompt_logprobs: prompt tokens, counted from the first, that need no log-probabilities any more.
-        end_ids: ids that end it, once it has min_num_tokens, and NO_TOKEN, which always does.
-        min_num_tokens: tokens before which it cannot end.
+        prompt_logprobs: those computed and not emitted yet, in order; None if not asked for, or all emitted.
+        num_prompt_logprobs: number of first prompt tokens whose log-probabilities are known or not needed.
+        end_ids: ids that end it once it has min_num_tokens, and NO_TOKEN, which always does.
+        min_num_tokens: tokens of prompt and output before which it cannot end.
     """
 
     __slots__ = (
@@ -181,7 +178,7 @@ class Request:
         self.seed = (drawn_seed if params.seed is None else params.seed) & _SEED_MASK
         self.status = RequestStatus.WAITING
         self.is_finished = False
-        # the message's until it runs: the sequences of a request share their prompt
+        # the message's list until it runs: sequences of a client's request share it
         self.token_ids = message.prompt_token_ids
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -198,13 +195,13 @@ class Request:
         self.row_state = _NO_STATE
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0
-        # nothing comes before the first token
+        # the first token has none: nothing comes before it
         self.num_prompt_logprobs = self.num_prompt_tokens if params.prompt_logprobs is None else 1
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.first_scheduled_time: float | None = None
         self.stop_reason: int | None = None
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
-        # with NO_TOKEN among them output that ends nothing is told by one look at this set
+        # NO_TOKEN is among them so that `append_output` needs to check one set only
         self.end_ids = frozenset(params.stop_token_ids or ()) | {NO_TOKEN}
         if self.eos_token_id is not None:
             self.end_ids |= {self.eos_token_id}
@@ -241,17 +238,17 @@ class Request:
 
     @property
     def end_token_ids(self) -> list[int]:
-        """Ids that end the sequence: end-of-sequence unless ignored, and its stop_token_ids."""
+        """Ids that end the sequence, sorted: end-of-sequence unless ignored, and its stop_token_ids."""
         return sorted(self.end_ids - {NO_TOKEN})
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens that no step has been given yet."""
+        """Known and pending tokens that are not scheduled yet."""
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended; None while it lives."""
+        """Why it ended; None if it has not."""
         return FINISH_REASONS.get(self.status)
 
     @property
@@ -268,7 +265,7 @@ class Request:
         """Changes its state.
 
         Raises:
-            IllegalTransitionError: the table has no such change.
+            IllegalTransitionError: see there.
         """
         if status not in LEGAL_TRANSITIONS[self.status]:
             raise IllegalTransitionError(f"request {self.request_id}: {self.status.name} to {status.name}")
@@ -278,7 +275,7 @@ class Request:
         self.is_finished = status in FINISH_REASONS
 
     def make_row(self, request_id: str) -> Request:
-        """A further row of a beam search: the same tokens, but neither slot nor blocks."""
+        """A row of a beam search with the same tokens, but without slot and blocks."""
         row = copy.copy(self)
         row.request_id = request_id
         row.token_ids = self.token_ids.copy()
@@ -289,9 +286,9 @@ class Request:
         return row
 
     def append_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> None:
-        """Takes log-probabilities of consecutive prompt tokens, but none twice.
+        """Adds log-probabilities of consecutive prompt tokens, skipping those that are known.
 
-        A prompt that is computed again after a preemption may tell of tokens that are known by now.
+        A prompt that is recomputed after a preemption gives some of them again.
 
         Args:
             start: index of the first token in the prompt.
@@ -303,11 +300,11 @@ class Request:
             self.num_prompt_logprobs += len(new)
 
     def append_output(self, token_ids: list[int]) -> int:
-        """Takes the tokens a step sampled, up to the one that ends the sequence.
+        """Appends sampled tokens up to the one that ends the sequence, and drops those after it.
 
         Returns:
-            How many were taken; what follows an end is void. `status` tells whether it has ended: with an error if
-            nothing could be sampled.
+            How many were appended. `status` has changed if the sequence has ended: to FINISHED_ERROR if no token
+            could be sampled.
         """
         if self.num_tokens + len(token_ids) < self.max_num_tokens and self.end_ids.isdisjoint(token_ids):
             self.token_ids += token_ids
@@ -316,11 +313,11 @@ class Request:
         return self.append_until(token_ids, self.end_of)
 
     def append_until(self, token_ids: list[int], end_of: Callable[[int], RequestStatus | None]) -> int:
-        """`append_output` for a kind of row that may end otherwise.
+        """`append_output` with another condition for the end.
 
         Args:
-            token_ids: that a step sampled.
-            end_of: how the sequence ends with its newest token, which is given; None: it goes on.
+            token_ids: sampled by a step.
+            end_of: newest token, already appended → final state, or None if the sequence continues.
         """
         for count, token_id in enumerate(token_ids):
             if token_id == NO_TOKEN:
@@ -335,13 +332,13 @@ class Request:
         return len(token_ids)
 
     def end_of(self, token_id: int) -> RequestStatus | None:
-        """How the sequence ends with its newest token, if it does; a stop wins over reaching a limit."""
+        """The final state after the newest token, or None; stopping takes precedence over reaching a limit."""
         if token_id in self.end_ids and self.num_tokens >= self.min_num_tokens:
             return self.stop(token_id)
         return RequestStatus.FINISHED_LENGTH if self.num_tokens >= self.max_num_tokens else None
 
     def stop(self, token_id: int) -> RequestStatus:
-        """How the sequence ends with a token that stops it; `stop_reason` is set for a stop_token_id."""
+        """The final state after a token that stops the sequence; sets `stop_reason` for a stop_token_id."""
         if token_id != self.eos_token_id and token_id in self.end_ids:
             self.stop_reason = token_id
         return RequestStatus.FINISHED_STOPPED
@@ -349,14 +346,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupStep:
-    """What a request of several rows does once all of them have sampled.
+    """A step of a request of several rows, made once all of them have sampled.
 
     Attributes:
-        rows: its rows from now on. Their new tokens need not be the ones that the workers sampled.
+        rows: its rows from now on. Their new tokens may differ from those that the workers sampled.
         dead: rows that end.
-        forks: (new row, its parent): rows that begin as a copy of another, which goes on too.
-        beams: the best sequences so far, if there is something new to emit.
-        end: how the request ends, if it does.
+        forks: (new row, its parent): the new row is a copy of the parent, which continues, too.
+        beams: the best sequences so far, if they are to be emitted.
+        end: the request's final state, if it ends.
     """
 
     rows: list[Request]
@@ -367,20 +364,20 @@ class GroupStep:
 
 
 class RowKind:
-    """What is special about a request and its rows: nothing, of this kind.
+    """What is special about a request and its rows; this base class is for ordinary ones.
 
-    A request is one row or, as a beam search is, several: then the request itself (the root) waits, ends and gets the
-    outputs, and has neither slot nor blocks. Subclasses change what they must; the scheduler asks, and names none of
-    them. A kind without state can be shared by all requests.
+    A request is one row or, for a beam search, several: then the request itself (the root) waits, ends and gets the
+    outputs, and has neither slot nor blocks. The scheduler uses this interface only and knows no subclass. A kind
+    without state can be shared by all requests.
 
     Attributes:
         may_run_ahead: whether its next step may be made before the tokens of the last one are known.
-        is_masked: whether `fill_bitmasks` says which tokens it may sample.
-        title: how a message for operators begins that tells of such a request.
-        reads_prefix_cache: whether what is cached of its prompt need not be computed.
-        prefers_swapping: whether its blocks go to CPU memory if it makes room, unless --preemption-mode says more.
-        width: rows that it may come to have.
-        num_reserved_slots: free slots that are kept for further rows; `Rows` sets it.
+        is_masked: whether its rows sample with bitmasks (`fill_bitmasks`).
+        title: subject of a log message about such a request.
+        reads_prefix_cache: whether cached tokens of its prompt need not be computed.
+        prefers_swapping: whether it is swapped rather than recomputed when preempted, without --preemption-mode.
+        width: most rows that it can have.
+        num_reserved_slots: free slots reserved for further rows; `Rows` sets it.
     """
 
     may_run_ahead = True
@@ -392,7 +389,7 @@ class RowKind:
     num_reserved_slots = 0
 
     def unsupported_reason(self, max_num_seqs: int) -> str | None:  # noqa: ARG002 - for kinds that are wide
-        """Why a request can never run with --max-num-seqs rows; None: it can."""
+        """Why a request can never run with this --max-num-seqs; None: it can."""
         return None
 
     def root_of(self, row: Request) -> Request:
@@ -404,36 +401,36 @@ class RowKind:
         return [request]
 
     def first_row(self, request: Request) -> Request:
-        """The row that computes the prompt of a request that begins, or begins anew."""
+        """The row that computes the prompt of a request that starts, or restarts after a preemption."""
         return request
 
     def drop_rows(self, request: Request) -> list[Request]:
-        """A request's rows, which are given up."""
+        """A request's rows, which it does not have any more afterwards."""
         return self.rows_of(request)
 
     def tokens_wanted(self, row: Request, most: int) -> int:  # noqa: ARG002 - for kinds that want more
-        """Tokens that a row which misses one should compute next: that one, and drafts behind it.
+        """Tokens that a decoding row should compute next: the one that it misses, and drafts after it.
 
-        Asked of rows only that may not run ahead; the others get one token.
+        Called only for rows that may not run ahead; others compute one token.
 
         Args:
             row: about to decode.
-            most: tokens that the step and the sequence have room for, 1 or more.
+            most: limit given by the step's budget and the sequence's max_num_tokens, at least 1.
 
         Returns:
-            1 … most. The row gets fewer if blocks are short.
+            1 … most. The row gets one if blocks are short.
         """
         return 1
 
     def drafts(self, row: Request, count: int) -> list[int]:
-        """The first so many drafts of a row that gets more than one token: ids of the vocabulary.
+        """The first `count` drafts of a row that computes more than one token: token ids.
 
-        The row advances by what is sampled in their places, up to the first that differs; `take` gets that.
+        `take` gets what is sampled at their positions, up to and including the first that differs from its draft.
         """
         raise NotImplementedError(f"{type(self).__name__} wants {count} more tokens for {row} and has no drafts")
 
     def blocks_to_write(self, row: Request, count: int, block_size: int) -> range:  # noqa: ARG002
-        """Blocks that a row writes in its next tokens and that others may hold, too, so that it must get copies.
+        """Blocks that a row's next tokens are written to and that may be shared, so that they must be copied first.
 
         Args:
             row: about to compute.
@@ -441,12 +438,12 @@ class RowKind:
             block_size: tokens of a block.
 
         Returns:
-            Their places in `Request.block_ids`; none where only full blocks are shared.
+            Indices in `Request.block_ids`; empty if only full blocks are shared.
         """
         return range(0)
 
     def params_of(self, row: Request) -> SamplingParams:
-        """What the workers are told of how a row samples."""
+        """The sampling parameters that the workers get."""
         return row.sampling_params
 
     def take(
@@ -456,29 +453,29 @@ class RowKind:
         logprobs: StepLogprobs | None,  # noqa: ARG002 - for kinds that look at more than the sampled token
         index: int,  # noqa: ARG002
     ) -> int | None:
-        """Appends what a step sampled.
+        """Appends sampled tokens to a row.
 
         Args:
             row: which sampled.
-            token_ids: that it sampled.
+            token_ids: its tokens.
             logprobs: of all rows of the step.
             index: of the row in them.
 
         Returns:
-            How many of the tokens were taken (see `Request.append_output`); None: `advance` tells, when all rows of
-            the request have sampled.
+            How many of the tokens were appended (see `Request.append_output`); None: `advance` will append them, once
+            all rows of the request have sampled.
         """
         return row.append_output(token_ids)
 
     def fill_bitmasks(self, rows: Sequence[Request]) -> npt.NDArray[np.int32]:
-        """Which tokens the masked rows of a step, [G], may get next: [G, ceil(V / 32)], as in `SchedulerOutput`.
+        """Bitmasks of the tokens that a step's G masked rows may sample, [G, ceil(V / 32)]: see `SchedulerOutput`.
 
-        Asked of the first row's kind.
+        Called on the first row's kind.
         """
         raise NotImplementedError(f"{type(self).__name__} has no masks for {len(rows)} rows")
 
     def output_of(self, row: Request, result: RowResult) -> EngineCoreOutput:  # noqa: ARG002 - for kinds that emit it
-        """The one output of a request that has ended with what a step made of it in place of tokens."""
+        """The only output of a request that has a result in place of tokens, such as an embedding."""
         return EngineCoreOutput(
             row.request_id,
             [],
@@ -488,15 +485,15 @@ class RowKind:
         )
 
     def failure(self, token_ids: list[int]) -> str:  # noqa: ARG002 - for kinds that fail otherwise, too
-        """What a client is told of a request that ended with an error when these tokens were sampled."""
+        """The error message of a request that ended with an error when these tokens were sampled."""
         return _NO_TOKEN_LEFT
 
     def advance(self) -> GroupStep | None:
-        """What follows when all rows of the request have sampled; None: some are to come."""
+        """The step of a request of several rows; None: some of them have not sampled yet."""
         return None
 
     def finish(self, status: RequestStatus) -> list[BeamSequence] | None:  # noqa: ARG002 - for kinds that have some
-        """The best sequences of a request that ends outside of a step, if it has some to emit."""
+        """The sequences to emit of a beam search that ends outside of a step, if any."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""The order in which requests wait, run and make room: the scheduling policies."""
+"""The scheduling policies: in which order requests are admitted and preempted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from ascend_vllm.core.request import Request
 
 
-class _Line:
-    """Requests in the order of a key; one may leave from anywhere. All operations but iteration take O(log n)."""
+class _Heap:
+    """Requests ordered by a key, with removal. All operations but iteration take O(log n)."""
 
     def __init__(self) -> None:
-        # (key, serial number, request id); the entry of a request that has left stays until it comes to the front
+        # (key, serial number, request id); the entry of a removed request stays until it is the first one
         self._heap: list[tuple[tuple[float, ...], int, str]] = []
         # request id → serial number of its entry, and the request
         self._present: dict[str, tuple[int, Request]] = {}
@@ -25,7 +25,7 @@ class _Line:
         heapq.heappush(self._heap, (key, serial, request.request_id))
 
     def head(self) -> tuple[tuple[float, ...], int, str] | None:
-        """The entry of the first request; None: the line is empty."""
+        """The entry of the first request; None: there is none."""
         while self._heap:
             entry = self._heap[0]
             if self._is_entry(entry[1], entry[2]):
@@ -47,7 +47,7 @@ class _Line:
         return (self._present[id_][1] for _, _, id_ in order)
 
     def _is_entry(self, serial: int, request_id: str) -> bool:
-        """Whether a request with this entry is still there; it may have left and come again with another."""
+        """Whether an entry is current: its request may have been removed, or added again with another entry."""
         present = self._present.get(request_id)
         return present is not None and present[0] == serial
 
@@ -55,43 +55,43 @@ class _Line:
 class RequestQueue(abc.ABC):
     """Requests that wait for a slot, ordered by a policy. All operations but iteration take O(log n) or less.
 
-    Further sequences of a caller's request (`Request.is_further`) stand in a line of their own, so that the others
-    can be let in past them.
+    Further sequences of a client's request (`Request.is_further`) are in a heap of their own, so that others can be
+    admitted before them.
     """
 
     def __init__(self) -> None:
-        # of first sequences, of further ones
-        self._lines = (_Line(), _Line())
+        # first sequences, further ones
+        self._heaps = (_Heap(), _Heap())
         self._counter = itertools.count(1)
 
     @abc.abstractmethod
     def _key(self, request: Request) -> tuple[float, ...]:
-        """What orders requests, before the order of their coming does."""
+        """The sort key; requests with equal keys are in the order of their arrival."""
 
     def add(self, request: Request) -> None:
-        """Takes a request that has just arrived."""
-        self._lines[request.is_further].push(self._key(request), next(self._counter), request)
+        """Adds a new request."""
+        self._heaps[request.is_further].push(self._key(request), next(self._counter), request)
 
     def put_back(self, request: Request) -> None:
-        """Takes a preempted request: ahead of all that the policy does not place before it."""
-        self._lines[request.is_further].push(self._key(request), -next(self._counter), request)
+        """Adds a preempted request, before all others with the same key."""
+        self._heaps[request.is_further].push(self._key(request), -next(self._counter), request)
 
     def next(self, *, passes_further: bool = False) -> Request | None:
-        """The next request, which stays; None: none waits.
+        """The next request, which is not removed; None: there is none.
 
         Args:
-            passes_further: further sequences of requests are passed over.
+            passes_further: skip further sequences.
         """
-        first, further = self._lines[0].head(), None if passes_further else self._lines[1].head()
+        first, further = self._heaps[0].head(), None if passes_further else self._heaps[1].head()
         if first is None or (further is not None and further < first):
-            return None if further is None else self._lines[1].request(further[2])
-        return self._lines[0].request(first[2])
+            return None if further is None else self._heaps[1].request(further[2])
+        return self._heaps[0].request(first[2])
 
     def peek(self) -> Request:
-        """The next request, which stays.
+        """The next request, which is not removed.
 
         Raises:
-            IndexError: none waits.
+            IndexError: the queue is empty.
         """
         request = self.next()
         if request is None:
@@ -99,50 +99,50 @@ class RequestQueue(abc.ABC):
         return request
 
     def pop(self) -> Request:
-        """The next request, which leaves.
+        """Removes the next request.
 
         Raises:
-            IndexError: none waits.
+            IndexError: the queue is empty.
         """
         request = self.peek()
         self.remove(request)
         return request
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands.
+        """Removes a request from any position.
 
         Raises:
-            KeyError: it does not wait.
+            KeyError: it is not in the queue.
         """
-        self._lines[request.is_further].remove(request.request_id)
+        self._heaps[request.is_further].remove(request.request_id)
 
     def place(self, request: Request, running: list[Request]) -> None:
-        """Puts a request among the running ones, of which the last is the first to be preempted."""
+        """Inserts a request into the running ones, of which the last is preempted first."""
         running.append(request)
 
-    def outranks(self, waiting: Request, running: Request) -> bool:  # noqa: ARG002 - nobody does
-        """Whether a waiting request may make a running one give up its place."""
+    def outranks(self, waiting: Request, running: Request) -> bool:  # noqa: ARG002 - for policies with ranks
+        """Whether a running request may be preempted for a waiting one."""
         return False
 
     def __len__(self) -> int:
-        return len(self._lines[0]) + len(self._lines[1])
+        return len(self._heaps[0]) + len(self._heaps[1])
 
     def __iter__(self) -> Iterator[Request]:
-        return itertools.chain(*self._lines)
+        return itertools.chain(*self._heaps)
 
 
 class FCFSQueue(RequestQueue):
-    """First come, first served; preempted requests go to the front. The last that was admitted is preempted first."""
+    """First come, first served; preempted requests go to the front. The last one admitted is preempted first."""
 
-    def _key(self, request: Request) -> tuple[float, ...]:  # noqa: ARG002 - their coming alone counts
+    def _key(self, request: Request) -> tuple[float, ...]:  # noqa: ARG002 - only the order of arrival counts
         return ()
 
 
 class PriorityQueue(RequestQueue):
     """The lowest `priority` value first, then the earliest arrival.
 
-    Among the running the highest value, then the latest arrival, is preempted first; also to let in a waiting
-    request of a lower value.
+    The running request with the highest value, then the latest arrival, is preempted first, also for a waiting
+    request with a lower value.
     """
 
     def _key(self, request: Request) -> tuple[float, ...]:
