@@ -1,4 +1,4 @@
-"""Waiting requests are let in: which, with which blocks, and how many of their tokens the step computes."""
+"""Admission of waiting requests: which ones, with which blocks, and how many tokens of them the step computes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ascend_vllm.core.request_queue import RequestQueue
 from ascend_vllm.core.rows import Rows
 from ascend_vllm.core.step_builder import StepBuilder
 
-# The workers are told all tokens of a row that enters, also those that it shares with others or finds in the cache:
-# hundreds of long rows would make a step wait for that. With so many the others enter in the next step.
+# A step carries all tokens of the rows that it admits, cached and shared ones too; those of hundreds of long rows
+# would delay it. After so many tokens other rows are admitted with the next step.
 _MAX_ENTERING_TOKENS = 1 << 18
-# waiting requests that others pass in a step: each of them is looked at again in the next one
+# most requests that others overtake in a step: each of them is checked again in every step
 _MAX_OVERTAKEN = 64
 
 
@@ -28,9 +28,9 @@ class Admission:
         kv_cache: of the blocks.
         rows: of the slots.
         waiting: the queue.
-        requests: all that live, by id.
-        preemption: brings swapped requests back.
-        chunk_size: knows how long the last step with prompts took.
+        requests: all unfinished ones, by id.
+        preemption: swaps requests in.
+        chunk_size: has the duration of the last step with prompts.
     """
 
     def __init__(
@@ -53,13 +53,12 @@ class Admission:
         self._chunk_size = chunk_size
 
     def schedule_waiting(self, builder: StepBuilder, budget: int, now: float) -> None:
-        """Admits waiting requests while slots, blocks and budget last; the first that does not fit stops it.
+        """Admits waiting requests in order until one does not fit the free slots, blocks or the budget.
 
-        Those that miss one token only are let in but, without chunked prefill, not computed here: they decode with
-        the others.
+        Without chunked prefill those that miss only one token are admitted, but decode later with the running rows.
         """
         waiting = self._waiting
-        if not waiting or budget <= 0 or self._holds_prompts_back(now):
+        if not waiting or budget <= 0 or self._delays_prompts(now):
             return
         overtaken: list[Request] = []
         num_entering = 0
@@ -81,12 +80,12 @@ class Admission:
                 overtaken.append(request)
                 continue
             if self._awaits_parent(builder, request):
-                # copies precede a step: its turn comes when an earlier step has computed the parent's prompt
+                # blocks are copied before a step: an earlier one must have computed the parent's prompt
                 if passes_further or not request.is_further:
                     break
                 passes_further = True
                 continue
-            count = self._begin(builder, request, budget, now)
+            count = self._admit(builder, request, budget, now)
             if count is None:
                 break
             budget -= count
@@ -94,8 +93,8 @@ class Admission:
         for request in reversed(overtaken):
             waiting.put_back(request)
 
-    def _holds_prompts_back(self, now: float) -> bool:
-        """--scheduler-delay-factor: whether waiting prompts should gather for a while."""
+    def _delays_prompts(self, now: float) -> bool:
+        """Whether prompts wait for more of them (--scheduler-delay-factor)."""
         factor = self._config.delay_factor
         if factor <= 0 or not self._rows.running:
             return False
@@ -103,7 +102,7 @@ class Admission:
         return now - earliest <= factor * self._chunk_size.last_prompt_latency_s
 
     def _is_overtaken(self, builder: StepBuilder, request: Request) -> bool:
-        """Whether other prompts pass this one, since enough such long or scored ones are under way."""
+        """Whether other prompts go first, since enough long or scored ones are being computed."""
         if request.is_scored and not builder.limits().allows_scored:
             return True
         if not self._cuts_prompts or not self._config.long_prefill_token_threshold:
@@ -111,20 +110,20 @@ class Admission:
         limits = builder.limits()
         return limits.is_long(request.num_tokens) and not limits.allows_another_long()
 
-    def _begin(self, builder: StepBuilder, request: Request, budget: int, now: float) -> int | None:
-        """Admits a request that holds no blocks.
+    def _admit(self, builder: StepBuilder, request: Request, budget: int, now: float) -> int | None:
+        """Admits a request without blocks.
 
         Returns:
-            Tokens of it that the step computes; None if it does not fit now.
+            The number of its tokens that the step computes; None if it does not fit now.
         """
-        # nothing to reserve for when nothing runs: a sequence may then take the whole cache
+        # if nothing runs, a sequence may take the whole cache
         num_reserved = self._kv_cache.watermark_blocks if self._rows.running else 0
         parent = self._parent(request)
         if parent is None:
-            return self._compute(builder, request, budget, num_reserved, now)
+            return self._admit_prompt(builder, request, budget, num_reserved, now)
         num_shared = request.num_prompt_tokens - 1
         if not self._kv_cache.can_fork(parent, num_shared):
-            return self._compute(builder, request, budget, num_reserved, now)
+            return self._admit_prompt(builder, request, budget, num_reserved, now)
         if not self._kv_cache.fork(request, parent, num_shared, request.num_tokens, num_reserved):
             return None
         request.num_computed_tokens = num_shared
@@ -136,9 +135,9 @@ class Admission:
         return parent is not None and builder.num_computed_before(parent) < request.num_prompt_tokens - 1
 
     def _parent(self, request: Request) -> Request | None:
-        """The running sequence whose prompt a waiting one can share, now or soon.
+        """The running sequence whose prompt blocks a waiting one can fork, now or soon.
 
-        One that waits behind it is none: the two would wait for each other.
+        A parent that waits does not count: it may be later in the queue, and the two would wait for each other.
         """
         parent_id = request.parent_id
         if parent_id is None or request.num_output_tokens:
@@ -146,15 +145,15 @@ class Admission:
         parent = self._requests.get(parent_id)
         if parent is not None and parent.status is RequestStatus.RUNNING:
             return parent
-        # the first sequence has ended or made room; others have the same prompt, unless they end with its last token
+        # the parent has ended or is preempted: use a sibling, unless sequences end with their first output token
         if request.max_num_tokens == request.num_prompt_tokens + 1:
             return None
         return next((row for row in reversed(self._rows.running) if row.parent_id == parent_id), None)
 
-    def _compute(
+    def _admit_prompt(
         self, builder: StepBuilder, request: Request, budget: int, num_reserved: int, now: float
     ) -> int | None:
-        """Admits a request with what the prefix cache holds of it; as `_begin`."""
+        """`_admit` for a request that forks no other, with its cached blocks."""
         kv_cache = self._kv_cache
         reads_cache = not request.needs_whole_prompt
         cached = kv_cache.find_cached_blocks(request) if reads_cache else []
@@ -174,11 +173,11 @@ class Admission:
         return self._enter(builder, request, row, count, now)
 
     def _enter(self, builder: StepBuilder, request: Request, row: Request, count: int, now: float) -> int:
-        """Gives an admitted request's row its slot; returns the tokens of it that the step computes."""
+        """Gives an admitted request's row a slot; returns the number of its tokens that the step computes."""
         self._waiting.remove(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-        # cached tokens are no work
+        # cached tokens do not count as computed prompt tokens
         row.num_counted_prompt_tokens = max(row.num_counted_prompt_tokens, row.num_computed_tokens)
         request.transition(RequestStatus.RUNNING)
         if row is not request:
@@ -187,7 +186,7 @@ class Admission:
         self._rows.enter(row)
         builder.enter(row)
         if count == 1 == row.num_missing_tokens and not (self._cuts_prompts or builder.step.slots):
-            # it decodes with the others, unless prompts compute in this step
+            # it decodes later, with the running rows
             return 0
         builder.add(row, count)
         return count

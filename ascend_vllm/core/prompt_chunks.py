@@ -1,34 +1,34 @@
-"""How prompts share steps with one another, and with rows that decode.
+"""How prompts share steps with each other and with decoding rows.
 
-Prompts whose log-probabilities are asked for are always cut into chunks: each of their tokens takes the logits of the
-whole vocabulary, and others would wait for as many of them as a step has room for. All others are cut with chunked
-prefill only.
+Scored prompts (those with log-probabilities) are always computed in chunks: each of their tokens needs the logits of
+the whole vocabulary, so a step with many of them would delay other requests. Other prompts are cut into chunks with
+chunked prefill only.
 
-By default one prompt at a time is cut, and it takes all that decoding rows leave of the step. With
---max-num-partial-prefills above 1 that is shared evenly between the prompts at hand; prompts longer than
---long-prefill-token-threshold take at most that many tokens a step, and at most --max-long-partial-prefills of them
-are under way at a time, so that shorter ones pass them (vLLM's flags and their meaning).
+By default one prompt at a time is cut, and its chunk takes all of the budget that decoding rows leave. With
+--max-num-partial-prefills above 1 prompts share that evenly; prompts longer than --long-prefill-token-threshold get
+at most that many tokens a step, and at most --max-long-partial-prefills of them are computed at a time, so that
+shorter ones overtake them (vLLM's flags with vLLM's meaning).
 
-With chunked prefill chunks are as small as --max-decode-pause-ms needs, by how long steps take. Without it whole
-prompts come before rows that decode, but not again and again: as long as prompts keep coming, rows decode in between.
+With chunked prefill chunks are made as small as --max-decode-pause-ms requires, given how long steps take. Without it
+whole prompts come before decoding rows, but if prompts keep coming rows decode in between.
 """
 
 from __future__ import annotations
 
 from ascend_vllm.config.scheduler import SchedulerConfig
 
-# weight of the newest step in the pace: a step that was held up once does not count for long
-_NEWEST = 0.5
-# rows that have waited so long for whole prompts decode before more of them are taken in
+# weight of the newest step in the moving average of seconds per token
+_NEW_WEIGHT = 0.5
+# after waiting so long for whole prompts, decoding rows come before further prompts
 _MOST_WAIT_S = 0.05
 
 
 class PromptLimits:
-    """Counts the prompts of one step; made anew for each step that has any.
+    """Counts the prompts of one step; each step with prompts has its own.
 
     Args:
         config: limits.
-        num_prompts: prompts that might take part in the step, running and waiting ones.
+        num_prompts: running and waiting prompts that may be in the step.
     """
 
     def __init__(self, config: SchedulerConfig, num_prompts: int) -> None:
@@ -43,25 +43,25 @@ class PromptLimits:
         self._num_long = 0
 
     def is_long(self, num_missing: int) -> bool:
-        """Whether a prompt of which so many tokens are missing counts as long."""
+        """Whether a prompt that misses `num_missing` tokens counts as long."""
         return 0 < self._threshold < num_missing
 
     def allows_another_long(self) -> bool:
-        """Whether one more long prompt may be under way."""
+        """Whether the step may compute another long prompt."""
         return self._num_long < self._max_long
 
     @property
     def allows_scored(self) -> bool:
-        """Whether one more prompt may be scored."""
+        """Whether the step may compute another scored prompt."""
         return self._num_scored_left > 0
 
     def take(self, num_missing: int, budget: int, *, is_scored: bool) -> int:
-        """Tokens a prompt gets of what the step has left; 0: it must wait.
+        """Tokens of a prompt that the step computes; 0: it must wait.
 
         Args:
-            num_missing: tokens that it misses.
-            budget: what the step has left.
-            is_scored: its log-probabilities are asked for.
+            num_missing: tokens that are not computed yet.
+            budget: tokens that the step may still compute.
+            is_scored: whether its log-probabilities are wanted.
         """
         if is_scored:
             num_missing = min(num_missing, self._num_scored_left)
@@ -84,17 +84,17 @@ class PromptLimits:
 
 
 class ChunkSizeController:
-    """How many prompt tokens a step may compute so that rows that decode pause no longer than they may.
+    """Limits the prompt tokens of a step so that decoding rows do not pause longer than allowed.
 
-    A step's whole duration is put down to its prompt tokens, though a part of it does not depend on them. Chunks
-    settle nevertheless where a step lasts as long as it may: a smaller chunk looks slower, and is no smaller then.
+    A step's whole duration is divided by its prompt tokens, though a part of it does not depend on them. Chunks still
+    converge to the size at which a step takes `max_pause_s`, because the seconds per token grow as chunks shrink.
 
     Args:
-        max_pause_s: seconds that a step may take in which rows decode; None: any.
-        multiple_of: chunks have a multiple of so many tokens, and so many at least.
+        max_pause_s: seconds that a step with decoding rows may take; None: no limit.
+        multiple_of: chunks are multiples of this many tokens, and not smaller.
 
     Attributes:
-        last_prompt_latency_s: from when the last step with prompts was handed out until it had been computed.
+        last_prompt_latency_s: from handing out the last step with prompts to its outputs.
 
     Example::
 
@@ -106,7 +106,7 @@ class ChunkSizeController:
     def __init__(self, max_pause_s: float | None, multiple_of: int) -> None:
         self._max_pause_s = max_pause_s
         self._multiple_of = multiple_of
-        # seconds; 0: unknown
+        # moving average, seconds per prompt token; 0: unknown
         self._token_s = 0.0
         self._last_end = 0.0
         self.last_prompt_latency_s = 0.0
@@ -125,21 +125,21 @@ class ChunkSizeController:
             self._waiting_since = now
 
     def note(self, made_at: float, end: float, num_prompt_tokens: int) -> None:
-        """Takes in a step.
+        """Records a step's duration.
 
         Args:
-            made_at: when it was handed out, in seconds of time.monotonic(); it may have waited for the one before.
-            end: when it had been computed.
-            num_prompt_tokens: tokens of the prompts, or chunks of prompts, in it.
+            made_at: when it was handed out, seconds of time.monotonic(); it may have waited for an earlier step.
+            end: when its outputs arrived.
+            num_prompt_tokens: tokens of its prompts or chunks.
         """
         begin, self._last_end = max(made_at, self._last_end), end
         if num_prompt_tokens:
             self.last_prompt_latency_s = end - made_at
             token_s = (end - begin) / num_prompt_tokens
-            self._token_s = token_s if self._token_s == 0 else self._token_s + _NEWEST * (token_s - self._token_s)
+            self._token_s = token_s if self._token_s == 0 else self._token_s + _NEW_WEIGHT * (token_s - self._token_s)
 
     def most_tokens(self, budget: int) -> int:
-        """Prompt tokens that a step with decoding rows may compute, of those that it has left."""
+        """Prompt tokens that a step with decoding rows may compute, at most `budget`."""
         if self._max_pause_s is None or self._token_s == 0:
             return budget
         chunks = int(self._max_pause_s / self._token_s) // self._multiple_of
