@@ -25,18 +25,18 @@ from ascend_vllm.types.step import StepOutput
 
 logger = init_logger(__name__)
 
-# how long a step that has nothing to compute waits for what requests wait for
+# how long `step` waits for connectors if there is nothing to compute
 _CONNECTOR_WAIT_S = 0.005
 
 
 class EngineCore:
-    """Requests in, tokens out; runs where it is called, on one thread.
+    """Scheduler and executor in the caller's thread: requests in, tokens out.
 
     Args:
         config: of the whole engine.
-        executor: not yet initialised; the core owns it from here on.
-        structured: gives constrained requests their grammars; None: with the vocabulary of the model's tokenizer.
-        connectors: what else requests wait for before they wait for their turn.
+        executor: not yet initialised; the core shuts it down.
+        structured: grammars of constrained requests; None: with the vocabulary of the model's tokenizer.
+        connectors: what else requests wait for before they are queued.
 
     Attributes:
         num_blocks: KV blocks of the cache.
@@ -81,15 +81,15 @@ class EngineCore:
             self._connectors,
             num_stages,
         )
-        # steps that the workers compute or will compute, oldest first
+        # outputs of the steps handed to the workers, oldest first
         self._in_flight: collections.deque[Future[StepOutput]] = collections.deque()
-        # with two, one is made, and the outputs of the one before are told, while one is computed; stages compute
-        # one each
+        # with two, the next step is scheduled and the last one's outputs are processed while one is computed; each
+        # pipeline stage computes one
         self._max_in_flight = num_stages if num_stages > 1 else 1 + config.scheduler.async_scheduling
-        # what steps gave that were waited for outside of `step`
-        self._untold: collections.deque[EngineCoreOutputs] = collections.deque()
+        # of steps that were awaited outside of `step`
+        self._unemitted: collections.deque[EngineCoreOutputs] = collections.deque()
         self._pausing = Pausing(self._scheduler, executor, enable_sleep_mode=config.model.enable_sleep_mode)
-        # each row has its method here or in what pauses
+        # the method of each row is here or in Pausing
         self._controls: dict[str, Callable[..., Any]] = {
             name: getattr(self if hasattr(self, name) else self._pausing, name) for name in CONTROLS
         }
@@ -102,10 +102,10 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Takes a request in; its outputs come from `step`, also if it can never be served.
+        """Adds a request; its outputs come from `step`, also if it can never be served.
 
         Raises:
-            RequestError: a request of that id lives.
+            RequestError: there is an unfinished request with this id.
         """
         if self._pausing.is_paused:
             self._pausing.hold(request)
@@ -115,45 +115,45 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output, before the next step; unknown ids are ignored."""
         request_ids = list(request_ids)
-        self._pausing.forget(request_ids)
+        self._pausing.drop(request_ids)
         self._scheduler.abort_requests(request_ids)
         self._check_if_idle()
 
     @property
     def death_descriptor(self) -> int | None:
-        """Readable when the workers are gone; None if they cannot go without this process."""
+        """Becomes readable when workers have died; None if they live in this process."""
         return self._executor.death_descriptor
 
     def check_health(self) -> None:
-        """Returns if the workers can take a step.
+        """Checks that the workers can compute steps.
 
         Raises:
-            EngineDeadError: one of them is gone.
+            EngineDeadError: one of them has died.
         """
         self._executor.check_health()
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
-        if self._in_flight or self._untold:
+        """Whether `step` has anything to compute or to emit."""
+        if self._in_flight or self._unemitted:
             return True
         scheduler = self._scheduler
         return scheduler.has_unfinished if self._pausing.makes_steps else scheduler.has_early_outputs
 
     def step(self) -> EngineCoreOutputs:
-        """Has steps made until the workers are busy, waits for the oldest and takes in what it gave.
+        """Schedules steps until the workers have enough, and returns the outputs of the oldest.
 
         Raises:
-            Exception: whatever the workers raised; no step can follow, only `fail_requests` and `shutdown`.
+            Exception: what the workers raised; afterwards only `fail_requests` and `shutdown` may be called.
         """
-        if self._untold:
-            return self._untold.popleft()
+        if self._unemitted:
+            return self._unemitted.popleft()
         while len(self._in_flight) < self._max_in_flight and self._pausing.makes_steps:
             scheduled = self._scheduler.schedule()
             if scheduled is None:
                 break
             self._in_flight.append(self._executor.execute_model(scheduled))
         if not self._in_flight and self._connectors.num_waiting:
-            # nothing to compute: let those who compile have the processor, but look after new requests soon
+            # nothing to compute: leave the processor to compilations, but return soon for new requests
             self._connectors.wait(_CONNECTOR_WAIT_S)
         outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)
         self._check_if_idle()
@@ -165,39 +165,39 @@ class EngineCore:
         outputs = self._scheduler.fail_requests(error)
         for output in outputs.outputs:
             if output.error == error:
-                # no fault of the request's
+                # not the request's fault
                 output.error_class = EngineDeadError.__name__
         return outputs
 
     def audit(self) -> dict[str, Any]:
-        """The accounts of blocks and slots (`Scheduler.audit`); "violations" is empty if they are consistent."""
+        """State of blocks and slots (`Scheduler.audit`); "violations" is empty if it is consistent."""
         return self._scheduler.audit()
 
     def stats(self) -> dict[str, Any]:
-        """The fields of SchedulerStats as they are now."""
+        """The current fields of SchedulerStats."""
         return msgspec.structs.asdict(self._scheduler.stats())
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; requests that run are not disturbed. Always True: nothing can prevent it."""
+        """Empties the prefix cache without affecting running requests. Returns True: it cannot fail."""
         self._scheduler.kv_cache.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Pauses and gives memory back, see `Pausing.sleep`; requests that run are computed again afterwards."""
+        """Pauses and frees memory, see `Pausing.sleep`; running requests are recomputed afterwards."""
         self._pausing.check_sleep(level)
         while self._in_flight:
-            # left where it is if it fails: then the next step does, too
+            # removed only afterwards: if it fails, the next call of `step` fails, too
             output = self._in_flight[0].result()
             self._in_flight.popleft()
-            self._untold.append(self._scheduler.update(output))
+            self._unemitted.append(self._scheduler.update(output))
         self._pausing.sleep(level)
 
     def state(self) -> dict[str, bool]:
-        """Whether it pauses, and whether it sleeps."""
+        """Whether the engine is paused, and whether it is asleep."""
         return {"is_paused": self._pausing.is_paused, "is_sleeping": self._pausing.is_sleeping}
 
     def profile(self, is_start: bool) -> None:
-        """Begins or ends traces of the workers.
+        """Starts or stops traces of the workers.
 
         Raises:
             RequestError: VLLM_TORCH_PROFILER_DIR is not set.
@@ -218,23 +218,23 @@ class EngineCore:
         """Calls one of `CONTROLS` by its name.
 
         Raises:
-            RequestError: there is none of that name.
+            RequestError: there is none with that name.
         """
         if method not in self._controls:
             raise RequestError(f"unknown utility {method!r}; there are {', '.join(self._controls)}", "method")
         return self._controls[method](*args)
 
     def note_failure(self, reason: str) -> None:
-        """Told before `shutdown` when the engine ends because something has failed."""
+        """Records why the engine ends, for the executor's `shutdown`, if something has failed."""
         self._executor.note_failure(reason)
 
     def shutdown(self) -> None:
-        """Ends the workers, and what compiles grammars; requests that live are dropped."""
+        """Ends the workers and the connectors; unfinished requests are dropped."""
         self._connectors.close()
         self._executor.shutdown()
 
     def _check_if_idle(self) -> None:
-        """With no request alive every block and slot must be free; the moment to notice if not."""
+        """Logs an error if blocks or slots are not free though there are no requests."""
         if not (self._scheduler.has_unfinished or self._in_flight) and not self._scheduler.is_clean():
             logger.error("Blocks or slots are lost: %s", self._scheduler.audit())
 

@@ -1,4 +1,4 @@
-"""An engine core that computes nothing for a while: it pauses, or sleeps and gives its memory back."""
+"""Pausing an engine core, and sleep mode, which also frees its memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from ascend_vllm.errors import RequestError
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.types.messages import EngineCoreRequest
 
-# what sleeps, as wake_up names it
+# tags of wake_up for memory that sleep frees
 SLEEPERS = ("weights", "kv_cache")
-# also a tag of vLLM's wake_up: let steps be made again
+# vLLM's other tag of wake_up: make steps again
 SCHEDULING = "scheduling"
 MAX_LEVEL = 2
 
 
 class Pausing:
-    """Which requests may run, and what of the engine's memory is there.
+    """Whether requests run, and which memory of the engine is allocated.
 
-    Requests that come while it pauses are held, unknown to the scheduler, until it goes on. Those that were there
-    before stay where they are; a core that sleeps takes their blocks, and computes them again afterwards.
+    Requests that arrive while the engine is paused are held back from the scheduler until `resume`. Earlier ones stay
+    in the scheduler; sleep preempts them, and they are recomputed afterwards.
 
     Args:
         scheduler: of the requests.
         executor: of the workers.
-        enable_sleep_mode: whether it may sleep.
+        enable_sleep_mode: whether `sleep` is allowed.
 
     Attributes:
         is_paused: new requests wait until `resume`.
-        makes_steps: requests that the scheduler knows are computed; also while those drain before a pause.
+        makes_steps: the requests in the scheduler are computed; also while they finish before a pause.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, enable_sleep_mode: bool) -> None:
@@ -44,24 +44,24 @@ class Pausing:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory that steps need is not there."""
+        """Whether memory that steps need is freed."""
         return bool(self._asleep)
 
     def hold(self, request: EngineCoreRequest) -> None:
-        """Takes a request that comes while it pauses."""
+        """Holds a request that arrives while the engine is paused."""
         self._held[request.request_id] = request
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Lets go of requests that are held; unknown ids are ignored."""
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Drops requests that are held; unknown ids are ignored."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        """Stops.
+        """Pauses the engine.
 
         Args:
-            mode: "wait": requests that are here run to their end; "keep": they stay as they are.
-            clear_cache: forget cached prefixes.
+            mode: "wait": requests in the scheduler run to their end; "keep": they stay as they are.
+            clear_cache: empty the prefix cache.
 
         Raises:
             RequestError: there is no such mode.
@@ -75,10 +75,10 @@ class Pausing:
             self._scheduler.kv_cache.reset_prefix_cache()
 
     def resume(self) -> None:
-        """Goes on, also with the requests that were held.
+        """Makes steps again, also of the requests that were held.
 
         Raises:
-            RequestError: it sleeps.
+            RequestError: the engine is asleep.
         """
         if self._asleep:
             raise RequestError("The engine sleeps: it goes on when it is woken up.")
@@ -86,19 +86,19 @@ class Pausing:
         self.release()
 
     def release(self) -> None:
-        """Gives the scheduler the requests that were held."""
+        """Adds the held requests to the scheduler."""
         held, self._held = self._held, {}
         for request in held.values():
             self._scheduler.add_request(request)
 
     def sleep(self, level: int) -> None:
-        """Gives memory back. No step may be under way.
+        """Pauses the engine and frees memory. No step may be under way.
 
         Args:
-            level: 0: none, only pauses; 1: that of the KV cache; 2: that of the weights, too.
+            level: 0: only pauses; 1: frees the KV cache; 2: frees the weights, too.
 
         Raises:
-            RequestError: there is no such level, or it may not sleep.
+            RequestError: there is no such level, or sleep mode is not enabled.
         """
         self.check_sleep(level)
         self.is_paused, self.makes_steps = True, False
@@ -108,20 +108,20 @@ class Pausing:
             self._asleep.update(SLEEPERS)
 
     def check_sleep(self, level: int) -> None:
-        """See `sleep`."""
+        """Raises what `sleep` raises."""
         if not self._enable_sleep_mode:
             raise RequestError("Sleep mode is not enabled. Please use --enable-sleep-mode to enable it.")
         if type(level) is not int or not 0 <= level <= MAX_LEVEL:
             raise RequestError(f"level must be 0, 1 or 2, got {level!r}", "level")
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Takes memory again, and goes on once all of it is there.
+        """Allocates memory again, and resumes once there is all of it.
 
         Args:
-            tags: which: "weights", "kv_cache"; "scheduling" is what happens at the end anyway. None: all.
+            tags: of "weights" and "kv_cache"; "scheduling" changes nothing, since it follows anyway. None: all.
 
         Raises:
-            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
+            RequestError: a tag is unknown, or the KV cache would wake up before the weights.
         """
         wanted = [*SLEEPERS, SCHEDULING] if tags is None else list(tags)
         unknown = [tag for tag in wanted if tag not in (*SLEEPERS, SCHEDULING)]
