@@ -1,7 +1,7 @@
-"""What requests wait for outside of the steps: a grammar that is compiled, KV that comes from elsewhere.
+"""What requests wait for outside of the steps, such as a grammar that is compiled, or KV from another machine.
 
-Each connector in turn is given a new request by `begin`. One that is not ready stays there, without slot and blocks,
-until `take_ready` gives it back; then it waits for its turn as any other.
+A new request goes through the connectors in order. One that is not ready waits in a connector, without slot and
+blocks, until `take_ready` returns it; after the last connector it is queued as any other.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from ascend_vllm.errors import RequestError
 
 
 class Connector(abc.ABC):
-    """One thing that requests may wait for. All is called by the engine core's thread, between the steps."""
+    """Something that requests may wait for. The engine core's thread calls all methods, between steps."""
 
     @abc.abstractmethod
     def attach(self, wake: threading.Event) -> None:
-        """Gives the event that it sets, from any thread, when a request may be ready."""
+        """Passes an event for the connector to set, from any thread, when a request may be ready."""
 
     @abc.abstractmethod
     def begin(self, request: Request) -> bool:
-        """Takes a new request in.
+        """Adds a new request.
 
         Returns:
-            Whether it has all that it needs from here; else it waits here, and `take_ready` gives it in the end.
+            Whether it is ready; if not, it waits here, and a later `take_ready` returns it.
 
         Raises:
-            RequestError: it can never have that.
+            RequestError: it can never be ready.
         """
 
     @abc.abstractmethod
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
-        """Requests that wait here no longer, in the order of their coming, or with why they cannot be served."""
+        """Requests that no longer wait, in order of arrival, each with the error that ends it, or None."""
 
     @abc.abstractmethod
-    def forget(self, request: Request) -> bool:
-        """Drops a request that waits here; False: it does not."""
+    def remove(self, request: Request) -> bool:
+        """Removes a request; returns whether it was waiting here."""
 
     @property
     @abc.abstractmethod
     def waiting(self) -> list[Request]:
-        """Requests that wait here."""
+        """Requests that wait here, in order of arrival."""
 
     @property
     @abc.abstractmethod
     def num_waiting(self) -> int:
-        """Their number; asked in every step."""
+        """Their number; read in every step."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends all that goes on; requests that wait are dropped."""
+        """Stops all work; waiting requests are dropped."""
 
 
 class Connectors:
@@ -70,7 +70,7 @@ class Connectors:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that wait for something."""
+        """Requests that wait in any connector."""
         return [request for connector in self._connectors for request in connector.waiting]
 
     @property
@@ -79,11 +79,11 @@ class Connectors:
         return sum(connector.num_waiting for connector in self._connectors)
 
     def begin(self, request: Request) -> bool:
-        """Takes a new request in: see `Connector.begin`."""
+        """See `Connector.begin`."""
         return self._begin(request, 0)
 
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
-        """Requests that wait for nothing more, or for whom waiting was in vain: see `Connector.take_ready`."""
+        """Requests that have passed all connectors, or failed in one: see `Connector.take_ready`."""
         self._wake.clear()
         ready: list[tuple[Request, RequestError | None]] = []
         for index, connector in enumerate(self._connectors):
@@ -98,16 +98,16 @@ class Connectors:
                     ready.append((request, reason))
         return ready
 
-    def forget(self, request: Request) -> bool:
-        """Drops a request that waits for something; False: it does not."""
-        return any(connector.forget(request) for connector in self._connectors)
+    def remove(self, request: Request) -> bool:
+        """Removes a request; returns whether it was waiting."""
+        return any(connector.remove(request) for connector in self._connectors)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until a request may be ready, but not for longer than this."""
+        """Waits until a request may be ready, but at most `timeout_s`."""
         self._wake.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends all connectors."""
+        """Closes all connectors."""
         for connector in self._connectors:
             connector.close()
 

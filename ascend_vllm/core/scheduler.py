@@ -205,7 +205,7 @@ class Scheduler:
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.WAITING_FOR_CONNECTOR:
-            self.connectors.forget(request)
+            self.connectors.remove(request)
         elif request.status is not RequestStatus.RUNNING:
             self.waiting.remove(request)
         elif request.slot != NO_SLOT:

@@ -170,7 +170,7 @@ class Gate(Connector):
         held, self._held = self._held, {}
         return [(request, RequestError("late") if name == "g-late" else None) for name, request in held.items()]
 
-    def forget(self, request: Request) -> bool:
+    def remove(self, request: Request) -> bool:
         return self._held.pop(request.request_id, None) is not None
 
     @property

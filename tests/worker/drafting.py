@@ -71,7 +71,7 @@ class Drafts(Connector):
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
         return []
 
-    def forget(self, request: Request) -> bool:  # noqa: ARG002 - nobody waits
+    def remove(self, request: Request) -> bool:  # noqa: ARG002 - nobody waits
         return False
 
     @property

@@ -132,12 +132,12 @@ class StructuredOutputManager(Connector):
             except RequestError as error:
                 ready.append((request, error))
         for request, _ in ready:
-            self.forget(request)
+            self.remove(request)
         if ready:
             self._evict()
         return ready
 
-    def forget(self, request: Request) -> bool:
+    def remove(self, request: Request) -> bool:
         """Drops a waiting request; False if it is not waiting. A compilation that no request needs is cancelled."""
         waiting = self._waiting.pop(request.request_id, None)
         if waiting is None:
