@@ -1,14 +1,14 @@
 """The engine-core process: ``python -m ascend_vllm.core.proc --input ipc://… --output ipc://…``.
 
-Started by the API-server process, which binds both sockets. The wire:
+Started by the API-server process, which binds both sockets. The protocol:
 
-- stdin: four bytes, big-endian, the length; then so many bytes, the EngineConfig in msgpack. It stays open;
-  its end means that the parent is gone, and ends this process.
-- --input: PULL, one CoreInbound message a frame.
-- --output: PUSH, one CoreOutbound message a frame; the first is EngineReady or EngineFailed.
+- stdin: a length (4 bytes, big-endian), then the EngineConfig in that many bytes of msgpack. stdin stays open; when
+  it is closed, the parent has died, and this process ends.
+- --input: PULL, one CoreInbound message per frame.
+- --output: PUSH, one CoreOutbound message per frame; the first is EngineReady or EngineFailed.
 
-One thread does everything; the others sleep: zmq's own, and one that waits for the end of stdin. SIGINT is
-ignored, since a terminal sends it to the parent too, which then sends Shutdown or SIGTERM.
+One thread does all the work; besides there are zmq's threads and one that waits for the end of stdin. SIGINT is
+ignored: a terminal sends it to the parent, too, which then sends Shutdown or SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ from ascend_vllm.types.messages import (
 
 logger = init_logger("ascend_vllm.core.proc")
 
-# how long the last messages may take to be fetched, and a step to end when the parent is gone
+# how long to wait at the end until the last messages have been received
 _LINGER_MS = 2000
-# how long messages may be handled between two steps, but for the last of them
+# after this time between two steps no further message is handled
 _RECEIVE_S = 0.02
+# how long a step may last after the parent has died
 _GRACE_S = 5.0
 
 
 class CoreLoop:
-    """Feeds an engine core from one socket and sends what it says to another.
+    """Passes messages of one socket to an engine core, and its outputs to another.
 
     Args:
-        core: ready for requests; stays the caller's to shut down.
+        core: ready for requests; the caller shuts it down.
         inbound: PULL.
         outbound: PUSH.
     """
@@ -70,17 +71,17 @@ class CoreLoop:
         self._outbound = outbound
         self._decoder = msgspec.msgpack.Decoder(CoreInbound)
         self._encoder = msgspec.msgpack.Encoder()
-        # results of workers' methods may be anything
+        # workers' methods may return any type
         self._result_encoder = msgspec.msgpack.Encoder(enc_hook=str)
         self._stopping = False
-        # what there is to wait for when there is nothing to do
+        # waited for when there is nothing to do
         self._poller = zmq.Poller()
         self._poller.register(inbound, zmq.POLLIN)
         if core.death_descriptor is not None:
             self._poller.register(core.death_descriptor, zmq.POLLIN)
 
     def run(self) -> int:
-        """Works until Shutdown comes, a step fails or the workers are gone. Returns the exit code."""
+        """Runs until Shutdown arrives, a step fails or workers have died. Returns the exit code."""
         while True:
             try:
                 self._receive()
@@ -88,18 +89,18 @@ class CoreLoop:
                     return 0
                 outputs = self._core.step() if self._core.has_unfinished() else None
             except Exception as error:
-                self._die(error)
+                self._fail(error)
                 return 1
             if outputs is not None:
                 self._send(outputs)
 
     def _receive(self) -> None:
-        """Handles the messages that are there; waits for one if there is nothing else to do.
+        """Handles messages that have arrived; waits for one if there is nothing else to do.
 
-        Many or large ones are handled a part at a time: requests that run take their steps in between.
+        After _RECEIVE_S the rest is left for the next call, so that running requests do not wait.
 
         Raises:
-            EngineDeadError: the workers are gone.
+            EngineDeadError: workers have died.
         """
         if not self._core.has_unfinished():
             self._poller.poll()
@@ -113,11 +114,11 @@ class CoreLoop:
             self._handle(frame)
 
     def _handle(self, frame: bytes) -> None:
-        """Handles one message; nothing that it holds can end the loop."""
+        """Handles one message; invalid ones do not raise."""
         try:
             message = self._decoder.decode(frame)
         except msgspec.MsgspecError as error:
-            self._refuse(frame, error)
+            self._reject(frame, error)
             return
         if isinstance(message, EngineCoreRequest):
             self._add_request(message)
@@ -135,11 +136,11 @@ class CoreLoop:
         try:
             self._core.add_request(message)
         except RequestError as error:
-            # no answer: it would reach the request of the same id that lives
+            # not answered: that would reach the unfinished request with the same id
             logger.error("Request ignored: %s", error)
 
-    def _refuse(self, frame: bytes, error: Exception) -> None:
-        """Logs a message that cannot be read, and answers it if it was a request."""
+    def _reject(self, frame: bytes, error: Exception) -> None:
+        """Logs a message that cannot be decoded, and answers it if it was a request or a call."""
         logger.error("Message of %d bytes ignored: %s", len(frame), error)
         try:
             fields = msgspec.msgpack.decode(frame)
@@ -151,7 +152,7 @@ class CoreLoop:
                 [EngineCoreRequest.__name__, str(request_id), *_],
                 *_,
             ]:
-                # with the first of several sequences all end
+                # an error of the first sequence ends all of them
                 output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
                 self._send(EngineCoreOutputs([output]))
             case [UtilityCall.__name__, int(call_id), *_]:
@@ -169,8 +170,8 @@ class CoreLoop:
             frame = self._encoder.encode(UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}"))
         self._outbound.send(frame)
 
-    def _die(self, error: Exception) -> None:
-        """Tells every request and then the parent that the engine is dead."""
+    def _fail(self, error: Exception) -> None:
+        """Sends an error for each request, then EngineFailed."""
         logger.exception("A step failed; the engine core ends")
         text = f"The engine core failed: {type(error).__name__}: {error}"
         self._send(self._core.fail_requests(text))
@@ -184,10 +185,10 @@ def read_config(fd: int) -> EngineConfig:
     """Reads the length-prefixed configuration.
 
     Raises:
-        EOFError: the stream ends before.
-        msgspec.MsgspecError: it is no EngineConfig.
+        EOFError: the stream ends too early.
+        msgspec.MsgspecError: it is not an EngineConfig.
     """
-    # os.read and not sys.stdin: a buffered reader in use by a thread blocks the interpreter's end
+    # not sys.stdin: the interpreter cannot exit while a thread reads from a buffered reader
     length = int.from_bytes(_read_exactly(fd, 4), "big")
     return msgspec.msgpack.decode(_read_exactly(fd, length), type=EngineConfig)
 
@@ -203,7 +204,7 @@ def _read_exactly(fd: int, count: int) -> bytes:
 
 
 def _watch_parent(fd: int) -> None:
-    """Ends the process when a stream ends: as SIGTERM would, and by force if a step does not come back."""
+    """Ends the process when a stream ends: by SIGTERM, and after _GRACE_S by force."""
     while os.read(fd, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -212,7 +213,7 @@ def _watch_parent(fd: int) -> None:
 
 
 def _is_at_end(fd: int) -> bool:
-    """Whether a stream that nothing more is written to has ended: the parent is gone."""
+    """Whether a stream has ended, that is, the parent has died; nothing more is written to it."""
     return bool(select.select([fd], [], [], 0)[0])
 
 
@@ -223,7 +224,7 @@ def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    # no limit: dropping a message is never right, and waiting for a slow reader would stall all requests
+    # no limit: messages must not be dropped, and waiting for a slow reader would stall all requests
     socket.set_hwm(0)
     socket.linger = _LINGER_MS
     socket.connect(address)
@@ -231,10 +232,7 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
 
 
 def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed | None]:
-    """Builds the engine core from the configuration on a stream; None with the reason if that fails.
-
-    No reason if the parent is gone: nobody is there to be told, and nothing is wrong here.
-    """
+    """Returns the engine core, None if it cannot start, and the first message, None if the parent has died."""
     try:
         config = read_config(fd)
     except EOFError as error:
@@ -250,7 +248,7 @@ def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed | Non
     except Exception as error:
         logger.exception("The engine core cannot start")
         return None, EngineFailed(EngineDeadError.__name__, f"{type(error).__name__}: {error}")
-    # what is there now stays: no collection need look at it again
+    # objects that exist now live until the end: the garbage collector need not visit them again
     gc.collect()
     gc.freeze()
     return core, EngineReady(
@@ -283,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
                 core.note_failure("the engine core has failed")
             return code
         finally:
-            # a second reason to end must not cut the ending short
+            # a second signal must not interrupt the shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if core is not None:
                 if _is_at_end(sys.stdin.fileno()):

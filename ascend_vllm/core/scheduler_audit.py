@@ -1,4 +1,4 @@
-"""The scheduler's accounts, written out and checked: for tests, for the audit utility, and for when it goes idle."""
+"""Consistency checks of blocks and slots: for tests, the audit utility, and an engine that becomes idle."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _WAITING = (
 def audit(
     kv_cache: KVCacheManager, rows: Rows, waiting: Collection[Request], requests: Collection[Request]
 ) -> dict[str, Any]:
-    """The accounts of blocks and slots.
+    """The state of blocks and slots, and its inconsistencies.
 
     Args:
         kv_cache: of the blocks.
         rows: of the slots.
-        waiting: those that wait for their turn or for a grammar.
-        requests: all that live.
+        waiting: queued requests and those that wait for connectors.
+        requests: all unfinished ones.
 
     Returns:
         num_blocks, num_free_blocks, num_slots, num_free_slots, num_running, num_waiting: counts (running ones are
         rows, of which a request may have several);
-        blocks_by_request: number of device blocks of each request that has some, those of its rows added up;
-        violations: sentences, none if all is consistent.
+        blocks_by_request: number of device blocks of each request that has some, in all of its rows;
+        violations: inconsistencies, a sentence each.
     """
     owners = [row for request in requests for row in rows_of(request)]
     num_blocks = {request.request_id: sum(len(row.block_ids) for row in rows_of(request)) for request in requests}
@@ -63,7 +63,7 @@ def _slot_violations(rows: Rows) -> list[str]:
 
 
 def _reservation_violations(rows: Rows, requests: Iterable[Request]) -> list[str]:
-    """A running request has, or can have, as many slots as it is wide."""
+    """A running request's rows and reserved slots add up to its width."""
     reserved = sum(request.kind.num_reserved_slots for request in requests)
     wrong = [
         f"{request} has {len(rows_of(request))} rows and {request.kind.num_reserved_slots} reserved slots"
