@@ -1,6 +1,6 @@
-"""The processes that compile grammars first, as the engine core sees them: a quick lane, and one for what takes long.
+"""Pools of limited processes that compile grammars: a quick lane, and a slow one for those that take long.
 
-`compile_process` runs in them, `sandbox` limits them.
+`compile_process` runs in the processes, `sandbox` limits them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ascend_vllm.sandbox.child import Limits
 from ascend_vllm.sandbox.pool import Job, Pool
 
 _MEMORY_BYTES = 1 << 30
-# CPU time is what limits a compilation; on a machine that is busy with other things it may last longer.
-# The first attempt: nearly all come to an end within a tenth of it.
+# Compilations are limited by CPU time; the limits of wall time are longer, for busy machines.
+# First attempt: nearly all grammars take less than a tenth of it.
 QUICK = Limits(wall_s=4.0, cpu_s=1, memory_bytes=_MEMORY_BYTES)
-# for those that did not, behind the other processes of the machine
+# second attempt, with lower priority than the machine's other processes
 SLOW = Limits(wall_s=30.0, cpu_s=10, memory_bytes=_MEMORY_BYTES, niceness=10)
 # processes of each lane
 NUM_QUICK = 2
@@ -28,7 +28,7 @@ NUM_SLOW = 1
 
 
 class GrammarProcesses:
-    """Compiles constraints in limited processes, which the first one starts.
+    """Compiles constraints in limited processes, which are started for the first constraint.
 
     Args:
         vocabulary: of the model.
@@ -43,22 +43,22 @@ class GrammarProcesses:
             Pool("grammars", prepare, limits, size, max_answer_bytes=2 * MAX_PACKED_BYTES, setup=tokens)
             for limits, size in ((quick, NUM_QUICK), (slow, NUM_SLOW))
         )
-        # also at the interpreter's end, if nobody called close()
+        # also at the interpreter's exit, if close() was not called
         self._finalizers = [weakref.finalize(self, pool.close) for pool in (self._quick, self._slow)]
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes that there are."""
+        """Ids of the running processes."""
         return [*self._quick.pids, *self._slow.pids]
 
     def try_out(self, job: Job, backend: str, constraint: Constraint, *, slow: bool) -> Trial:
-        """Has a constraint compiled by a library; waits for it.
+        """Compiles a constraint with a library, and waits for the result.
 
         Args:
-            job: by which another thread may give it up.
+            job: lets another thread cancel the compilation.
             backend: name of the library.
-            constraint: what is compiled.
-            slow: in the lane that gives it more time.
+            constraint: to compile.
+            slow: use the lane with the higher limits.
 
         Raises:
             TooSlowError, LimitExceededError, ProcessBrokenError, CancelledError, RuntimeError, OSError: see
@@ -68,6 +68,6 @@ class GrammarProcesses:
         return msgspec.msgpack.decode((self._slow if slow else self._quick).run(job, data), type=Trial)
 
     def close(self) -> None:
-        """Ends the processes, and with them what they compile."""
+        """Ends the processes, also those that compile."""
         for finalizer in self._finalizers:
             finalizer()

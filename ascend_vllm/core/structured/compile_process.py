@@ -1,10 +1,10 @@
-"""What compiles grammars first, in limited processes (`prepare` there, see `sandbox.child`).
+"""Compilation of grammars in limited processes (`prepare` runs there, see `sandbox.child`).
 
-A grammar is a program of a client: a few bytes can ask a library for any amount of work. So it is compiled and tried
-out where the system limits memory and CPU time, and where it can be killed at any moment. A result that took long
-goes to the engine core as the library serialises it; what took little is compiled there once more, in the same time.
+A grammar is a client's program: a few bytes can cause any amount of work in a library. So it is first compiled and
+tried out in a process with limits of memory and CPU time, which can be killed. If that took long, the engine core
+gets the grammar as the library serialises it; if not, it compiles the grammar again itself.
 
-The process is given the vocabulary, and imports neither torch nor transformers.
+The process gets the vocabulary, and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from ascend_vllm.core.structured.grammar import CompiledGrammar, GrammarBackend,
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.errors import RequestError
 
-# of a serialised grammar
+# largest serialised grammar
 MAX_PACKED_BYTES = 48 << 20
-# CPU seconds that serialising and reading a grammar takes for each byte, about; where compiling it a second time
-# takes less, the engine core does that, up to so many seconds
+# approximate CPU seconds to serialise and load a byte of a grammar; if compiling takes less, and at most
+# _AFFORDABLE_S, the engine core compiles the grammar again
 _PACKING_S = 50e-9
 _AFFORDABLE_S = 2.0
-# a grammar is tried out with so many tokens, whose masks together may take so long, and the first one so long
+# a grammar is tried out with this many tokens; limits for all of their masks, and for the first one
 _NUM_TRIED_TOKENS = 16
 _MAX_TRIAL_S = 0.25
 _MAX_MASK_S = 0.05
-# libraries that xgrammar imports for what is not done here; they take seconds, and hundreds of MiB
+# xgrammar imports them, but not for compiling; they would take seconds and hundreds of MiB
 _NOT_NEEDED = ("torch", "transformers")
 
 
 class Trial(msgspec.Struct):
-    """What became of a constraint.
+    """The result of compiling a constraint.
 
     Attributes:
         error: why there is no grammar; None: there is one.
-        is_refused: no library may have the constraint, because of `error`.
-        num_bytes: memory that the grammar takes, about.
-        packed: the grammar as the library serialises it; None: the engine core can afford to compile it.
+        is_refused: the constraint must not be compiled by any library, because of `error`.
+        num_bytes: approximate memory of the grammar.
+        packed: the serialised grammar; None: the engine core should compile it again.
     """
 
     error: str | None = None
@@ -60,10 +60,10 @@ class Trial(msgspec.Struct):
 
 
 def try_out(constraint: Constraint, backend: GrammarBackend, vocabulary: Vocabulary) -> Trial:
-    """Compiles a constraint, and computes some masks with it.
+    """Compiles a constraint, and tries out some masks.
 
     Raises:
-        MemoryError: there is not enough.
+        MemoryError: the process reached its limit of memory.
     """
     try:
         check_constraint(constraint)
@@ -89,14 +89,14 @@ def _pack(backend: GrammarBackend, compiled: CompiledGrammar, cpu_s: float) -> b
 
 
 def _try_masks(compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
-    """Refuses grammars whose masks take so long that steps would have to wait for them.
+    """Rejects grammars whose masks take so long that they would delay steps.
 
     Raises:
-        GrammarError: with what was measured, and the limit.
+        GrammarError: with the measured time and the limit.
     """
     grammar, rng = compiled.start(), random.Random(0)
     row = np.zeros(vocabulary.num_words, np.int32)
-    # what a library does once for all masks
+    # one-time work of a library, which is not measured
     compiled.start().fill_bitmask(row)
     total_s = 0.0
     for index in range(_NUM_TRIED_TOKENS):
@@ -129,7 +129,7 @@ def _resident_bytes() -> int:
 
 
 class _Placeholder(types.ModuleType):
-    """A module whose names are all there, and mean nothing."""
+    """A module that has every name, each an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -138,8 +138,8 @@ class _Placeholder(types.ModuleType):
 
 
 def _import_xgrammar() -> None:
-    """Imports the library without what it needs for other things than compiling."""
-    # its base checks by itself whether they are there, and needs them not
+    """Imports xgrammar without the modules that compiling does not need."""
+    # tvm_ffi does without them if they cannot be imported; xgrammar needs to find names in them
     for module, stand_in in (("tvm_ffi", None), ("xgrammar", _Placeholder)):
         for name in _NOT_NEEDED:
             sys.modules[name] = stand_in(name) if stand_in else None  # type: ignore[assignment]
@@ -155,7 +155,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
         setup: the vocabulary's tokens in msgpack.
 
     Returns:
-        Makes a `Trial` of the name of a library and a `Constraint`, all in msgpack.
+        A function from (name of a library, `Constraint`) to `Trial`, both in msgpack.
     """
     vocabulary = Vocabulary(msgspec.msgpack.decode(setup, type=list[bytes]), {}, [])
     _import_xgrammar()
