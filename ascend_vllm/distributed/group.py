@@ -66,7 +66,7 @@ def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rende
     groups = iter(platform.process_groups(store, parallel.rank, partitions, _COLLECTIVE_TIMEOUT))
     if not platform.needs_store_later:
         _stop_listening(store, parallel, rendezvous)
-    kind = OrderedCollectives if platform.device_type == "cpu" else GroupCollectives
+    kind = OrderedCollectives if platform.sums_in_rank_order else GroupCollectives
     return Groups(
         kind(next(groups), tp_size) if tp_size > 1 else SingleRank(), next(groups) if parallel.pp_size > 1 else None
     )

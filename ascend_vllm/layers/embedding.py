@@ -12,7 +12,7 @@ from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear
 from ascend_vllm.layers.quantization.base import LayerKind, LinearOutput
-from ascend_vllm.layers.quantization.unquantized import empty_table
+from ascend_vllm.platforms.host_memory import weight_memory
 
 
 class Embedding(Layer):
@@ -32,7 +32,7 @@ class Embedding(Layer):
         self.prefix = prefix
         self._offset = offset
         # [V, H] in the model's dtype
-        self.weight = empty_table(num_embeddings, width, context.dtype, context.device)
+        self.weight = weight_memory((num_embeddings, width), context.dtype, context.device)
 
     def slots(self) -> list[WeightSlot]:
         """The table."""

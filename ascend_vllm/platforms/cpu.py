@@ -42,6 +42,8 @@ class CpuPlatform(Platform):
     default_block_size = CPU.default_block_size
     distributed_backend = "gloo"
     needs_store_later = False
+    shares_host_memory = True
+    sums_in_rank_order = True
     cache_size_flags = "--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE"
 
     # workers that share the machine's memory, those of all engines

@@ -1,4 +1,4 @@
-"""Big buffers in CPU memory that cost nothing until they are used."""
+"""Large buffers in CPU memory whose pages are allocated when they are first written."""
 
 from __future__ import annotations
 
@@ -10,31 +10,42 @@ from collections.abc import Sequence
 import torch
 
 _HUGE_PAGE_BYTES = 2 << 20
+_CPU = torch.device("cpu")
 
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # kernels without huge pages answer EINVAL; the memory is as good, only slower to walk
+        # EINVAL: the kernel has no huge pages
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def allocate_on_first_use(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 of zeros straight from the kernel: pages are taken when first written, huge ones if it can.
+    """[num_bytes] uint8 of zeros, in pages that are allocated when first written, huge ones if possible.
 
     Raises:
-        OSError: the kernel promises no such amount.
+        OSError: there is not so much memory.
     """
     memory = mmap.mmap(-1, max(1, num_bytes))
     _ask_for_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
-def weight_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros for a weight: in huge pages where the system has them, since decoding reads all of it every step.
+def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    """Memory for a weight. On CPU it is in huge pages if possible, since decoding reads all of it in every step.
 
-    The system has the memory of a large one back as soon as the tensor is gone; malloc may keep what it gave.
+    CPU memory of a large weight is returned to the system as soon as the tensor is freed, which malloc may not do.
+
+    Args:
+        shape: of the weight.
+        dtype: of the weight.
+        device: of the weight.
+
+    Returns:
+        Zeros on CPU; uninitialised on other devices.
     """
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE_BYTES:
         return torch.zeros(*shape, dtype=dtype)

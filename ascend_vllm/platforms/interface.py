@@ -69,7 +69,11 @@ class Platform(abc.ABC):
         block_sizes: allowed --block-size values.
         default_block_size: the fastest of them.
         distributed_backend: torch.distributed's name of what connects several of these devices.
-        needs_store_later: workers may connect with the store again when they have found each other.
+        needs_store_later: workers may connect with the store again after they are connected with each other.
+        shares_host_memory: tensors on the device are in host memory, so that reading them needs no copy and no
+            waiting.
+        sums_in_rank_order: collectives add the ranks' tensors in rank order, so that a row's sum does not depend on
+            the other rows of the batch. Otherwise the order is that of the device's library.
         cache_size_flags: what sets the size of the KV cache, for the text of an error.
         op_modules: prefix of the op modules that hold kernels for this device alone; None: there are none.
     """
@@ -82,6 +86,8 @@ class Platform(abc.ABC):
     distributed_backend: str
     cache_size_flags: str
     needs_store_later: bool = True
+    shares_host_memory: bool = False
+    sums_in_rank_order: bool = False
     op_modules: str | None = None
 
     @abc.abstractmethod

@@ -43,7 +43,7 @@ class ModelRunner:
         batch: empty slots.
         logprobs_mode: see `Sampler`.
         device: where everything computes.
-        host_memory: whether tensors on the device are the host's memory; None: on CPU they are.
+        host_memory: tensors on the device are in host memory, see `Platform.shares_host_memory`.
         link: to the other stages, of which this is the last; None: there are none.
     """
 
@@ -57,15 +57,13 @@ class ModelRunner:
         logprobs_mode: str,
         device: torch.device,
         *,
-        host_memory: bool | None = None,
+        host_memory: bool,
         link: StageLink | None = None,
     ) -> None:
         self._model = model
         self._forward = StageForward(model, backend, kv_caches, link or NoOtherStages())
         self._mover = mover
         self._batch = batch
-        # on CPU the device's memory is the host's: nobody waits for ids there, nor copies tokens
-        host_memory = device.type == "cpu" if host_memory is None else host_memory
         self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
         self._scorer = PromptScorer(
             batch,

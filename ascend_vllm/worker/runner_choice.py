@@ -103,7 +103,17 @@ class RunnerFactory:
             return StageRunner(forward, self._link, mover, batch, self._device)
         if config.model.pooler is None:
             mode = config.model.logprobs_mode
-            return ModelRunner(model, backend, kv_caches, mover, batch, mode, self._device, link=self._link)
+            return ModelRunner(
+                model,
+                backend,
+                kv_caches,
+                mover,
+                batch,
+                mode,
+                self._device,
+                host_memory=self._platform.shares_host_memory,
+                link=self._link,
+            )
         gatherer = make_gatherer(
             config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
         )

@@ -11,13 +11,6 @@ from ascend_vllm.ops.gemm import PackedLinear, PackedRows, has_kernel
 from ascend_vllm.platforms.host_memory import weight_memory
 
 
-def empty_table(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Room for vectors [num_rows, width] to look up."""
-    if device.type == "cpu":
-        return weight_memory((num_rows, width), dtype)
-    return torch.empty(num_rows, width, dtype=dtype, device=device)
-
-
 def _slot(layer: LinearLayer, index: int, target: torch.Tensor | PackedRows) -> WeightSlot:
     """Of one of the layer's matrices."""
     output = layer.outputs[index]
@@ -72,7 +65,7 @@ class UnquantizedTable(QuantMethod):
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """The table."""
         # [out, in] in the model's dtype
-        self._table = empty_table(layer.out_features, layer.in_features, layer.dtype, layer.device)
+        self._table = weight_memory((layer.out_features, layer.in_features), layer.dtype, layer.device)
         self._look_up = gather_rows if has_kernel(layer.dtype, layer.device) else torch.embedding
         self._packed: PackedLinear | None = None
         return [_slot(layer, 0, self._table)]
