@@ -1,4 +1,4 @@
-"""What an asynchronous engine can be told beside requests: pausing, sleeping, caches, traces, workers."""
+"""The asynchronous engine's controls: pausing, sleeping, caches, traces and calls of workers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class AsyncControls(abc.ABC):
-    """The part of `AsyncLLM` that is not about requests, made of the engine cores' `CONTROLS`.
-
-    `EngineDeadError` is raised by all of these methods if the engine is gone.
-    """
+    """The methods of `AsyncLLM` that wrap the engine cores' `CONTROLS`; all raise `EngineDeadError` once it died."""
 
     _client: CoreClient
     _output: OutputProcessor
     _metrics: EngineMetrics
 
     def __init__(self) -> None:
-        # set when requests have ended, for those that wait for it
+        # set whenever requests have ended
         self._end_waiters: list[asyncio.Event] = []
 
     @abc.abstractmethod
@@ -56,11 +53,11 @@ class AsyncControls(abc.ABC):
         return bool(await self._client.call_utility("reset_prefix_cache"))
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Lets nothing be generated until `resume_generation`; requests that come now wait until then.
+        """Pauses generation until `resume_generation`; requests that come meanwhile wait.
 
         Args:
-            mode: what becomes of the requests that are there: "abort" ends them, "wait" lets them run to their ends
-                and returns then, "keep" lets them stay as they are and go on later.
+            mode: what to do with unfinished requests: "abort" ends them, "wait" returns when they have finished,
+                "keep" freezes them until generation resumes.
             clear_cache: forget cached prefixes.
 
         Raises:
@@ -69,10 +66,10 @@ class AsyncControls(abc.ABC):
         if mode not in PAUSE_MODES:
             raise RequestError(f"mode must be one of {PAUSE_MODES}, got {mode!r}", "mode")
         await self.ready()
-        # the queue, too: another request may come to have the id
+        # with their queues: the ids may be reused for new requests meanwhile
         present = {id_: self._output.queue_of(id_) for id_ in self._output.request_ids()}
         if mode == "wait":
-            # the core holds back what comes from now on
+            # the core holds requests that come from now on
             await self._client.call_utility("pause", "wait", False)
             await self._wait_for_ends(present)
         await self._client.call_utility("pause", "keep", clear_cache)
@@ -95,11 +92,11 @@ class AsyncControls(abc.ABC):
         return bool((await self._client.call_utility("state"))["is_paused"])
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pauses and gives memory back until `wake_up`; needs --enable-sleep-mode.
+        """Pauses and releases memory until `wake_up`; needs --enable-sleep-mode.
 
         Args:
-            level: 0: none; 1: that of the KV cache; 2: that of the weights, too, which are read again later.
-            mode: as of `pause_generation`; requests that are kept are computed again afterwards.
+            level: what to release: 0: nothing; 1: the KV cache; 2: also the weights, which are reloaded later.
+            mode: as in `pause_generation`; kept requests are recomputed afterwards.
 
         Raises:
             RequestError: there is no such level or mode, or the engine may not sleep.
@@ -111,14 +108,14 @@ class AsyncControls(abc.ABC):
         self._metrics.set_sleep_level(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes memory again; once all of it is there, requests go on.
+        """Allocates released memory again; requests go on once all of it is back.
 
         Args:
             tags: "weights", "kv_cache"; None: both.
 
         Raises:
-            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
-            AscendVllmError: the memory or the weights are not there.
+            RequestError: a tag is unknown, or the KV cache would wake up before the weights.
+            AscendVllmError: the memory or the weights are not available any more.
         """
         await self._client.call_utility("wake_up", tags)
         if not await self.is_sleeping():
@@ -126,7 +123,7 @@ class AsyncControls(abc.ABC):
             self._client.expect_steps(True)
 
     async def is_sleeping(self) -> bool:
-        """Whether memory of the engine is given back."""
+        """Whether memory of the engine is released."""
         return bool((await self._client.call_utility("state"))["is_sleeping"])
 
     async def start_profile(self) -> None:
@@ -152,9 +149,9 @@ class AsyncControls(abc.ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker and returns what each returned, as text what no message can hold.
+        """Calls a method of every worker; returns the results, as text where they cannot be serialised.
 
-        The workers of the first engine core come first.
+        They are ordered by engine core, then by rank.
 
         Raises:
             RequestError: workers have no such method.
@@ -164,7 +161,7 @@ class AsyncControls(abc.ABC):
         return list(result)
 
     async def _wait_for_ends(self, requests: Mapping[str, OutputQueue[Any] | None]) -> None:
-        """Returns when none of some requests, given with their queues, is there any more."""
+        """Waits until all of these requests, given with their queues, have ended."""
         ended = asyncio.Event()
         self._end_waiters.append(ended)
         try:
@@ -174,6 +171,6 @@ class AsyncControls(abc.ABC):
         finally:
             self._end_waiters.remove(ended)
 
-    def _tell_of_ends(self) -> None:
+    def _wake_end_waiters(self) -> None:
         for waiter in self._end_waiters:
             waiter.set()

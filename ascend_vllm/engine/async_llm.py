@@ -1,7 +1,7 @@
 """The asynchronous engine: what HTTP servers call.
 
-Everything here runs on one event loop but for `AsyncLLM._on_outputs`: in the output thread it turns tokens into what
-callers get. Tokenising goes to a thread, too, the model runs in the engine-core process; the loop moves messages.
+Everything here runs on one event loop except `AsyncLLM._on_outputs`, which turns tokens into outputs in the output
+thread. Tokenising has threads of its own, and the model runs in the engine-core process; the loop moves messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BUSY = (
 _BACKLOG = (
     "The engine has reached its prefill token backlog limit. Please try again later or on a different instance."
 )
-# of a request: every step of its rows looks at all of them
+# limit per request: every step of its rows compares with all of them
 MAX_BAD_WORD_TOKENS = 8192
 
 
@@ -84,7 +84,7 @@ class AsyncLLM(AsyncControls):
         self._client = CoreClient(config, self._on_outputs, self._on_death)
         self._client.start()
         try:
-            # While the core imports torch and reads the weights.
+            # meanwhile the core imports torch and reads the weights
             self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
             self._input = InputProcessor(config, self.tokenizer, MAX_BAD_WORD_TOKENS)
         except BaseException:
@@ -98,11 +98,11 @@ class AsyncLLM(AsyncControls):
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
-        """Makes an engine of its arguments.
+        """Makes an engine from its arguments.
 
         Raises:
             ConfigError: an argument, or a combination of arguments, is wrong.
-            ModelLoadError: the model's directory lacks what is needed.
+            ModelLoadError: files are missing in the model's directory.
         """
         return cls(args.create_engine_config())
 
@@ -137,7 +137,6 @@ class AsyncLLM(AsyncControls):
         Raises:
             ConfigError: flags that do not fit the model or the machine.
             ModelLoadError: the model's directory cannot be served.
-            EngineDeadError: the engine core died.
         """
         sizes = await self._client.ready()
         if self._is_ready:
@@ -170,14 +169,13 @@ class AsyncLLM(AsyncControls):
             sampling_params: how to sample.
             request_id: must not be in use.
             lora_request, prompt_adapter_request: not supported in this version.
-            trace_headers: W3C headers of the caller's trace, which the request's own becomes a part of.
+            trace_headers: W3C headers of the caller's trace, to which the request's span is added.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
             RequestError: the request is wrong; nothing was queued.
             EngineBusyError: too many requests wait.
-            EngineDeadError: the engine is gone.
         """
         extra = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
         process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt, **extra)
@@ -195,14 +193,14 @@ class AsyncLLM(AsyncControls):
         cache_salt: str | None = None,
         is_further: bool = False,
     ) -> AsyncGenerator[T, None]:
-        """`generate`, but what `shape` makes of each output is yielded.
+        """`generate`, but yields `shape(output)` for each output.
 
         Args:
-            prompt, sampling_params, request_id, trace_headers, priority, cache_salt: as of `generate`.
-            shape: called with each output in turn, in the output thread as long as they are read as fast as they
-                come, otherwise where they are read. It must not wait; what it raises ends the request.
-            is_further: the caller sends several requests for one of its own, and this is not the first: those of
-                others can be let in before it.
+            prompt, sampling_params, request_id, trace_headers, priority, cache_salt: as in `generate`.
+            shape: called with each output in turn: in the output thread while the reader keeps up, otherwise in the
+                reader's. It must not block; an exception ends the request.
+            is_further: not the first of several requests that the caller sends for one of its own; other callers'
+                requests may be admitted before it.
 
         Raises:
             Exception: what `generate` or `shape` raised.
@@ -225,14 +223,13 @@ class AsyncLLM(AsyncControls):
 
         Args:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
-            pooling_params: what to make of it.
-            request_id, priority, cache_salt: as of `generate`.
-            is_further: as of `generate_shaped`.
+            pooling_params: how to pool.
+            request_id, priority, cache_salt: as in `generate`.
+            is_further: as in `generate_shaped`.
 
         Raises:
             RequestError: the request is wrong, and nothing was queued; or it was aborted.
             EngineBusyError: too many requests wait.
-            EngineDeadError: the engine is gone.
         """
         process = functools.partial(
             self._input.process_async, request_id, prompt, pooling_params, priority, cache_salt=cache_salt
@@ -242,7 +239,7 @@ class AsyncLLM(AsyncControls):
     def _processing(
         self, prompt: PromptType, params: SamplingParams, id_: str, trace: Any, priority: int, salt: Any, **extra: Any
     ) -> Callable[[], Awaitable[ProcessedRequest]]:
-        """What checks and tokenises the prompt of a text, once the answer is waited for."""
+        """A coroutine function that checks and tokenises a prompt; run when the generator is first awaited."""
 
         async def process() -> ProcessedRequest:
             refuse_adapters(**extra)
@@ -262,7 +259,7 @@ class AsyncLLM(AsyncControls):
         shape: Callable[[RequestOutput], T] | None,
         is_further: bool = False,
     ) -> AsyncGenerator[T, None]:
-        """Sends a request and yields what comes of it, to its end; it is aborted if nobody waits for that."""
+        """Sends a request and yields its outputs; aborts it if the generator is closed before its end."""
         queue = await self._add_request(request_id, process, num_sequences, shape, is_further)
         try:
             while not queue.has_ended:
@@ -281,11 +278,7 @@ class AsyncLLM(AsyncControls):
         return self._output.request_ids()
 
     async def check_health(self) -> None:
-        """Returns if the engine serves.
-
-        Raises:
-            EngineDeadError: it is gone.
-        """
+        """Raises EngineDeadError if the engine died."""
         if self._client.error is not None:
             raise EngineDeadError(str(self._client.error))
 
@@ -303,7 +296,7 @@ class AsyncLLM(AsyncControls):
         return self.config.scheduler
 
     async def get_parallel_config(self) -> ParallelConfig:
-        """What of the configuration is about several devices."""
+        """The section of the configuration about several devices."""
         return self.config.parallel
 
     async def get_tokenizer(self, lora_request: Any = None) -> Any:
@@ -326,12 +319,12 @@ class AsyncLLM(AsyncControls):
         return self._input.default_sampling_params()
 
     def refuse(self, error: RequestError) -> None:
-        """Ends the requests that run with an error, and from now on every one that comes."""
+        """Fails all unfinished requests, and from now on every new one, with this error."""
         self._refusal = error
         self._on_death(error)
 
     def shutdown(self) -> None:
-        """Ends the engine core; requests that run get an EngineDeadError. May be called again."""
+        """Ends the engine core; unfinished requests fail with EngineDeadError. May be called again."""
         self._client.shutdown()
         self._output.fail_all(EngineDeadError("the engine was shut down"))
         self._output.shutdown()
@@ -383,7 +376,7 @@ class AsyncLLM(AsyncControls):
             self._note_idle(rank)
 
     def _on_outputs(self, outputs: EngineCoreOutputs, rank: int) -> LoopTask:
-        """Takes what a step of one of the cores gave back; called in this core's output thread."""
+        """Processes the outputs of one core's step; called in this core's output thread."""
         stats = StepStats()
         processed = self._output.process(outputs, stats)
         return functools.partial(self._finish_step, outputs, stats, processed, rank)
@@ -391,8 +384,8 @@ class AsyncLLM(AsyncControls):
     def _finish_step(
         self, outputs: EngineCoreOutputs, stats: StepStats, processed: ProcessedOutputs, rank: int
     ) -> None:
-        """What is left to do of a step on the event loop."""
-        # nobody reads them before all of this is done
+        """Publishes a step's outputs and records its statistics; called on the event loop."""
+        # consumers run only after this callback
         processed.publish()
         self._client.abort_requests(processed.stopped_ids)
         if outputs.stats is not None:
@@ -401,16 +394,16 @@ class AsyncLLM(AsyncControls):
         self._note_idle(rank)
 
     def _note_idle(self, rank: int) -> None:
-        """With nothing left to run a core takes no more steps, and so tells nothing: its last state is stale."""
+        """Resets the statistics of a core without requests: it takes no steps, so sends no new ones."""
         if self._end_waiters:
-            self._tell_of_ends()
+            self._wake_end_waiters()
         if self._client.is_idle(rank):
             self._limits.num_waiting[rank] = 0
             self._metrics.set_idle(rank)
 
     def _on_death(self, error: Exception) -> None:
         self._output.fail_all(error)
-        self._tell_of_ends()
+        self._wake_end_waiters()
 
     async def _log_stats(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -420,16 +413,15 @@ class AsyncLLM(AsyncControls):
 
 
 class QueueLimits:
-    """Counts the requests that are there, from the moment they come; beyond --max-num-queued-reqs, or its like for
-    tokens, another one is refused.
+    """Enforces --max-num-queued-reqs and --max-num-queued-tokens; counts requests from their arrival on.
 
     Args:
         config: of the engine.
-        output: knows the requests that the engine cores have.
+        output: holds the requests that were sent to the engine cores.
         metrics: count refusals.
 
     Attributes:
-        num_waiting: requests that wait, as each of the cores counts them.
+        num_waiting: waiting requests, as each core last reported.
     """
 
     def __init__(self, config: EngineConfig, output: OutputProcessor, metrics: EngineMetrics) -> None:
@@ -449,7 +441,7 @@ class QueueLimits:
         """Counts a request while it is checked and tokenised.
 
         Raises:
-            EngineBusyError: too many requests wait, or too many of their tokens.
+            EngineBusyError: too many requests, or prompt tokens, wait.
         """
         self._check()
         self._admitted[request_id] = num_sequences
@@ -459,7 +451,7 @@ class QueueLimits:
             del self._admitted[request_id]
 
     def _check(self) -> None:
-        """Refuses a request if too many wait: beyond those that can run, or by the core's own count."""
+        """Refuses a request if too many wait: by the count beyond --max-num-seqs, or by the cores' own."""
         scheduler = self._config.scheduler
         most_tokens = scheduler.max_num_queued_tokens
         if most_tokens is not None and self._output.num_prefill_tokens >= most_tokens:
@@ -476,5 +468,5 @@ class QueueLimits:
             raise EngineBusyError(_BUSY)
 
 
-# its name of old
+# vLLM 0.6's name
 AsyncLLMEngine = AsyncLLM

@@ -1,4 +1,4 @@
-"""The API-server process's end of the wires to its engine cores: one, or --data-parallel-size of them."""
+"""The API server's client of its engine cores, of which there are --data-parallel-size."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from ascend_vllm.types.messages import (
 
 logger = init_logger(__name__)
 
-# What a core that was told to end gets to finish its step and close its workers.
+# for a core to finish its step and close its workers after a Shutdown message
 _SHUTDOWN_GRACE_S = 5.0
-# What a core that hangs gets to end by itself before it is killed.
+# for a hanging core to exit after SIGTERM, before it is killed
 _HANG_GRACE_S = 2.0
-# After the process's end, its last messages may still be on the way.
+# for messages that are still in transit after the process's end
 _LAST_MESSAGES_S = 0.3
-# A limit is this many ticks in a row without a message. A tick that comes late, because this process itself was
-# stopped or its event loop was busy, counts as one all the same: such a pause says nothing about the core.
+# The timeout is this many ticks in a row without a message. A late tick counts once only, so that a pause of this
+# process or its event loop is not blamed on the core.
 _NUM_TICKS = 8
 
 _START_ERRORS: dict[str, type[AscendVllmError]] = {
@@ -55,21 +55,21 @@ _START_ERRORS: dict[str, type[AscendVllmError]] = {
 
 
 class CoreClient:
-    """Starts the engine cores, each in a process of its own, and talks to all of them.
+    """Starts the engine cores, each in a process of its own, and exchanges messages with them.
 
-    There is one core unless --data-parallel-size asks for more. A request goes to the core that a `RequestRouter`
-    chooses, with all its sequences, and its abort to the same one. Calls go to all cores. The cores live and die
-    together: the end of one is that of the others.
+    All sequences of a request, and its abort, go to the core that a `RequestRouter` chooses. Utility calls go to all
+    cores. When one core dies, all others are ended; from then on every method that needs them raises
+    `EngineDeadError`.
 
     `start` needs no event loop and returns at once, so that a program can go on importing while the model loads;
-    `ready` waits for the cores. All other methods belong to the event loop of `ready`. What a core sends is read and
-    processed in a thread, the core's output thread, which `ready` starts; see `CoreReceiver`.
+    `ready` waits for the cores. All other methods belong to the event loop of `ready`. A core's messages are read and
+    processed in its output thread, which `ready` starts; see `CoreReceiver`.
 
     Args:
         config: of the engine.
-        on_outputs: called in the output thread with what each step of a core gives back, and the core's number;
-            returns what the event loop is then to do.
-        on_death: called once if a core ends without having been told to or hangs, after its start.
+        on_outputs: called in the output thread with the outputs of a core's step, and the core's rank; returns a
+            callable for the event loop.
+        on_death: called once if a core that has started hangs or ends unexpectedly.
 
     Raises:
         ConfigError: VLLM_ENGINE_ITERATION_TIMEOUT_S is no number of seconds.
@@ -119,19 +119,18 @@ class CoreClient:
             core.process.start(functools.partial(self._notice_exit, core))
 
     async def ready(self) -> list[EngineReady]:
-        """Waits until all cores have loaded their models; what each of them says, by their numbers.
+        """Waits until all cores have loaded their models; returns their EngineReady messages by rank.
 
         Raises:
             ConfigError: flags that do not fit the model or the machine.
             ModelLoadError: the model's directory cannot be served.
-            EngineDeadError: a core died.
         """
         if self._loop is None:
             if self._error is not None:  # it was shut down before anybody waited
                 raise self._error
             self._loop = asyncio.get_running_loop()
             for core in self._cores:
-                core.listen(self._loop, self._timeout_s, functools.partial(self._give_up, core))
+                core.listen(self._loop, self._timeout_s, functools.partial(self._handle_timeout, core))
                 if core.process.exit_code is not None:
                     self._expect_last_messages(core, core.process.exit_code)
         sizes = await asyncio.gather(*(asyncio.shield(core.ready) for core in self._cores if core.ready is not None))
@@ -140,15 +139,11 @@ class CoreClient:
         return sizes
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Sends the sequences of a request, one or more, to one of the cores.
-
-        Raises:
-            EngineDeadError: the cores are gone.
-        """
+        """Sends the sequences of a request, one or more, to one of the cores."""
         self._check_alive()
         core = self._cores[0]
         if self._router is not None:
-            # the others follow the first
+            # all are routed to the first one's core
             rank, *_ = [self._router.route(request) for request in requests]
             core = self._cores[rank]
         core.open_ids.update([request.request_id for request in requests])
@@ -157,10 +152,10 @@ class CoreClient:
         except EngineDeadError:
             self._release(core, [request.request_id for request in requests])
             raise
-        core.watch_if_owing()
+        core.update_watchdog()
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """Ends requests early, in the cores that have them; nothing happens if these are gone."""
+        """Ends requests early, in the cores that have them; does nothing once these are dead."""
         if not request_ids:
             return
         for core in self._cores:
@@ -172,26 +167,25 @@ class CoreClient:
                 self._release(core, ids)
 
     def rank_of(self, request_id: str) -> int:
-        """The number of the core that has a request; 0 if none has it."""
+        """The rank of the core that has a request; 0 if none has it."""
         return next((core.rank for core in self._cores if request_id in core.open_ids), 0)
 
     def is_idle(self, rank: int) -> bool:
-        """Whether a core has no request, and so takes no steps that would tell of its state."""
+        """Whether a core has no request, and so sends no statistics."""
         return not self._cores[rank].open_ids
 
     def expect_steps(self, expected: bool) -> None:
-        """Says whether the cores compute the requests that they have; those that pause may be silent."""
+        """Sets whether cores with requests must send outputs; paused cores need not, and are not timed out."""
         for core in self._cores:
             core.expects_steps = expected
-            core.watch_if_owing()
+            core.update_watchdog()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls a control of every core (see `CONTROLS`), and makes one result of theirs.
+        """Calls a control of every core (see `CONTROLS`), and merges the results.
 
         Raises:
             RequestError: a core refuses the call, or has no such control.
-            AscendVllmError: the call failed, with the core's words.
-            EngineDeadError: the cores are gone.
+            AscendVllmError: the call failed, with the core's message.
         """
         loop = asyncio.get_running_loop()
         if self._loop is not None and loop is not self._loop:
@@ -201,7 +195,7 @@ class CoreClient:
         if self._router is not None and control is not None and control.forgets_prefixes(args):
             self._router.forget_prefixes()
         futures = [core.call(UtilityCall(next(self._call_ids), method, list(args)), loop) for core in self._cores]
-        # all of them, also if one fails: they shall not differ by whom the failure reached first
+        # waits for all even if one fails, so that no core is still executing the call afterwards
         results = await asyncio.gather(*futures, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -230,7 +224,7 @@ class CoreClient:
     def _take(self, message: CoreOutbound, core: _Core) -> LoopTask:
         """Processes a message; called in the core's output thread."""
         if self._error is not None:
-            return _do_nothing  # everybody who waited was told
+            return _do_nothing  # all waiters have got the error
         task: LoopTask
         match message:
             case EngineCoreOutputs():
@@ -245,13 +239,13 @@ class CoreClient:
         return functools.partial(self._run, core, task)
 
     def _reject(self, error: Exception, core: _Core) -> LoopTask:
-        """For messages that cannot be processed: going on without them would leave somebody without an answer."""
+        """Fails the engine after a message that cannot be processed: some request would never get its output."""
         logger.error("The engine core's outputs cannot be processed", exc_info=error)
         dead = EngineDeadError(f"the engine core's outputs cannot be processed: {error!r}")
         return functools.partial(self._fail, dead, core)
 
     def _run(self, core: _Core, task: LoopTask) -> None:
-        """Does what is left to do of a message."""
+        """Runs a message's task on the event loop."""
         try:
             task()
         except Exception as error:
@@ -266,13 +260,13 @@ class CoreClient:
     def _release(self, core: _Core, request_ids: Sequence[str]) -> None:
         if request_ids:
             core.open_ids.difference_update(request_ids)
-            core.stop_watch_if_idle()
+            core.stop_watchdog_if_idle()
             if self._router is not None:
                 for request_id in request_ids:
                     self._router.release(request_id)
 
-    def _give_up(self, core: _Core) -> None:
-        """A core hangs: nothing came from it for too long."""
+    def _handle_timeout(self, core: _Core) -> None:
+        """Fails the engine because a core has sent nothing within the timeout."""
         logger.error(
             "Engine iteration timed out. This should never happen! The engine core sent nothing for %g s; if a step "
             "may take that long here, set VLLM_ENGINE_ITERATION_TIMEOUT_S to more seconds.",
@@ -293,7 +287,7 @@ class CoreClient:
             self._loop.call_later(_HANG_GRACE_S, core.process.kill)
 
     def _notice_exit(self, core: _Core, exit_code: int) -> None:
-        """Called in the watching thread."""
+        """Called in the thread that waits for the process."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._expect_last_messages, core, exit_code)
@@ -303,12 +297,12 @@ class CoreClient:
         self._fail_once_silent(core, EngineDeadError(f"{core.name} {how}; its log may say why"), -1)
 
     def _fail_once_silent(self, core: _Core, error: EngineDeadError, num_received: int) -> None:
-        """Tells of a core's end when everything that it sent before has been processed.
+        """Reports a core's end once all messages that it sent before have been processed.
 
         Args:
             core: has ended.
-            error: tells how it ended.
-            num_received: messages that had come when it was last asked.
+            error: how it ended.
+            num_received: messages received at the last check.
         """
         receiver = core.receiver
         if self._loop is not None and (receiver.is_busy or receiver.num_received != num_received):
@@ -317,11 +311,11 @@ class CoreClient:
             self._fail(error, core)
 
     def _fail(self, error: AscendVllmError, core: _Core | None = None) -> None:
-        """A core is gone, and so are all: everything that waits for them gets the error. Only the first call counts.
+        """Fails everything that waits for a core, and ends the other cores. Only the first call has an effect.
 
         Args:
             error: why.
-            core: the one that is gone; None: all are told to end.
+            core: the one that died; None: the engine is shut down.
         """
         if self._error is not None:
             return
@@ -338,21 +332,21 @@ class CoreClient:
 
 
 class _Core:
-    """One engine core: its process, the sockets, and what it owes.
+    """One engine core: its process, sockets, open requests and calls.
 
     Args:
         config: of the whole engine.
-        rank: number of the core.
-        take, reject: see `CoreReceiver`; called with the core behind their arguments.
+        rank: of the core.
+        take, reject: `take` and `refuse` of `CoreReceiver`, with the core as a second argument.
 
     Attributes:
-        name: in the log and in errors; among several it says which one it is.
+        name: for the log and errors; among several cores it contains the rank.
         process: to be started by the owner.
-        receiver: counts messages.
-        ready: resolved with the first message; None before `listen`.
+        receiver: reads the core's messages.
+        ready: resolved with the EngineReady message; None before `listen`.
         open_ids: requests that were sent and have not ended.
-        expects_steps: it computes its requests; False while it pauses.
-        watch: None before `listen`.
+        expects_steps: False while the core is paused.
+        watchdog: None before `listen`.
     """
 
     def __init__(
@@ -374,8 +368,8 @@ class _Core:
         self.ready: asyncio.Future[EngineReady] | None = None
         self.open_ids: set[str] = set()
         self.expects_steps = True
-        self.watch: IterationWatch | None = None
-        self._num_noticed = 0
+        self.watchdog: IterationWatchdog | None = None
+        self._num_seen = 0
         self._ends_by_itself = False
 
     @property
@@ -388,15 +382,11 @@ class _Core:
     ) -> None:
         """Starts the output thread."""
         self.ready = loop.create_future()
-        self.watch = IterationWatch(timeout_s, loop, self.has_news, on_timeout)
+        self.watchdog = IterationWatchdog(timeout_s, loop, self.has_activity, on_timeout)
         self.receiver.start(loop)
 
     def send(self, message: CoreInbound) -> None:
-        """Sends a message.
-
-        Raises:
-            EngineDeadError: the core does not take it.
-        """
+        """Sends a message."""
         try:
             # Never waits: the queue has no limit.
             self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -404,19 +394,19 @@ class _Core:
             raise EngineDeadError("the engine core does not take messages") from None
 
     def call(self, call: UtilityCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
-        """Sends a call; what it returns is awaited."""
+        """Sends a call; returns the future of its result."""
         future: asyncio.Future[Any] = loop.create_future()
         self._calls[call.call_id] = future
         future.add_done_callback(functools.partial(self._end_call, call.call_id))
         try:
             self.send(call)
-            self._start_watch()
+            self._start_watchdog()
         except EngineDeadError as error:
             future.set_exception(error)
         return future
 
     def resolve_call(self, result: UtilityResult) -> None:
-        """Gives a call its result."""
+        """Sets a call's result or exception."""
         future = self._calls.get(result.call_id)
         if future is None or future.done():
             return
@@ -427,37 +417,37 @@ class _Core:
             future.set_result(result.result)
 
     def note_ready(self, message: EngineReady) -> None:
-        """Takes notice that it has loaded its model."""
+        """Handles the EngineReady message."""
         self.process.remove_sockets()
         if self.ready is not None and not self.ready.done():
             self.ready.set_result(message)
 
-    def has_news(self) -> bool:
-        """Whether anything came since this was last asked, or is being processed.
+    def has_activity(self) -> bool:
+        """Whether a message has been received since the last call, or is being processed.
 
-        The output thread reads what is there at once unless it is processing something.
+        The output thread reads messages as they arrive, unless it is processing one.
         """
         num_received = self.receiver.num_received
-        has_come = num_received != self._num_noticed
-        self._num_noticed = num_received
+        has_come = num_received != self._num_seen
+        self._num_seen = num_received
         return has_come or self.receiver.is_busy
 
-    def watch_if_owing(self) -> None:
-        """Watches it while it has requests that it computes."""
+    def update_watchdog(self) -> None:
+        """Runs the watchdog while the core has requests and is not paused."""
         if self.open_ids and self.expects_steps:
-            self._start_watch()
+            self._start_watchdog()
         else:
-            self.stop_watch_if_idle()
+            self.stop_watchdog_if_idle()
 
-    def stop_watch_if_idle(self) -> None:
-        """Lets it be silent if it owes nothing."""
-        if self.watch is not None and not (self.open_ids and self.expects_steps) and not self._calls:
-            self.watch.stop()
+    def stop_watchdog_if_idle(self) -> None:
+        """Stops the watchdog if no output and no call's result is due."""
+        if self.watchdog is not None and not (self.open_ids and self.expects_steps) and not self._calls:
+            self.watchdog.stop()
 
     def fail(self, error: AscendVllmError, dead: EngineDeadError) -> None:
-        """Whatever waits for it gets an error: its start the first, calls the second."""
-        if self.watch is not None:
-            self.watch.stop()
+        """Fails `ready` with `error`, and pending calls with `dead`."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # retrieved: whether anyone waits or not is not an error of its own
@@ -466,7 +456,7 @@ class _Core:
                 future.set_exception(dead)
 
     def begin_shutdown(self, was_alive: bool) -> None:
-        """Tells it to end and does not wait, so that several may end at the same time; see `close`."""
+        """Sends Shutdown without waiting, so that several cores can end at the same time; see `close`."""
         self._ends_by_itself = was_alive and self.is_ready and self.ready is not None and not self.ready.exception()
         if self._ends_by_itself:
             with contextlib.suppress(zmq.ZMQError):
@@ -476,68 +466,68 @@ class _Core:
             self.process.terminate()
 
     def close(self) -> None:
-        """Waits for its end, and removes everything that was made for it."""
+        """Waits for the process to end, and closes its sockets."""
         self.process.stop(_SHUTDOWN_GRACE_S if self._ends_by_itself else 0.0)
         self._sender.close(linger=0)
         self.receiver.close(self._context)
 
-    def _start_watch(self) -> None:
-        if self.watch is not None:
-            self.watch.start()
+    def _start_watchdog(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.start()
 
     def _end_call(self, call_id: int, _future: asyncio.Future[Any]) -> None:
         del self._calls[call_id]
-        self.stop_watch_if_idle()
+        self.stop_watchdog_if_idle()
 
 
-class IterationWatch:
-    """A timer that runs while the core owes an answer.
+class IterationWatchdog:
+    """A timer that runs while a message of the core is due.
 
-    The core sends a message after every step, so that silence is a step that goes on. Nothing is done per message or
-    per request: the timer asks a few times within the limit whether anything came.
+    The core sends a message after every step, so a long silence is a step that hangs. Nothing is done per message or
+    per request: a few times within the timeout the timer checks whether a message has come.
 
     Args:
-        timeout_s: seconds without news after which the core counts as hung; None: it never does.
+        timeout_s: seconds without a message after which the core counts as hung; None: never.
         loop: on which the timer runs.
-        has_news: whether anything came since it was last asked, or can be read now.
-        on_timeout: called once; the watch has stopped then.
+        has_activity: whether a message has come since the last call, or is being processed.
+        on_timeout: called once, after the watchdog has stopped.
 
     Example::
 
-        watch = IterationWatch(60.0, loop, has_news, declare_dead)
-        watch.start()  # with every request
-        watch.stop()  # when the last one is answered
+        watchdog = IterationWatchdog(60.0, loop, has_activity, declare_dead)
+        watchdog.start()  # with every request
+        watchdog.stop()  # when the last one is answered
     """
 
     def __init__(
         self,
         timeout_s: float | None,
         loop: asyncio.AbstractEventLoop,
-        has_news: Callable[[], bool],
+        has_activity: Callable[[], bool],
         on_timeout: Callable[[], None],
     ) -> None:
         self._tick_s = None if timeout_s is None else timeout_s / _NUM_TICKS
         self._loop = loop
-        self._has_news = has_news
+        self._has_activity = has_activity
         self._on_timeout = on_timeout
         self._timer: asyncio.TimerHandle | None = None
         self._num_silent = 0
 
     def start(self) -> None:
-        """Starts to count, unless it does already."""
+        """Starts the timer, unless it runs."""
         if self._timer is None and self._tick_s is not None:
             self._num_silent = 0
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def stop(self) -> None:
-        """Nothing is owed any more."""
+        """Stops the timer: no message is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _tick(self) -> None:
         self._timer = None
-        self._num_silent = 0 if self._has_news() else self._num_silent + 1
+        self._num_silent = 0 if self._has_activity() else self._num_silent + 1
         if self._num_silent >= _NUM_TICKS:
             self._on_timeout()
         elif self._tick_s is not None:
@@ -545,7 +535,7 @@ class IterationWatch:
 
 
 def _do_nothing() -> None:
-    """For messages that nobody needs any more."""
+    """The task of messages that come after the engine's death."""
 
 
 def _bound(socket: zmq.Socket[bytes], address: str) -> zmq.Socket[bytes]:

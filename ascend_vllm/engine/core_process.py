@@ -1,4 +1,4 @@
-"""The engine-core process as its parent sees it: started, watched, and ended without leaving anything behind."""
+"""Starts, waits for and ends an engine-core process; removes its sockets."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 class CoreProcess:
     """One engine core in a process of its own.
 
-    The configuration goes to its stdin, four bytes of length first; stdin then stays open, so that the core notices
-    the death of this process, however it dies. The process leads a session of its own: Ctrl-C in a terminal reaches
-    this process only, which ends the core in order.
+    The configuration is written to its stdin, after its length in four bytes. stdin then stays open: its end means
+    that this process is dead. The core has a session of its own: Ctrl-C in a terminal reaches this process only, and
+    this process shuts the core down.
 
     Args:
         config: of the whole engine.
         rank: number of the core, of --data-parallel-size.
 
     Attributes:
-        inbound: address on which the core listens to us; bind a PUSH socket there before `start`.
-        outbound: address on which we listen to the core; bind a PULL socket there before `start`.
+        inbound: address of messages to the core; bind a PUSH socket there before `start`.
+        outbound: address of messages from the core; bind a PULL socket there before `start`.
     """
 
     def __init__(self, config: EngineConfig, rank: int = 0) -> None:
@@ -60,7 +60,7 @@ class CoreProcess:
         environment = envs.everything() | self._environment
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         self._process = process
-        # also at the interpreter's end, if nobody called stop()
+        # runs at interpreter exit if stop() was not called
         self._cleanup.detach()
         self._cleanup = weakref.finalize(self, _kill_and_clean, process, self._directory)
         payload = msgspec.msgpack.encode(self._config)
@@ -82,24 +82,24 @@ class CoreProcess:
         return None if self._process is None else self._process.pid
 
     def remove_sockets(self) -> None:
-        """Removes the sockets' names, so that none is left however this process ends; once the core has connected."""
+        """Unlinks the sockets once the core has connected, so that none is left however this process ends."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def terminate(self) -> None:
-        """Asks the process to end, which it does when the native code that it is in returns."""
+        """Sends SIGTERM; the process ends when native code that it is in returns."""
         if self._process is not None:
             _signal_session(self._process, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the process by force, if it still runs; also one that is stopped or stuck in native code."""
+        """Sends SIGKILL, which also ends a process that is stopped or stuck in native code."""
         if self._process is not None and self._process.poll() is None:
             _signal_session(self._process, signal.SIGKILL)
 
     def stop(self, grace_s: float) -> None:
-        """Waits for the process to end, then makes it end, and removes the sockets; may be called again.
+        """Waits for the process to end, then ends it, and removes the sockets; may be called again.
 
         Args:
-            grace_s: seconds it gets to end by itself, if it was told to; 0: none.
+            grace_s: seconds to wait before SIGTERM.
         """
         process = self._process
         if process is not None:
@@ -109,7 +109,7 @@ class CoreProcess:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-        # kills it if it still lives, and removes the directory
+        # kills it if it still runs, and removes the directory
         self._cleanup()
 
 
@@ -121,17 +121,17 @@ def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
         rank: number of the engine core.
     """
     parallel = msgspec.structs.replace(config.parallel, data_parallel_rank=rank)
-    # they would draw their bars over each other
+    # progress bars of several cores would overwrite each other
     load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and rank == 0)
     return msgspec.structs.replace(config, parallel=parallel, load=load)
 
 
 def environment_of_engine(config: EngineConfig, rank: int) -> dict[str, str]:
-    """Variables that give one engine core its own NPUs: the next ones of those that are visible, in their order.
+    """Environment variables that assign an engine core its NPUs: consecutive ones of those that are visible.
 
     Args:
-        config: of the whole; there are as many NPUs as it needs.
-        rank: number of the engine core.
+        config: of the whole; as many NPUs as it needs are visible.
+        rank: of the engine core.
     """
     parallel = config.parallel
     if config.device.device != "npu" or parallel.data_parallel_size == 1:
@@ -144,7 +144,7 @@ def environment_of_engine(config: EngineConfig, rank: int) -> dict[str, str]:
 
 
 def _feed_and_wait(process: subprocess.Popen[bytes], payload: bytes, on_exit: Callable[[int], None]) -> None:
-    """Writes the configuration (the pipe may be smaller than it) and waits for the end; a thread's whole life."""
+    """Writes the configuration, which the pipe may not hold at once, and waits for the end; runs in a thread."""
     if process.stdin is None:
         raise RuntimeError("the engine core has no stdin")
     with contextlib.suppress(OSError):  # a process that died early is reported by its exit code
@@ -162,7 +162,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def _signal_session(process: subprocess.Popen[bytes], number: int) -> None:
-    """Signals the process and what it started."""
+    """Signals the process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

@@ -1,4 +1,4 @@
-"""The output thread: reads what an engine core sends, and makes of it what the event loop only has to hand on."""
+"""The output thread: reads and processes an engine core's messages, and passes the results to the event loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ LoopTask: TypeAlias = Callable[[], None]
 class CoreReceiver:
     """A thread that reads the messages of one engine core.
 
-    Whatever a message takes is done in this thread: decoding it, detokenising, shaping answers. What then belongs to
-    the event loop goes there as one call for each message.
+    The thread decodes messages, detokenises and serialises answers; the event loop gets one callback per message.
 
-    The socket belongs to whoever made the receiver until `start`, and to the thread from then on. There it ends when
-    the socket's context ends, which wakes it: `zmq.Context.term` returns once the thread has closed the socket.
+    From `start` on the socket belongs to the thread. Terminating its context ends the thread's `recv`, and
+    `zmq.Context.term` returns once the thread has closed the socket.
 
     Args:
         socket: the one to read; bound.
-        take: called in the thread with each message; returns what the event loop is to do.
-        refuse: makes what the event loop is to do of an exception of decoding or of `take`.
+        take: called in the thread with each message; returns the callback for the event loop.
+        refuse: called with an exception of decoding or of `take`; returns the callback for the event loop.
 
     Attributes:
         num_received: messages so far.
-        is_busy: a message has come that the event loop has not been told of.
+        is_busy: a message is being processed whose callback is not yet scheduled.
     """
 
     def __init__(
@@ -51,16 +50,15 @@ class CoreReceiver:
         self._thread: threading.Thread | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the thread, which hands over to this event loop."""
-        # A daemon: an engine that nobody shuts down must not keep the interpreter from ending.
+        """Starts the thread, whose callbacks run on this event loop."""
+        # a daemon, so that an engine which is not shut down does not keep the interpreter from exiting
         self._thread = threading.Thread(target=self._run, args=(loop,), name="engine-core-outputs", daemon=True)
         self._thread.start()
 
     def close(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Ends the thread and the socket's context, whose other sockets are closed.
+        """Terminates the socket's context, whose other sockets must be closed, and joins the thread.
 
-        The message that the thread has is still processed; it can wait for nothing but the end of a few instructions
-        of another thread.
+        The thread finishes the message that it is processing.
         """
         if self._thread is None:
             self._socket.close(linger=0)
@@ -69,7 +67,7 @@ class CoreReceiver:
             self._thread.join()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # the context's end, or that of the event loop: then nobody waits for anything any more
+        # until the context or the event loop is closed
         with contextlib.suppress(zmq.ContextTerminated, _LoopClosedError):
             while True:
                 self._handle(self._socket.recv(), loop)
@@ -77,7 +75,7 @@ class CoreReceiver:
         self._socket.close(linger=0)
 
     def _handle(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        # in this order: one of both tells of the message at any time
+        # in this order, so that `_Core.has_activity` sees the message at any time
         self.is_busy = True
         self.num_received += 1
         try:
@@ -92,4 +90,4 @@ class CoreReceiver:
 
 
 class _LoopClosedError(Exception):
-    """The event loop that messages are handed to is closed."""
+    """The event loop is closed."""

@@ -1,8 +1,8 @@
 """Text from token ids, one step at a time.
 
-A token is not a piece of text: it may end in the middle of a UTF-8 character, and some decoders treat the first
-token of a text differently. An `IncrementalDetokenizer` therefore keeps what it cannot write yet. What all its
-calls return, joined, is the text of all ids; nothing it returned is ever taken back.
+A token may end in the middle of a UTF-8 character, and some decoders treat the first token of a text differently. An
+`IncrementalDetokenizer` therefore holds back incomplete characters. The concatenation of its results is the text of
+all ids; text that was returned never changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class IncrementalDetokenizer(abc.ABC):
 
 
 class NoDetokenizer(IncrementalDetokenizer):
-    """For requests that want ids only."""
+    """For requests with detokenize=False."""
 
     def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
         """No text."""
@@ -42,8 +42,7 @@ class NoDetokenizer(IncrementalDetokenizer):
 class ByteDetokenizer(IncrementalDetokenizer):
     """For byte-level vocabularies (GPT-2, Llama 3, Qwen, ...): every token is a string of bytes.
 
-    The text of a sequence is the UTF-8 reading of the joined bytes, so that a UTF-8 decoder which remembers an
-    incomplete character is all the state there is.
+    The text of a sequence is its tokens' bytes decoded as UTF-8, so an incremental UTF-8 decoder is all the state.
 
     Args:
         token_bytes: bytes of a token id; b"" for ids without text.
@@ -69,8 +68,8 @@ class ByteDetokenizer(IncrementalDetokenizer):
 class WindowDetokenizer(IncrementalDetokenizer):
     """For any vocabulary: decodes a short window of the last tokens and returns by how much its text grew.
 
-    The window is what was returned last, so that its first token is decoded in context, and what is pending. It stays
-    short whatever the tokens are: bytes that never become a character are told, and what has no text is dropped.
+    The window holds the tokens whose text was returned last, as context, and the pending ones. Its length is bounded:
+    bytes that never become a character are emitted as U+FFFD, and tokens without text are dropped.
 
     Args:
         decode: text of a list of ids.
@@ -90,8 +89,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
         tail = self._PROMPT_TAIL
         self._window = list(prompt_ids[-tail:])
         self._prefix = decode(self._window)
-        # A context without text (special tokens only) would not tell a first token from a later one, and one that
-        # starts within a character spoils the characters after it.
+        # After a context without text (special tokens only) the next token would be decoded as the first of a text;
+        # a context that starts within a character would corrupt the characters after it.
         while self._prefix[:1] in ("", _REPLACEMENT) and tail < len(prompt_ids):
             tail *= 2
             self._window = list(prompt_ids[-tail:])
@@ -107,7 +106,7 @@ class WindowDetokenizer(IncrementalDetokenizer):
         text = self._decode(window)
         num_pending = len(window) - self._num_returned
         if text.endswith(_REPLACEMENT):
-            return self._tell_incomplete() if num_pending > self._MAX_LENGTH else ""
+            return self._emit_incomplete() if num_pending > self._MAX_LENGTH else ""
         new_text = self._growth(text)
         if not new_text:
             if num_pending > self._MAX_LENGTH and self._decode(window[: -self._CONTEXT]) == text:
@@ -123,8 +122,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
         self._num_returned = len(self._window)
         return new_text
 
-    def _tell_incomplete(self) -> str:
-        """The text of pending bytes that are no character, and are too many to be the beginning of one."""
+    def _emit_incomplete(self) -> str:
+        """The text of pending bytes that are too many to be the beginning of a character."""
         end = len(self._window) - self._MAX_INCOMPLETE
         new_text = self._growth(self._decode(self._window[:end]), end)
         start = end - self._CONTEXT
@@ -147,6 +146,6 @@ class WindowDetokenizer(IncrementalDetokenizer):
         """What is new in the text of the window, or of its tokens up to an end."""
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
-        # A byte that no character can have spoils, in vocabularies that fall back to bytes, the characters next to
-        # it. Those are out already; only what is pending is new.
+        # In vocabularies with byte fallback an invalid byte changes how the characters next to it are decoded. Those
+        # have been returned already; only the pending tokens' text is new.
         return self._decode(self._window[self._num_returned : end])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InprocCoreClient:
-    """Runs an engine core where it is called.
+    """Runs an engine core in the calling thread.
 
     Args:
         config: of the engine.
@@ -23,7 +23,7 @@ class InprocCoreClient:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        # Only a program that computes here pays for importing the core, torch and the models.
+        # imported here: API servers do not need the core, torch and the models
         from ascend_vllm.core.engine_core import build
 
         self._core: EngineCore | None = build(config)
@@ -60,7 +60,7 @@ class InprocCoreClient:
         return self._core is not None and self._core.has_unfinished()
 
     def step(self) -> EngineCoreOutputs:
-        """Runs one step. One that fails is the last: no step can follow it.
+        """Runs one step; shuts the core down if it fails.
 
         Raises:
             RuntimeError: the engine was shut down.

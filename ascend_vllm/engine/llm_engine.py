@@ -1,4 +1,4 @@
-"""The synchronous engine: the caller turns the crank."""
+"""The synchronous engine: each step is a call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LLMEngine:
     Attributes:
         config: of the engine.
         tokenizer: None under --skip-tokenizer-init.
-        metrics: what is counted.
+        metrics: of the engine.
 
     Raises:
         ConfigError: flags that do not fit the model or the machine.
@@ -59,7 +59,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """Makes an engine of its arguments.
+        """Makes an engine from its arguments.
 
         Raises:
             ConfigError: an argument, or a combination of arguments, is wrong.
@@ -102,10 +102,10 @@ class LLMEngine:
         Args:
             request_id: must not be in use.
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: how to sample; on a pooling model, what to make of the prompt.
+            params: how to sample; on a pooling model, how to pool.
             arrival_time: seconds of time.monotonic(); None: now.
             lora_request, prompt_adapter_request: not supported in this version.
-            trace_headers: W3C headers of the caller's trace, which the request's own becomes a part of.
+            trace_headers: W3C headers of the caller's trace, to which the request's span is added.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
@@ -125,9 +125,9 @@ class LLMEngine:
             self._client.add_request(core_request)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns what is due by each request's output_kind.
+        """Runs one step; returns the outputs due by each request's output_kind.
 
-        Of a pooling request this is one output, which `pooled` belongs to.
+        A pooling request has one output, whose result is `pooled`.
         """
         outputs = self._client.step()
         stats = StepStats()
@@ -175,15 +175,11 @@ class LLMEngine:
         return self.config.scheduler
 
     def get_parallel_config(self) -> ParallelConfig:
-        """What of the configuration is about several devices."""
+        """The section of the configuration about several devices."""
         return self.config.parallel
 
     def check_health(self) -> None:
-        """Returns if the engine can take a step.
-
-        Raises:
-            EngineDeadError: the worker is gone.
-        """
+        """Raises EngineDeadError if the worker is gone."""
         self._client.call_utility("check_health")
 
     def do_log_stats(self) -> None:
@@ -201,17 +197,16 @@ class LLMEngine:
         return read_metrics(self.metrics.registry)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; requests that run keep their blocks. Whether it has been done."""
+        """Forgets all cached prefixes; requests that run keep their blocks. Returns whether it was possible."""
         return bool(self._client.call_utility("reset_prefix_cache"))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Gives memory back until `wake_up`; needs enable_sleep_mode=True.
+        """Pauses and releases memory until `wake_up`; needs enable_sleep_mode=True.
 
         Args:
-            level: 0: none, no step is made any more; 1: that of the KV cache; 2: that of the weights, too, which are
-                read again later.
-            mode: what becomes of requests: "abort" ends them, "keep" has them computed again afterwards. Nobody else
-                makes steps, so there is nothing to "wait" for.
+            level: what to release: 0: nothing; 1: the KV cache; 2: also the weights, which are reloaded later.
+            mode: what to do with unfinished requests: "abort" ends them, "keep" recomputes them afterwards. There is
+                no "wait", since only the caller makes steps.
 
         Raises:
             RequestError: there is no such level or mode, or the engine may not sleep.
@@ -225,22 +220,22 @@ class LLMEngine:
         self.metrics.set_sleep_level(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes memory again; once all of it is there, requests can be served.
+        """Allocates released memory again; requests go on once all of it is back.
 
         Args:
             tags: "weights", "kv_cache"; None: both.
 
         Raises:
-            RequestError: a tag is unknown, or the KV cache is to wake up before the weights.
-            ConfigError: the memory is not there.
-            ModelLoadError: the weights are not there any more.
+            RequestError: a tag is unknown, or the KV cache would wake up before the weights.
+            ConfigError: the memory is not available any more.
+            ModelLoadError: the weights cannot be read any more.
         """
         self._client.call_utility("wake_up", tags)
         if not self.is_sleeping():
             self.metrics.set_sleep_level(0)
 
     def is_sleeping(self) -> bool:
-        """Whether memory of the engine is given back."""
+        """Whether memory of the engine is released."""
         return bool(self._client.call_utility("state")["is_sleeping"])
 
     def is_paused(self) -> bool:
@@ -303,10 +298,10 @@ class LLMEngine:
 
 
 def refuse_data_parallel(config: EngineConfig) -> None:
-    """Refuses several engine cores: there is one process, which has one.
+    """Refuses --data-parallel-size above 1, which needs several processes.
 
     Raises:
-        ConfigError: --data-parallel-size asks for more.
+        ConfigError: it is above 1.
     """
     size = config.parallel.data_parallel_size
     if size > 1:

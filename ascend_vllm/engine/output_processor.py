@@ -1,12 +1,12 @@
-"""From what the engine core sends to what callers get.
+"""Turns the engine core's outputs into the callers' `RequestOutput`s.
 
-One `OutputProcessor` holds the state of all requests of an engine. Each step's outputs pass through `process`, which
-either puts `RequestOutput`s into the requests' own queues (async engine) or returns them (sync engine).
+One `OutputProcessor` holds the state of all requests of an engine. `process` handles each step's outputs, and either
+puts `RequestOutput`s into the requests' queues (async engine) or returns them (sync engine).
 
-In the async engine two threads meet here: the output thread calls `process`, the event loop everything else. One lock
-guards the requests and all that hangs on them. `process` takes it anew for every core request of a step, so that the
-event loop, which adds and aborts requests, waits for one request's text at most and never for a whole step's. Handing
-additions and aborts over to the output thread instead would make them wait for the step.
+In the async engine the output thread calls `process`, and the event loop everything else. One lock guards all
+requests and their states. `process` acquires it anew for every core request of a step, so that the event loop, which
+adds and aborts requests, waits for one request's detokenisation at most, not for a whole step's, as it would if the
+output thread made additions and aborts, too.
 """
 
 from __future__ import annotations
@@ -46,28 +46,27 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-# Outputs that wait for a consumer who gets each token of a step by itself; he is slow if there are more.
+# Unread outputs before they are merged, of a stream that gets each token of a multi-token step separately.
 _MAX_TOKEN_OUTPUTS = 256
 
-# Log-probabilities of generated tokens that are kept until their requests end, of all requests that do not stream.
-# Each takes about 200 bytes.
+# Limit of log-probabilities of generated tokens kept for all requests that do not stream; each takes about 200 bytes.
 MAX_KEPT_LOGPROBS = 1 << 23
 
-# names in EngineCoreOutput.error_class → what the consumer of the request gets; RequestError for any other
+# EngineCoreOutput.error_class → class of the error that the consumer gets; RequestError for any other name
 _ERRORS: dict[str, type[RequestError] | type[EngineDeadError]] = {
     error.__name__: error for error in (RequestError, ModelNotFoundError, EngineBusyError, EngineDeadError)
 }
 
 
-# what a core request stands for
+# the state of one core request
 AnySequence: TypeAlias = SequenceState | BeamSearchState | PoolingState
 
 
 class FairLock:
-    """A lock that whoever waits for it gets when it is released next.
+    """A lock that a waiting thread gets before the one that releases it can acquire it again.
 
-    A thread that releases a `threading.Lock` and takes it again at once nearly always wins against those that wait,
-    which have to wake up first. Here who waits holds the gate to the lock, so that nobody gets past.
+    A thread that releases a `threading.Lock` and acquires it at once nearly always wins against the waiting threads,
+    which have to wake up first. Here a waiting thread holds a second lock, the turnstile, that others need first.
 
     Example::
 
@@ -76,11 +75,11 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()
+        self._turnstile = threading.Lock()
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
-        with self._gate:
+        with self._turnstile:
             self._lock.acquire()
 
     def __exit__(
@@ -91,12 +90,12 @@ class FairLock:
 
 @dataclasses.dataclass
 class ProcessedOutputs:
-    """What a step came to.
+    """Results of a step.
 
     Attributes:
         request_outputs: of requests without a queue.
-        stopped_ids: core requests that a stop string ended; the core must be told.
-        queues: those that were put something, once for each time.
+        stopped_ids: core requests that a stop string ended; to be aborted in the core.
+        queues: one entry per item that was put into a queue.
     """
 
     request_outputs: list[RequestOutput] = dataclasses.field(default_factory=list)
@@ -104,7 +103,7 @@ class ProcessedOutputs:
     queues: list[OutputQueue[Any]] = dataclasses.field(default_factory=list)
 
     def publish(self) -> None:
-        """Lets the requests' consumers have what was put into their queues; belongs to the event loop."""
+        """Publishes the items put into the queues; called on the event loop."""
         for queue in self.queues:
             queue.publish()
 
@@ -151,7 +150,7 @@ class _RequestState:
                 SequenceState(index, params, prompt_token_ids, tokenizer, is_scored)
                 for index in range(len(request.core_requests))
             ]
-        # those of several that got something in the step that is processed, and will be told of at its end
+        # of several sequences, those updated in the current step; their output is made at its end
         self.changed: list[AnySequence] = []
         self.core_ids = [core_request.request_id for core_request in request.core_requests]
         self.num_unfinished = len(self.sequences)
@@ -160,20 +159,20 @@ class _RequestState:
         self.num_cached_tokens = 0
         # of generated tokens, until its last output
         self.num_kept_logprobs = 0
-        # of those of its sequences that were preempted
+        # by core request id
         self.num_preemptions: dict[str, int] = {}
         # until they are emitted
         self.prompt_logprobs: PromptLogprobsState | None = None
         if params.prompt_logprobs is not None:
             texts = tokenizer if params.detokenize else None
             self.prompt_logprobs = PromptLogprobsState(prompt_token_ids, params.prompt_logprobs, texts)
-        # sequences have tokens that no output has told of, since the prompt's log-probabilities come first
+        # sequences have unemitted tokens, since the prompt's log-probabilities must be emitted first
         self.holds_back = False
 
     def make_output(self, changed: Sequence[AnySequence]) -> RequestOutput | None:
-        """The output due after a change of some sequences, if one is."""
+        """The output that is due after an update of some sequences; None: none is."""
         finished = self.num_unfinished == 0
-        # the first sequence brings them; others may be ahead of it if it was preempted
+        # they come with the first sequence, which others may overtake if it is preempted
         of_prompt = self.prompt_logprobs
         is_awaited = of_prompt is not None and of_prompt.is_awaited
         if is_awaited and not finished and self.sequences[0].finish_reason is None:
@@ -211,18 +210,18 @@ class _RequestState:
         )
 
     def _is_due(self, sequence: AnySequence) -> bool:
-        """Whether a sequence has as many untold tokens as a stream gathers, its first one, or its end to tell."""
+        """Whether to emit now: the first token, the end, or `interval` tokens since the last output."""
         if not isinstance(sequence, SequenceState) or sequence.finish_reason is not None:
             return True
-        return sequence.num_told == 0 or sequence.num_tokens - sequence.num_told >= self.interval
+        return sequence.num_emitted == 0 or sequence.num_tokens - sequence.num_emitted >= self.interval
 
     def _pooled(self) -> npt.NDArray[np.float32] | None:
-        """What the pooler made of the prompt, if that is what was asked for."""
+        """The pooler's result, of a pooling request."""
         (first, *_) = self.sequences
         return first.data if isinstance(first, PoolingState) else None
 
     def _choose(self, outputs: list[CompletionOutput], finished: bool) -> list[CompletionOutput]:
-        """Best first, at the end; of best_of sequences the best ones at any time, numbered by their rank."""
+        """Sorts finished outputs best first; of best_of sequences it returns the best n, numbered by rank."""
         are_chosen = len(outputs) > self.num_returned
         if finished or are_chosen:
             # a stable sort, so that equal ones, and all without log-probabilities, keep the order of creation
@@ -235,15 +234,13 @@ class _RequestState:
 
 
 class OutputProcessor:
-    """Holds the requests of an engine and turns core outputs into theirs.
+    """Holds the requests of an engine and makes their outputs from the core's.
 
     Args:
         tokenizer: None under --skip-tokenizer-init.
-        stream_each_token: tokens that come several in a step are told one by one; otherwise together. Requests that
-            want the final output only get just that.
-        stream_interval: so many tokens of a sequence are told together, after its first one; a request may ask for
-            more.
-        tracer: is told of requests that end; None: nobody is.
+        stream_each_token: emit the tokens of a multi-token step one by one, except with FINAL_ONLY.
+        stream_interval: tokens per output of a sequence, after its first one; a request may set a larger value.
+        tracer: records requests that end; None: no traces.
     """
 
     def __init__(
@@ -263,12 +260,12 @@ class OutputProcessor:
         self._lock = FairLock()
         # of all requests
         self._num_kept_logprobs = 0
-        # of a step that failed, those that were put something
+        # with items of a step whose processing failed
         self._unpublished: list[OutputQueue[Any]] = []
 
     @classmethod
     def from_config(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> OutputProcessor:
-        """The one that fits how the core makes its steps, and what is to be traced."""
+        """Makes one with the flags of multi-step streaming, stream interval and tracing."""
         scheduler = config.scheduler
         stream_each_token = scheduler.num_scheduler_steps > 1 and scheduler.multi_step_stream_outputs
         tracer = RequestTracer.from_config(config.observability)
@@ -281,13 +278,13 @@ class OutputProcessor:
 
     @property
     def num_sequences(self) -> int:
-        """Their sequences that have not ended."""
+        """Sequences that have not ended."""
         return len(self._sequences)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of requests without a token of an answer yet; counted anew, for those who limit them."""
-        # a copy, for the output thread may end requests meanwhile
+        """Prompt tokens of requests without an output token yet; summed at each call."""
+        # a copy, since the output thread may end requests meanwhile
         states = list(self._requests.values())
         waiting = (state for state in states if state.metrics.first_token_time is None)
         return sum(len(state.request.prompt_token_ids) for state in waiting)
@@ -307,11 +304,11 @@ class OutputProcessor:
     def make_queue(
         self, kind: RequestOutputKind, shape: Callable[[RequestOutput], T] | None = None
     ) -> OutputQueue[T]:
-        """A queue for a request's outputs, which get a shape on their way if one is given."""
+        """A queue for a request's outputs; with `shape` the consumer gets `shape(output)`."""
         return OutputQueue(kind, _MAX_TOKEN_OUTPUTS if self._stream_each_token else 1, shape)
 
     def add(self, request: ProcessedRequest, queue: OutputQueue[Any] | None = None) -> None:
-        """Opens the state of a request.
+        """Registers a request.
 
         Args:
             request: checked, and about to be sent to the core.
@@ -330,24 +327,24 @@ class OutputProcessor:
                 self._sequences[core_id] = (state, sequence)
 
     def process(self, outputs: EngineCoreOutputs, stats: StepStats, now: float | None = None) -> ProcessedOutputs:
-        """Takes the outputs of a step.
+        """Processes the outputs of a step.
 
         Args:
             outputs: from the core; those of unknown (aborted) requests are dropped.
-            stats: filled.
+            stats: filled in.
             now: seconds of time.monotonic(); None: now.
         """
         step = _Step(stats, time.monotonic() if now is None else now)
         try:
             self._process(outputs.outputs, step)
         except BaseException:
-            # what is there of requests that have ended is still theirs
+            # published by `fail_all`: requests that ended in this step still get their outputs
             self._unpublished += step.processed.queues
             raise
         return step.processed
 
     def _process(self, outputs: Sequence[EngineCoreOutput], step: _Step) -> None:
-        # several tokens to be told one by one
+        # outputs of several tokens that are to be emitted one by one
         several: list[EngineCoreOutput] = []
         for output in outputs:
             if output.prompt_logprobs is not None:
@@ -367,7 +364,7 @@ class OutputProcessor:
                 self._fail_largest(step)
 
     def _take_prompt_logprobs(self, core_id: str, entries: Sequence[TokenLogprobs], *, is_last: bool) -> None:
-        """Shapes those of a part of a prompt, without the lock: nobody else touches them."""
+        """Stores those of a part of a prompt, without the lock: only the output thread accesses them."""
         with self._lock:
             state, _ = self._sequences.get(core_id, (None, None))
         if state is not None and state.prompt_logprobs is not None:
@@ -376,7 +373,7 @@ class OutputProcessor:
     def _take_output(
         self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step
     ) -> bool:
-        """Takes what a sequence got in a step, unless these are tokens that are to be told one by one: then True."""
+        """Updates a sequence; True: not done, since the caller is to emit its several tokens one by one."""
         if output.finish_reason is FinishReason.ERROR and state.queue is not None:
             self._fail(state, output, step)
             return False
@@ -391,7 +388,7 @@ class OutputProcessor:
         return False
 
     def _take(self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
-        """Adds to a sequence what it got, and ends it if it has ended."""
+        """Updates a sequence, finishes it if it has ended, and delivers or schedules its output."""
         if output.new_logprobs and state.queue is not None and state.kind is not RequestOutputKind.DELTA:
             num_kept = len(output.new_logprobs) * len(output.new_logprobs[0].token_ids)
             state.num_kept_logprobs += num_kept
@@ -411,10 +408,10 @@ class OutputProcessor:
             state.changed.append(sequence)
 
     def _deliver_changed(self, step: _Step) -> None:
-        """Sends requests of several sequences one output each, whatever the number of those that got something."""
+        """Delivers one output for each request of several sequences that changed in this step."""
         for state in step.changed:
             with self._lock:
-                # none: the request has failed, or was aborted, which told of them
+                # empty: the request has failed, or was aborted, which delivered them
                 if state.changed:
                     _deliver(state, state.changed, step.processed)
                     state.changed = []
@@ -433,14 +430,14 @@ class OutputProcessor:
                     if found is not None and position < len(output.new_token_ids):
                         self._take(*found, output.one_token(position), step)
             self._deliver_changed(step)
-        # the core knows of those that it ended itself, if later than the stop string did
+        # sequences that the core itself ended, at a later token than the stop string, need no abort
         stopped_ids[num_stopped:] = [id_ for id_ in stopped_ids[num_stopped:] if id_ not in ends]
 
     def abort(self, request_id: str, stats: StepStats) -> list[str]:
         """Ends a request early; its consumer gets an output with finish_reason "abort".
 
         Returns:
-            Ids of core requests that the core must be told of; [] if the request has ended already.
+            Ids of core requests to abort in the core; [] if the request has ended already.
         """
         with self._lock:
             state = self._requests.get(request_id)
@@ -453,12 +450,12 @@ class OutputProcessor:
             for sequence in running.values():
                 sequence.end(FinishReason.ABORT)
                 self._finish_sequence(state, sequence, step)
-            # also those of which the step that is processed would have told
+            # with those whose output the current step has not delivered yet
             changed = [sequence for sequence in state.changed if sequence not in running.values()]
             state.changed = []
             _deliver(state, [*changed, *running.values()], step.processed)
         if state.queue is not None:
-            # what was put before comes first
+            # after the items that were put before
             state.queue.publish_all()
         return list(running)
 
@@ -478,7 +475,7 @@ class OutputProcessor:
         self._unpublished.clear()
 
     def shutdown(self) -> None:
-        """Sends traces that were not sent yet, and makes no more. May be called again."""
+        """Sends buffered traces and stops tracing. May be called again."""
         with self._lock:
             tracer, self._tracer = self._tracer, None
         if tracer is not None:
@@ -500,7 +497,7 @@ class OutputProcessor:
         )
 
     def _fail(self, state: _RequestState, output: EngineCoreOutput, step: _Step) -> None:
-        """Ends a request, and all its sequences, with the core's words."""
+        """Ends a request, and all its sequences, with the core's error."""
         state.changed = []
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
             if self._sequences.pop(core_id, None) is None:
@@ -511,7 +508,7 @@ class OutputProcessor:
                 step.processed.stopped_ids.append(core_id)
         if state.queue is not None:
             error = _ERRORS.get(output.error_class or "", RequestError)
-            # the one thing for which the core calls itself busy is that a request waited for too long
+            # the core sends EngineBusyError only for requests that waited for too long
             step.stats.num_queue_timeouts += error is EngineBusyError
             text = output.error or "the engine could not run the request"
             state.queue.put_error(error(text, output.error_param) if issubclass(error, RequestError) else error(text))
@@ -522,7 +519,7 @@ class OutputProcessor:
         summaries = sequence.summaries()
         step.stats.finished_sequences += summaries
         if isinstance(sequence, BeamSearchState):
-            # not until now is it known which of the tokens are returned
+            # only now is it known which tokens are returned
             step.stats.num_generation_tokens += sum(summary.num_generation_tokens for summary in summaries)
         if state.num_unfinished == 0:
             state.metrics.finished_time = step.now
@@ -541,10 +538,10 @@ class _Step:
     """A step while it is processed.
 
     Attributes:
-        stats: filled.
+        stats: filled in.
         now: seconds of time.monotonic().
-        processed: what it came to so far.
-        changed: requests of several sequences, some of which got something.
+        processed: results so far.
+        changed: requests of several sequences of which some were updated.
     """
 
     stats: StepStats
@@ -554,7 +551,7 @@ class _Step:
 
 
 def _deliver(state: _RequestState, changed: Sequence[AnySequence], processed: ProcessedOutputs) -> None:
-    """Sends the output that is due, if one is, to the request's queue or to the caller of `process`."""
+    """Puts the output that is due, if any, into the request's queue or `processed.request_outputs`."""
     output = state.make_output(changed)
     if output is None:
         return
@@ -566,7 +563,7 @@ def _deliver(state: _RequestState, changed: Sequence[AnySequence], processed: Pr
 
 
 def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
-    """Times and counts of a sequence's new tokens, or of a step of a beam search."""
+    """Updates times and counts for a sequence's new tokens, or for a step of a beam search."""
     metrics, stats, now = state.metrics, step.stats, step.now
     if output.first_scheduled_time is not None:
         if metrics.first_scheduled_time is None:
@@ -587,9 +584,9 @@ def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCo
         stats.num_prompt_tokens += len(state.request.prompt_token_ids)
         stats.first_token_s.append(now - metrics.arrival_time)
     if sequence.last_token_time is not None:
-        num_tokens = num_tokens or 1  # a beam search goes on by one
+        num_tokens = num_tokens or 1  # a beam search advances by one
         stats.inter_token_s.append(((now - sequence.last_token_time) / num_tokens, num_tokens))
-    elif num_tokens > 1:  # several tokens in the first step: they came at once
+    elif num_tokens > 1:  # several tokens in the first step: no time between them
         stats.inter_token_s.append((0.0, num_tokens - 1))
     sequence.last_token_time = metrics.last_token_time = now
 
@@ -599,7 +596,7 @@ def _summarize(state: _RequestState, now: float) -> FinishedRequest:
     scheduled, first, last = metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time
     num_tokens = max(sequence.num_tokens for sequence in state.sequences)
     if first == last and num_tokens > 1:
-        first = None  # all came at once, as at the end of a beam search: when the first was there is not known
+        first = None  # all came at once, as at the end of a beam search: the time of the first one is unknown
     decode_s = None if first is None or last is None else last - first
     return FinishedRequest(
         num_prompt_tokens=len(state.request.prompt_token_ids),

@@ -1,4 +1,4 @@
-"""Outputs of one request on their way from the output thread to their consumer on the event loop."""
+"""The queue of a request's outputs, from the output thread to the consumer on the event loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True)
 class _Shaped(Generic[T]):
-    """An output that has its shape already; it cannot be merged with another any more.
+    """An output that is shaped already, and can no longer be merged with another one.
 
     Attributes:
-        data: what the shape made of it; None if it failed.
-        finished: it was the request's last one.
-        error: what the shape raised.
+        data: result of the shape function; None if it failed.
+        finished: it is the request's last output.
+        error: raised by the shape function.
     """
 
     data: T | None
@@ -30,27 +30,25 @@ class _Shaped(Generic[T]):
 
 
 class OutputQueue(Generic[T]):
-    """Outputs of one request on their way to its one consumer.
+    """Outputs of one request for its single consumer.
 
-    Outputs that arrive while the consumer is busy are merged, so that a slow consumer costs neither memory nor
-    tokens: it gets fewer, larger pieces.
+    Outputs that a slow consumer has not read are merged: it gets fewer and larger ones, and memory stays bounded.
 
-    Whoever processes the outputs `put`s them, in the order in which they are made; for the consumer they are there
-    once the event loop `publish`es them, so that it learns of an end no sooner than the metrics and the engine core
-    do. `put` belongs to one thread at a time (the output processor's lock sees to it), everything else to the event
-    loop. Both ends of the deque between them are safe without a lock.
+    The output processor `put`s outputs in order; the consumer sees them once the event loop `publish`es them, so that
+    metrics and engine core are updated before the consumer sees the end. `put` is called by one thread at a time
+    (under the output processor's lock), everything else on the event loop. The deque between them needs no lock.
 
-    A `shape` is called where outputs are put, so that its work stays off the event loop. It is called for each
-    output in turn, and an output that has its shape cannot be merged: only as long as the consumer keeps up do
-    outputs get it at once. Those of a slow consumer wait without it, are merged, and get it when he comes for them.
+    `shape` is called in `put`, off the event loop, on each output in turn. Since a shaped output cannot be merged,
+    this is done only while the consumer keeps up. Outputs for a slow consumer are queued unshaped, merged, and shaped
+    in `get`.
 
     Args:
-        kind: how outputs merge: DELTA pieces are joined, otherwise the latest one stays.
-        max_outputs: as many wait apart; only those beyond are merged.
-        shape: what the consumer gets of each output; None: the output itself.
+        kind: how outputs merge: DELTA outputs are concatenated, otherwise the latest one replaces the others.
+        max_outputs: unread outputs beyond which they are merged.
+        shape: makes the consumer's item from an output; None: the output itself.
 
     Attributes:
-        has_ended: the consumer got the last output, or the engine's error.
+        has_ended: the consumer got the last output, or an error that ends the stream.
     """
 
     def __init__(
@@ -60,15 +58,14 @@ class OutputQueue(Generic[T]):
         self._kind = kind
         self._max_outputs = max_outputs
         self._shape = shape
-        # made, not yet there for the consumer
+        # put, but not yet published
         self._pending: collections.deque[RequestOutput | _Shaped[T] | Exception] = collections.deque()
         self._published: collections.deque[RequestOutput | _Shaped[T] | Exception] = collections.deque()
-        # Outputs that were put without their shape, counted by `put`, and those of them that have got it since,
-        # counted by the event loop. While they differ no later output may get its shape, for shapes depend on those
-        # before.
+        # Outputs that were put unshaped, counted by `put`, and those of them that `get` has shaped since. While the
+        # counts differ `put` must not shape later outputs, since `shape` is stateful and needs them in order.
         self._num_unshaped = 0
         self._num_shaped_late = 0
-        # of the former, those that are in `_published`, merged or not
+        # unshaped outputs in `_published`, before merging
         self._num_to_shape = 0
         self._has_failed = False
         self._waiter: asyncio.Future[None] | None = None
@@ -76,7 +73,7 @@ class OutputQueue(Generic[T]):
     def put(self, output: RequestOutput) -> None:
         """Adds an output, to be published."""
         if self._has_failed:
-            return  # its consumer gets the error of the one before
+            return  # the error of an earlier output ends the stream
         if self._shape is None:
             self._pending.append(output)
             return
@@ -92,11 +89,11 @@ class OutputQueue(Generic[T]):
             self._pending.append(_Shaped(None, output.finished, error))
 
     def put_error(self, error: Exception) -> None:
-        """Ends the stream, once it is published; `get` raises the error after what is still there."""
+        """Ends the stream with an error, which `get` raises after the outputs before it."""
         self._pending.append(error)
 
     def publish(self) -> None:
-        """Lets the consumer have the next of what was put; nothing happens if it has all of that."""
+        """Makes the next item that was put available to the consumer; does nothing if there is none."""
         if not self._pending:
             return
         item = self._pending.popleft()
@@ -109,17 +106,16 @@ class OutputQueue(Generic[T]):
             self._waiter.set_result(None)
 
     def publish_all(self) -> None:
-        """Lets the consumer have all that was put."""
+        """Publishes all items that were put."""
         while self._pending:
             self.publish()
 
     async def get(self) -> T:
-        """The next output, in its shape.
+        """The next output, shaped.
 
         Raises:
             RequestError: the engine refused the request.
-            EngineDeadError: the engine died.
-            Exception: what the shape raised.
+            Exception: raised by `shape`, or the error that ended the stream.
         """
         while not self._published:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -140,7 +136,7 @@ class OutputQueue(Generic[T]):
         return cast("T", item.data)
 
     def _add(self, output: RequestOutput) -> None:
-        """Lets an output wait, or joins it with the last one that does if enough of them wait."""
+        """Appends an output, or merges it into the last one if max_outputs are unread."""
         last = self._published[-1] if self._published else None
         if len(self._published) < self._max_outputs or not isinstance(last, RequestOutput):
             self._published.append(output)
@@ -150,7 +146,7 @@ class OutputQueue(Generic[T]):
             self._published[-1] = output
 
     def _shape_late(self, output: RequestOutput) -> T:
-        """What the consumer gets of an output that was put without its shape."""
+        """Shapes an output that was put unshaped."""
         if self._shape is None:
             return cast("T", output)
         data = self._shape(output)
@@ -161,7 +157,7 @@ class OutputQueue(Generic[T]):
 
 
 def _merge_deltas(older: RequestOutput, newer: RequestOutput) -> None:
-    """Joins two pieces of a request; `older` becomes both."""
+    """Appends the delta `newer` to `older`."""
     by_index: dict[int, CompletionOutput] = {output.index: output for output in older.outputs}
     for output in newer.outputs:
         known = by_index.get(output.index)

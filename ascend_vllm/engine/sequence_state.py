@@ -16,20 +16,20 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class SequenceState:
-    """Grows by what the engine core sends; is asked for a `CompletionOutput` whenever one is due.
+    """Text, stop strings and log-probabilities of one sequence; makes its `CompletionOutput`s.
 
     Args:
         index: of the sequence in its request.
         params: the request's sampling parameters.
         prompt_token_ids: the prompt.
         tokenizer: None: no text.
-        is_scored: its cumulative log-probability is told even if the request shows no log-probabilities; the core
-            must send those of the sampled tokens.
+        is_scored: emit the cumulative log-probability even if the request has no logprobs; the core must send those
+            of the sampled tokens.
 
     Attributes:
         index: of the sequence in its request.
         token_ids: all tokens, the stop token included.
-        text: all text, without what stopped it.
+        text: all text, without the stop string or token unless include_stop_str_in_output is set.
         finish_reason: None while it runs.
         last_token_time: seconds of time.monotonic(); None before the first token.
     """
@@ -81,8 +81,8 @@ class SequenceState:
         self._stops = make_stop_search(stops) if stops else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        # While it runs, text that may turn out to be the beginning of a stop string is kept back; if the stop
-        # string is part of the text, it may be sent at once.
+        # While it runs, the last characters are held back, as they may be the beginning of a stop string; with
+        # include_stop_str_in_output nothing is.
         self._held_back = 0 if self._include_stop else max(map(len, stops), default=1) - 1
         self._num_logprobs = params.logprobs
         self._logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
@@ -102,52 +102,52 @@ class SequenceState:
         return len(self.token_ids)
 
     @property
-    def num_told(self) -> int:
-        """Tokens that outputs have told of."""
+    def num_emitted(self) -> int:
+        """Tokens that outputs have contained."""
         return self._num_sent_tokens
 
     def summaries(self) -> list[FinishedSequence]:
-        """What the metrics count of it at its end."""
+        """Its entry in the metrics, at its end."""
         return [FinishedSequence(str(self.finish_reason), len(self.token_ids))]
 
     def update(self, output: EngineCoreOutput) -> bool:
-        """Takes the tokens of a step.
+        """Appends the tokens of a step.
 
         Returns:
-            Whether a stop string ended the sequence, of which the core does not know.
+            Whether a stop string ended the sequence, so that the core must abort it.
         """
         token_ids, reason = output.new_token_ids, output.finish_reason
         # STOP means that the last token ended the sequence: its text is not part of the text.
         num_with_text = len(token_ids) - (reason is FinishReason.STOP and not self._include_stop)
         if self._stops is not None or self._is_scored:
             for position, token_id in enumerate(token_ids):
-                piece = self._detokenizer.push((token_id,)) if position < num_with_text else ""
-                self.text += piece
+                new_text = self._detokenizer.push((token_id,)) if position < num_with_text else ""
+                self.text += new_text
                 self.token_ids.append(token_id)
                 if output.new_logprobs is not None:
-                    self._append_logprobs(output.new_logprobs[position], piece)
+                    self._append_logprobs(output.new_logprobs[position], new_text)
                 is_stop_token = reason is FinishReason.STOP and position == len(token_ids) - 1
-                if piece and not is_stop_token and self._find_stop(len(piece)):
+                if new_text and not is_stop_token and self._find_stop(len(new_text)):
                     return True
         else:
             self.token_ids += token_ids
             if num_with_text:
                 self.text += self._detokenizer.push(token_ids[:num_with_text])
         if reason is not None:
-            piece = self._detokenizer.finish()
-            self.text += piece
-            if piece and reason is not FinishReason.STOP and self._find_stop(len(piece)):
+            new_text = self._detokenizer.finish()
+            self.text += new_text
+            if new_text and reason is not FinishReason.STOP and self._find_stop(len(new_text)):
                 return True
             self.finish_reason, self.stop_reason = reason, output.stop_reason
         return False
 
     def end(self, reason: FinishReason) -> None:
-        """Ends it from outside; what was held back becomes text."""
+        """Ends it early, for an abort or error; held-back bytes become text."""
         self.text += self._detokenizer.finish()
         self.finish_reason = reason
 
     def make_outputs(self, kind: RequestOutputKind) -> list[CompletionOutput]:
-        """What a caller gets now, one entry: the new part for DELTA, otherwise everything."""
+        """One output: the new part for DELTA, otherwise everything so far."""
         text, token_ids, logprobs = self.text, self.token_ids, self._logprobs
         end = len(text)
         if self.finish_reason is None:
@@ -155,7 +155,7 @@ class SequenceState:
         if kind is RequestOutputKind.DELTA:
             text = text[self._num_sent_chars : end]
             token_ids = token_ids[self._num_sent_tokens :]
-            # what is told is not told again
+            # emitted once only
             self._logprobs = None if logprobs is None else []
         else:
             text = text[:end]
@@ -191,7 +191,7 @@ class SequenceState:
         self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         return True
 
-    def _append_logprobs(self, entry: TokenLogprobs, piece: str) -> None:
+    def _append_logprobs(self, entry: TokenLogprobs, new_text: str) -> None:
         """Shapes one position: the sampled token, then the most likely ones.
 
         A token that is part of a character is shown as the text it completed, or "", so that the tokens' texts
@@ -199,11 +199,11 @@ class SequenceState:
         """
         self._cumulative_logprob += entry.logprobs[0]
         if self._logprobs is not None and self._num_logprobs is not None:
-            self._logprobs.append(_shape_position(entry, self._num_logprobs, self._tokenizer, piece))
+            self._logprobs.append(_shape_position(entry, self._num_logprobs, self._tokenizer, new_text))
 
 
 class PromptLogprobsState:
-    """Log-probabilities of a prompt as callers get them, which come part by part.
+    """Log-probabilities of a prompt as callers get them; the core sends them chunk by chunk.
 
     Args:
         prompt_token_ids: the prompt.
@@ -211,8 +211,8 @@ class PromptLogprobsState:
         tokenizer: None: no texts.
 
     Attributes:
-        positions: one entry per token so far; None for the first, which nothing comes before.
-        is_awaited: more are to come.
+        positions: one entry per token so far; None for the first, which has no context.
+        is_awaited: the last chunk has not come yet.
     """
 
     __slots__ = ("_detokenizer", "_num_logprobs", "_token_ids", "_tokenizer", "is_awaited", "positions")
@@ -233,13 +233,13 @@ class PromptLogprobsState:
         first = len(self.positions)
         token_ids = self._token_ids[first : first + len(entries)]
         for token_id, entry in zip(token_ids, entries, strict=True):
-            piece = self._detokenizer.push((token_id,))
-            self.positions.append(_shape_position(entry, self._num_logprobs, self._tokenizer, piece))
+            new_text = self._detokenizer.push((token_id,))
+            self.positions.append(_shape_position(entry, self._num_logprobs, self._tokenizer, new_text))
         self.is_awaited = not is_last
 
 
 def _shape_position(
-    entry: TokenLogprobs, num_logprobs: int, tokenizer: Tokenizer | None, piece: str
+    entry: TokenLogprobs, num_logprobs: int, tokenizer: Tokenizer | None, new_text: str
 ) -> PositionLogprobs:
     """One position: its own token, then the most likely ones.
 
@@ -247,7 +247,7 @@ def _shape_position(
         entry: as the core sends it.
         num_logprobs: most likely tokens to show.
         tokenizer: None: no texts.
-        piece: what the token added to the text, shown if it is part of a character.
+        new_text: what the token added to the text; its text if the token alone is not valid UTF-8.
     """
 
     def text_of(token_id: int) -> str | None:
@@ -256,7 +256,7 @@ def _shape_position(
     own = entry.token_ids[0]
     text = text_of(own)
     if text is not None and _REPLACEMENT in text:
-        text = piece
+        text = new_text
     position = {own: Logprob(entry.logprobs[0], entry.rank, text)}
     for rank in range(1, min(num_logprobs + 1, len(entry.token_ids))):
         token_id = entry.token_ids[rank]
@@ -268,8 +268,7 @@ def _shape_position(
 class BeamSearchState:
     """Holds the best sequences that the engine core sent last; the counterpart of a `SequenceState`.
 
-    A beam search is one request of the engine core, which sends whole sequences: another beam may lead after every
-    step, so that there is nothing to append to.
+    The engine core sends whole sequences for a beam search, not deltas, since another beam may lead after every step.
 
     Args:
         params: the request's sampling parameters.
@@ -297,7 +296,7 @@ class BeamSearchState:
         self._params = params
         self._prompt_token_ids = prompt_token_ids
         self._tokenizer = tokenizer
-        # best first; their log-probabilities are told, but not the single tokens'
+        # best first; with cumulative log-probabilities, without those of single tokens
         self._beams: list[SequenceState] = []
         self._cumulative_logprobs: list[float | None] = []
 
@@ -312,10 +311,10 @@ class BeamSearchState:
         return sum(len(beam.token_ids) for beam in self._beams)
 
     def update(self, output: EngineCoreOutput) -> bool:
-        """Takes the sequences of a step in the place of those before.
+        """Replaces the sequences by those of a step.
 
         Returns:
-            False: nothing here ends a search of which the core does not know.
+            False: stop strings do not end a beam search.
         """
         if output.beams is not None:
             self._beams = [self._read(rank, beam) for rank, beam in enumerate(output.beams)]
@@ -325,10 +324,7 @@ class BeamSearchState:
         return False
 
     def end(self, reason: FinishReason) -> None:
-        """Ends it; sequences that might have grown end for its reason.
-
-        If it had no sequence yet, as many as were asked for are returned, without a token.
-        """
+        """Ends it, and its unfinished sequences for the same reason; before the first step, n empty ones are made."""
         self.finish_reason = reason
         if not self._beams:
             self._beams = [
@@ -350,11 +346,11 @@ class BeamSearchState:
         return outputs
 
     def summaries(self) -> list[FinishedSequence]:
-        """What the metrics count of it at its end: each sequence that is returned."""
+        """Its entries in the metrics, at its end: one for each returned sequence."""
         return [summary for beam in self._beams for summary in beam.summaries()]
 
     def _read(self, rank: int, beam: BeamSequence) -> SequenceState:
-        """A sequence's text, by the rules that hold for any sequence."""
+        """The state of one beam, made like that of any sequence."""
         state = SequenceState(rank, self._params, self._prompt_token_ids, self._tokenizer)
         state.update(
             EngineCoreOutput("", beam.token_ids, finish_reason=beam.finish_reason, stop_reason=beam.stop_reason)

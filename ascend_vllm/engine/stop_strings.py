@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-# So many are looked for one by one with str.find, which is faster than any search in Python.
+# up to this many are searched one by one with str.find, which is faster than an automaton in Python
 _FEW = 4
-# building the search takes time that others should not wait for, from so many characters on
+# from this many characters on, the automaton is built off the event loop
 _LONG = 1024
 
 # above every code point
@@ -19,10 +19,10 @@ _NONE = -1
 
 
 class StopSearch(Protocol):
-    """Looks for a request's stop strings in the text of one sequence, as it grows."""
+    """Searches the growing text of one sequence for a request's stop strings."""
 
     def push(self, text: str, num_new: int) -> None:
-        """Takes note of new characters in which nothing is looked for.
+        """Skips new characters, in which no stop string may end.
 
         Args:
             text: all of it.
@@ -30,9 +30,9 @@ class StopSearch(Protocol):
         """
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """The first of the strings, in their order, that ends in the new characters, and where it begins.
+        """The first stop string, in the request's order, that ends in the new characters, and where it begins.
 
-        Of several places of this string it is the first. Arguments as of `push`.
+        If it occurs several times, the first occurrence. Arguments as in `push`.
         """
 
 
@@ -43,7 +43,7 @@ class _OneByOne:
         self._stops = stops
 
     def push(self, text: str, num_new: int) -> None:
-        """Nothing is remembered."""
+        """Does nothing: `find` needs no state."""
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
         """See `StopSearch.find`."""
@@ -57,12 +57,11 @@ class _OneByOne:
 class StopAutomaton:
     """Many strings as one automaton (Aho and Corasick, "Efficient string matching", 1975).
 
-    Its states are the strings' beginnings. They are numbered as they come up, so that most of them continue with the
-    next number; only where strings part is there a table. Whoever searches holds a state: the longest beginning that
-    the text ends with.
+    Its states are the strings' prefixes, numbered so that most continue with the next number; a table holds only the
+    branches. A search's state is the longest prefix that the text ends with.
 
     Args:
-        stops: none of them empty. About a dozen bytes are kept for each character.
+        stops: none of them empty; each character takes about a dozen bytes.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -75,23 +74,23 @@ class StopAutomaton:
         self._best = array("i", [len(stops)])
         for number, stop in enumerate(stops):
             self._add(stop, number)
-        # [states] the longest other beginning that this one ends with
+        # [states] the longest shorter prefix that this one ends with
         self._fallback = self._make_fallbacks()
 
-    def search(self, state: int, piece: str) -> tuple[int, tuple[str, int] | None]:
-        """Goes on with a piece of text.
+    def search(self, state: int, text: str) -> tuple[int, tuple[str, int] | None]:
+        """Searches the next part of a text.
 
         Args:
             state: 0 at the beginning of a text.
-            piece: what comes next.
+            text: the next part.
 
         Returns:
-            The new state; the first string, in their order, that ends in the piece, and how many characters of the
-            piece come up to its end; None: none does.
+            The new state; the first string, in their order, that ends in `text`, and the offset of its end in `text`;
+            None: none does.
         """
         next_code, branches, fallback, best = self._next_code, self._branches, self._fallback, self._best
         found, found_end = len(self._stops), 0
-        for end, code in enumerate(map(ord, piece), 1):
+        for end, code in enumerate(map(ord, text), 1):
             while True:
                 if next_code[state] == code:
                     state += 1
@@ -127,7 +126,7 @@ class StopAutomaton:
         self._best[state] = min(self._best[state], number)
 
     def _make_fallbacks(self) -> array[int]:
-        """Shorter beginnings first, since longer ones fall back to them."""
+        """Computes `_fallback`, shorter prefixes first, since longer ones fall back to them."""
         fallback = array("i", bytes(4 * len(self._next_code)))
         branches: dict[int, list[tuple[int, int]]] = {}
         for key, child in self._branches.items():
@@ -174,12 +173,12 @@ class _AllAtOnce:
         return None if found is None else (found[0], begin + found[1] - len(found[0]))
 
 
-# the sequences and prompts of a request, and requests of one client, have the same strings
+# shared, since the sequences and prompts of a request, and requests of one client, have the same strings
 _automata: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = weakref.WeakValueDictionary()
 
 
 def make_stop_search(stops: Sequence[str]) -> StopSearch:
-    """The search of a new sequence, which is best kept as long as others with the same strings may begin.
+    """The search of a new sequence; an automaton is shared as long as one of its searches exists.
 
     Args:
         stops: of the request, none of them empty.
@@ -190,7 +189,7 @@ def make_stop_search(stops: Sequence[str]) -> StopSearch:
 
 
 async def prepare_stop_search(stops: Sequence[str]) -> StopAutomaton | None:
-    """What `make_stop_search` needs, made beside the event loop if it takes time; held as long as it is needed."""
+    """Builds the automaton for `make_stop_search`, in a thread if it is large; the caller keeps it alive."""
     if len(stops) <= _FEW:
         return None
     key = tuple(stops)

@@ -34,7 +34,7 @@ _ANY_LENGTH_IN_PYTHON = 512 * 1024
 _BYTES_PER_TOKEN = 8
 _ANY_NUMBER_OF_IDS = 1024 * 1024
 # characters of the pieces in which the tokens of a text are counted that is most likely too long
-_PIECE = 64 * 1024
+_COUNT_CHARS = 64 * 1024
 
 
 class Tokenizer:
@@ -397,13 +397,13 @@ class Tokenizer:
             RequestError: it has more.
         """
         count = 0
-        for start in range(0, len(text), _PIECE):
-            piece = text[start : start + _PIECE]
-            count += len(self.encode(piece, False) if self._one_thread else self._encode(piece, False))
+        for start in range(0, len(text), _COUNT_CHARS):
+            part = text[start : start + _COUNT_CHARS]
+            count += len(self.encode(part, False) if self._one_thread else self._encode(part, False))
             if count > 2 * max_tokens:
                 raise RequestError(
                     f"This model's maximum context length is {max_tokens} tokens. However, your prompt contains "
-                    f"{len(text)} characters, and the first {start + len(piece)} of them are more than {max_tokens} "
+                    f"{len(text)} characters, and the first {start + len(part)} of them are more than {max_tokens} "
                     "input tokens. Please reduce the length of the input prompt.",
                     "prompt",
                 )

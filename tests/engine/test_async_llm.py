@@ -320,11 +320,11 @@ async def test_a_core_that_works_does_not_time_out(monkeypatch: pytest.MonkeyPat
         for turn in range(4):
             many = (final(engine, f"{turn}-{i}", params(60 if i else 240)) for i in range(40))
             assert all(output.finished for output in await asyncio.gather(*many))
-            assert engine._client._cores[0].watch._timer is None
+            assert engine._client._cores[0].watchdog._timer is None
         async with contextlib.aclosing(engine.generate("Hello!", params(LONG), "gone")) as gone:
             await anext(gone)
-            assert engine._client._cores[0].watch._timer is not None
-        assert engine._client._cores[0].watch._timer is None
+            assert engine._client._cores[0].watchdog._timer is not None
+        assert engine._client._cores[0].watchdog._timer is None
         await asyncio.sleep(1.2)  # longer than the limit
         assert engine.is_running
         assert (await final(engine, "last", params())).finished

@@ -204,12 +204,12 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.sleep(0)
         client.add_requests([EngineCoreRequest("s", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0)])
         client.abort_requests(["s"])
-        assert client._cores[0].watch._timer is not None
+        assert client._cores[0].watchdog._timer is not None
         # from now on the core may take its time
-        client._cores[0].watch._tick_s = 60.0
+        client._cores[0].watchdog._tick_s = 60.0
         os.kill(client.pids[0], signal.SIGCONT)
         assert await call is None
-        assert client._cores[0].watch._timer is None
+        assert client._cores[0].watchdog._timer is None
     finally:
         client.shutdown()
 
@@ -226,17 +226,17 @@ async def test_messages_that_wait_are_news() -> None:
     client = CoreClient(make_config(), take, ignore)
     try:
         listen(client)
-        assert not client._cores[0].has_news()
+        assert not client._cores[0].has_activity()
         with played_core(client) as core:
             core.send(msgspec.msgpack.encode(EngineCoreOutputs([])))
             # the event loop does not run: it is the thread that reads
             assert taken.wait(30)
-            assert client._cores[0].has_news() and client._cores[0].has_news()
+            assert client._cores[0].has_activity() and client._cores[0].has_activity()
             goes_on.set()
             async with asyncio.timeout(30):
                 while client._cores[0].receiver.is_busy:
                     await asyncio.sleep(0.001)
-            assert not client._cores[0].has_news()
+            assert not client._cores[0].has_activity()
     finally:
         goes_on.set()
         client.shutdown()

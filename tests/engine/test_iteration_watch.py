@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from ascend_vllm.engine.core_client import IterationWatch
+from ascend_vllm.engine.core_client import IterationWatchdog
 
 TIMEOUT_S = 8.0
 
 
 class Clock:
-    """The one method of an event loop that the watch uses, in time that passes when told to."""
+    """The one method of an event loop that the watchdog uses, on a clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,16 +57,16 @@ class Clock:
 
 
 class Watched:
-    """A watch, and a core that has news when the test says so."""
+    """A watchdog, and a core that sends something when the test sets `has_activity`."""
 
     def __init__(self, clock: Clock, timeout_s: float | None) -> None:
         self.clock = clock
         self.num_timeouts = 0
-        self.has_news = False
-        self.watch = IterationWatch(timeout_s, clock, self._ask, self._on_timeout)  # type: ignore[arg-type]
+        self.has_activity = False
+        self.watch = IterationWatchdog(timeout_s, clock, self._ask, self._on_timeout)  # type: ignore[arg-type]
 
     def _ask(self) -> bool:
-        had, self.has_news = self.has_news, False
+        had, self.has_activity = self.has_activity, False
         return had
 
     def _on_timeout(self) -> None:
@@ -99,7 +99,7 @@ def test_news_begin_the_limit_anew(core: Watched, clock: Clock) -> None:
     core.watch.start()
     for _ in range(20):
         clock.advance(0.8 * TIMEOUT_S)
-        core.has_news = True
+        core.has_activity = True
     assert core.num_timeouts == 0
     clock.advance(1.2 * TIMEOUT_S)
     assert core.num_timeouts == 1

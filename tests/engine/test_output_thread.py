@@ -461,7 +461,7 @@ def test_who_waits_for_the_lock_gets_it_next() -> None:
             thread = threading.Thread(target=wait)
             thread.start()
             deadline = time.monotonic() + 30
-            while not lock._gate.locked():
+            while not lock._turnstile.locked():
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
         with lock:
