@@ -157,13 +157,13 @@ def test_beams_and_their_ends_are_limited_together(num_beams: int, num_stop_ids:
 
 def test_what_is_told_of_prompts_is_limited() -> None:
     """64 choices that each repeat 20 log-probabilities of 30,000 prompt tokens were an answer of 3 GB."""
-    request_limits.check_told_prompts(30_000, 1, 20, are_repeated=True)
-    request_limits.check_told_prompts(30_000, 200, None, are_repeated=True)
-    request_limits.check_told_prompts(30_000, 1024, None, are_repeated=False)
+    request_limits.check_repeated_prompts(30_000, 1, 20, are_repeated=True)
+    request_limits.check_repeated_prompts(30_000, 200, None, are_repeated=True)
+    request_limits.check_repeated_prompts(30_000, 1024, None, are_repeated=False)
     with pytest.raises(RequestError, match="21 log-probabilities of each of 30000 prompt tokens, for 64 choices"):
-        request_limits.check_told_prompts(30_000, 64, 20, are_repeated=False)
+        request_limits.check_repeated_prompts(30_000, 64, 20, are_repeated=False)
     with pytest.raises(RequestError, match="repeat 30720000 tokens"):
-        request_limits.check_told_prompts(30_000, 1024, None, are_repeated=True)
+        request_limits.check_repeated_prompts(30_000, 1024, None, are_repeated=True)
 
 
 async def test_the_prompts_of_a_request_do_not_begin_all_at_once() -> None:

@@ -106,9 +106,9 @@ class _Answer:
         self._id = response_id
         self._model = serving.model_name
         self._parser: ChoiceParser | None = settings.parsers.make(request, prompt.text or "")
-        self._tell_cached = settings.enable_prompt_tokens_details
+        self._shows_cached = settings.enable_prompt_tokens_details
         self._writer = _BlockWriter()
-        self.usage = UsageCounter(1, tell_cached=True)
+        self.usage = UsageCounter(1, shows_cached=True)
 
     def complete(self, generated: CompletionOutput) -> MessageResponse:
         """The whole answer of a final output."""
@@ -146,7 +146,7 @@ class _Answer:
         """Tokens so far; as Anthropic counts, those from the cache are not among the input."""
         total = self.usage.total()
         usage = MessageUsage(total.prompt_tokens, total.completion_tokens)
-        if self._tell_cached and total.prompt_tokens_details is not None:
+        if self._shows_cached and total.prompt_tokens_details is not None:
             usage.cache_creation_input_tokens = 0
             usage.cache_read_input_tokens = total.prompt_tokens_details.cached_tokens
             usage.input_tokens -= usage.cache_read_input_tokens

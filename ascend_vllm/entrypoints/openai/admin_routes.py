@@ -1,7 +1,7 @@
-"""Routes that act on the engine under all its users: pausing, sleeping, profiling and the like.
+"""Routes that act on the engine for all clients: pausing, sleeping, profiling and the like.
 
-Those of `add_development_routes` are for whoever runs the server, and exist only with VLLM_SERVER_DEV_MODE; those of
-`add_profiling_routes` only with VLLM_TORCH_PROFILER_DIR. Shapes and texts are vLLM's (0.32).
+Those of `add_development_routes` are for operators, and exist only with VLLM_SERVER_DEV_MODE; those of
+`add_profiling_routes` only with VLLM_TORCH_PROFILER_DIR. JSON and error texts are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError, W
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
-# what the engine's ids have behind the id of an answer: a random part if the client chose it, the prompt's number
+# suffix of an engine's request id behind the response's: random if the client chose the id, then the prompt's index
 _BEHIND_ANSWER_ID = re.compile(r"(-[0-9a-f]{8})?-\d+")
 _CONFIG_FORMATS = ("text", "json")
 
 
 def add_development_routes(app: FastAPI, engine: AsyncLLM) -> None:
-    """Adds the routes that only a server in development mode has."""
+    """Adds the routes of development mode."""
     _add_cache_routes(app, engine)
     _add_pausing_routes(app, engine)
     _add_sleeping_routes(app, engine)
@@ -35,7 +35,7 @@ def add_development_routes(app: FastAPI, engine: AsyncLLM) -> None:
 
 
 def add_profiling_routes(app: FastAPI, engine: AsyncLLM) -> None:
-    """Adds the routes that begin and end traces of the workers."""
+    """Adds the routes that start and stop the workers' profilers."""
 
     @app.post("/start_profile")
     async def start_profile() -> Response:
@@ -129,15 +129,15 @@ def _add_inspection_routes(app: FastAPI, engine: AsyncLLM) -> None:
 
 
 def matching_ids(running: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """Ids of the engine that belong to some of a client's.
+    """The engine's request ids that match the ids a client gave.
 
     Args:
-        running: the engine's.
-        wanted: the engine's, those of answers ("cmpl-7"), or what the client chose for them ("7").
+        running: ids of running requests in the engine.
+        wanted: engine ids, response ids ("cmpl-7"), or the ids that clients chose for them ("7").
 
     Example::
 
-        matching_ids(["cmpl-7-0123abcd-0", "cmpl-77-0"], ["7"])  # the first
+        matching_ids(["cmpl-7-0123abcd-0", "cmpl-77-0"], ["7"])  # ["cmpl-7-0123abcd-0"]
     """
     asked = set(wanted)
     found = []
@@ -158,7 +158,7 @@ async def _read_object(http: Request) -> dict[str, Any]:
     """The body, a JSON object.
 
     Raises:
-        BodyError: it is none.
+        BodyError: it is not a JSON object.
     """
     try:
         body = msgspec.json.decode(await http.body())
@@ -170,7 +170,7 @@ async def _read_object(http: Request) -> dict[str, Any]:
 
 
 def _choice(http: Request, name: str, choices: tuple[str, ...]) -> str:
-    """A parameter of the query; without one, the first choice."""
+    """A query parameter with a set of values; the first is the default."""
     value = http.query_params.get(name, choices[0])
     if value not in choices:
         quoted = [repr(choice) for choice in choices]

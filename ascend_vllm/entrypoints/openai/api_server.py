@@ -35,10 +35,10 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def run_server(args: argparse.Namespace) -> int:
-    """Serve until the process is told to stop or the engine dies.
+    """Serve until SIGINT, SIGTERM or the engine's death.
 
     Args:
-        args: what `make_parser` parses.
+        args: parsed by `make_parser`.
 
     Returns:
         The process's exit code: 0 after SIGINT or SIGTERM, 2 for a wrong flag, 1 for anything else.

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=BaseModel)
 
-# what routes read themselves
+# bodies that routes parse themselves, added to the OpenAPI schemas
 _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
@@ -196,7 +196,7 @@ def _add_token_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings)
 
 
 def _add_message_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
-    """Anthropic's Messages API, whose errors have a shape of their own."""
+    """Adds Anthropic's Messages API, whose error bodies differ from OpenAI's."""
     messages = anthropic_serving.ServingMessages(ServingChat(engine, settings))
 
     @app.post("/v1/messages", openapi_extra=_documented_body(MessagesRequest))
@@ -238,8 +238,8 @@ def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettin
         return await serving.cancel(response_id, http)
 
 
-def _add_measures(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, registry: CollectorRegistry) -> None:
-    """What counts requests, inside of everything that may refuse them."""
+def _add_metrics(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, registry: CollectorRegistry) -> None:
+    """Adds the request metrics, inside the middleware that may reject requests: those are not counted."""
     metrics = HttpMetrics()
     registry.register(metrics)
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics)
@@ -248,7 +248,7 @@ def _add_measures(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, reg
 
 
 def _add_pooling_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, pooler: PoolerConfig) -> None:
-    """What a pooling model can be asked for; the others are unknown routes."""
+    """Adds the routes for the pooler's tasks; the others answer 404."""
     pooling = ServingPooling(engine, settings, pooler)
 
     @app.post("/pooling", openapi_extra=_documented_body(PoolingRequest))
@@ -282,11 +282,11 @@ def _add_pooling_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSetting
 
 
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
-    """The last one added sees a request first."""
+    """Adds the middleware from the inside out: the last one sees a request first."""
     for name in args.middleware:
         add_named_middleware(app, name)
     if args.middleware:
-        # what they raise becomes an answer here, which what follows gives its headers
+        # turns their exceptions into responses, inside the middleware below, which adds headers
         app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
     keys = api_keys(args)
     if keys:
@@ -306,7 +306,7 @@ def add_named_middleware(app: FastAPI, name: str) -> None:
     """Install the middleware of an import path such as ``package.module.Name``.
 
     Raises:
-        ConfigError: there is no such thing, or it is neither a function nor a class.
+        ConfigError: it cannot be imported, or is neither a function nor a class.
     """
     module_name, _, attribute = name.rpartition(".")
     try:
@@ -322,13 +322,13 @@ def add_named_middleware(app: FastAPI, name: str) -> None:
 
 
 async def _client_gone(_http: Request, _error: Exception) -> Response:
-    """What nobody reads: 499 is nginx's code for a client that closed its request."""
+    """A response that is never sent: 499 is nginx's status for a client that closed its connection."""
     return Response(status_code=499)
 
 
 @contextlib.asynccontextmanager
-async def _life(settings: ServingSettings, _app: FastAPI) -> AsyncGenerator[None, None]:
-    """What ends with the server."""
+async def _lifespan(settings: ServingSettings, _app: FastAPI) -> AsyncGenerator[None, None]:
+    """Closes the renderer of request templates when the server stops."""
     yield
     if settings.request_templates is not None:
         settings.request_templates.close()
@@ -340,10 +340,10 @@ def build_app(
     """The application.
 
     Args:
-        engine: the engine's front, ready to generate.
+        engine: ready to generate.
         args: the server's flags.
         log_requests: log a line with the parameters of every request.
-        parsers: what reads tool calls and thoughts; None: nothing does.
+        parsers: of tool calls and reasoning; None: neither is parsed.
 
     Raises:
         ConfigError: a flag of the HTTP layer is wrong.
@@ -353,11 +353,11 @@ def build_app(
     app = FastAPI(
         title="ascend-vllm",
         version=ascend_vllm.__version__,
-        lifespan=functools.partial(_life, settings),
+        lifespan=functools.partial(_lifespan, settings),
         **(docs if args.disable_fastapi_docs else {}),
     )
     app.root_path = (args.root_path or "").rstrip("/")
-    # what this process counts itself; the engine has a registry of its own
+    # the API server's own metrics; the engine has another registry
     registry = CollectorRegistry()
     _add_system_routes(app, engine, settings, registry)
     _add_token_routes(app, engine, settings)
@@ -380,7 +380,7 @@ def build_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
     app.add_middleware(RequestIdClaimsMiddleware)
-    _add_measures(app, engine, settings, registry)
+    _add_metrics(app, engine, settings, registry)
     if args.enable_server_load_tracking:
         app.add_middleware(ServerLoadMiddleware, load=load)
     _add_middleware(app, args)

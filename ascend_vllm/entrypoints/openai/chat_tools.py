@@ -1,4 +1,4 @@
-"""Tools and thoughts in chat: which parsers read an answer, and the deltas they make of it."""
+"""Tool calls and reasoning in chat: chooses the parsers of an answer, and makes deltas of what they emit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.entrypoints.openai.tool_metrics import CountedToolParser, ToolCallCounts
 from ascend_vllm.entrypoints.parsers.reasoning import (
-    THOUGHTS_END,
+    REASONING_END,
     ReasoningParser,
-    begins_with_thoughts,
+    begins_with_reasoning,
     check_reasoning_parser,
     make_reasoning_parser,
 )
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ChatParsers:
-    """The server's flags about tools and thoughts.
+    """The server's flags about tools and reasoning.
 
     Attributes:
-        tool_parser: reads tool calls; None: there is none.
-        auto_tool_choice: the model may decide to call a tool.
-        exclude_unused_tools: tools that must not be called stay out of the prompt.
-        reasoning: name of the reasoning parser; None: thoughts stay in the text.
-        counts: of texts in which calls were looked for.
+        tool_parser: class of the parser of tool calls; None: they are not parsed.
+        auto_tool_choice: allow `tool_choice` "auto".
+        exclude_unused_tools: leave the tools out of the prompt if `tool_choice` is "none".
+        reasoning: name of the reasoning parser; None: reasoning stays in the text.
+        counts: how often texts were parsed, and calls found.
     """
 
     tool_parser: type[ToolParser] | None = None
@@ -48,7 +48,7 @@ class ChatParsers:
 
     @classmethod
     def from_flags(cls, args: FrontendArgs, reasoning_parser: str | None) -> ChatParsers:
-        """The parsers that the flags name; runs the plug-in file.
+        """The parsers named by the flags; runs the plug-in file first.
 
         Raises:
             ConfigError: there is no such parser, or the plug-in fails.
@@ -65,7 +65,7 @@ class ChatParsers:
         )
 
     def prepare(self, request: ChatCompletionRequest) -> None:
-        """Check a request's tools against the flags, and keep the special tokens that calls are written with.
+        """Check a request's tools against the flags, and keep special tokens in the text if calls contain them.
 
         Raises:
             RequestError: this server cannot do what `tool_choice` asks for.
@@ -86,20 +86,20 @@ class ChatParsers:
         if self.tool_parser is None:
             raise RequestError(f"{named} requires --tool-call-parser to be set", "tool_choice")
 
-    def end_of_thoughts(self, prompt: str) -> str | None:
-        """What ends the thoughts that come before the text, and that a constraint on it leaves free; None: none do.
+    def reasoning_end(self, prompt: str) -> str | None:
+        """The tag that ends the reasoning, before which a constraint does not apply; None: there is no reasoning.
 
-        What a model writes that may think, and never ends to, is thoughts, as in vLLM.
+        If the model may reason and the tag never comes, the whole text is reasoning, as in vLLM.
 
         Args:
-            prompt: what the output follows.
+            prompt: the rendered prompt.
         """
-        if self.reasoning is None or begins_with_thoughts(self.reasoning, prompt) is False:
+        if self.reasoning is None or begins_with_reasoning(self.reasoning, prompt) is False:
             return None
-        return THOUGHTS_END
+        return REASONING_END
 
     def tools_in_prompt(self, request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-        """The tools that the chat template is told of."""
+        """The tools for the chat template."""
         if self.exclude_unused_tools and request.effective_tool_choice == "none":
             return None
         return request.tools or None
@@ -107,11 +107,11 @@ class ChatParsers:
     def make(
         self, request: ChatCompletionRequest, prompt: str, request_type: str = "chat_completions"
     ) -> ChoiceParser | None:
-        """A parser of one choice's text; None: the text is the content.
+        """A parser for one choice's text; None: the whole text is the content.
 
         Args:
-            request: which has the tools.
-            prompt: what the text follows.
+            request: with its tools.
+            prompt: the rendered prompt.
             request_type: label of the metric, see `ToolCallCounts`.
         """
         tools = self._make_tool_parser(request, request_type)
@@ -130,8 +130,8 @@ class ChatParsers:
     def _make_reasoning_parser(self, request: ChatCompletionRequest, prompt: str) -> ReasoningParser | None:
         if self.reasoning is None:
             return None
-        if request.has_free_thoughts:
-            # all that no constraint holds for is thoughts, whether they are opened or not
+        if request.has_exempt_reasoning:
+            # all text before the constraint applies is reasoning, with or without an opening tag
             return ReasoningParser(thinking=True)
         return make_reasoning_parser(self.reasoning, prompt)
 
@@ -153,10 +153,10 @@ def _name(choice: dict[str, Any]) -> Any:
 
 @dataclasses.dataclass
 class _Call:
-    """A call that was found.
+    """A tool call, as far as it is parsed.
 
     Attributes:
-        arguments: pieces of its arguments' JSON.
+        arguments: chunks of its arguments' JSON.
     """
 
     id: str | None
@@ -165,16 +165,15 @@ class _Call:
 
 
 class ChoiceParser:
-    """Reads the text of one choice: thoughts first, then content and calls.
+    """Parses the text of one choice: reasoning first, then content and calls.
 
     Args:
-        reasoning: separates the thoughts; None: there are none.
-        tools: finds the calls; None: none is wanted.
-        include_reasoning: tell the thoughts.
-        parallel_calls: tell more calls than the first.
-        demanded: the model cannot but call a tool.
-        called_reason: finish reason of a message whose calls were written to their end.
-
+        reasoning: separates the reasoning; None: there is none.
+        tools: finds the calls; None: they are not parsed.
+        include_reasoning: emit the reasoning.
+        parallel_calls: emit more calls than the first.
+        demanded: `tool_choice` forces a call.
+        called_reason: finish reason of a message with complete calls.
     """
 
     def __init__(
@@ -191,10 +190,10 @@ class ChoiceParser:
         self._parallel_calls = parallel_calls
         self._demanded = demanded
         self._called_reason = called_reason
-        self._tells_reasoning = reasoning is not None and include_reasoning
-        # pieces of what was found so far
+        self._shows_reasoning = reasoning is not None and include_reasoning
+        # what was parsed so far
         self._content: list[str] = []
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[_Call] = []
 
     @property
@@ -204,12 +203,12 @@ class ChoiceParser:
 
     @property
     def reasoning(self) -> str | None:
-        """The thoughts so far; None: they are not told."""
-        return "".join(self._thoughts) if self._tells_reasoning else None
+        """The reasoning so far; None: it is not emitted."""
+        return "".join(self._reasoning) if self._shows_reasoning else None
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls so far, as a whole message has them."""
+        """The calls so far, as in an unstreamed message."""
         return [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
             for call in self._calls
@@ -217,24 +216,24 @@ class ChoiceParser:
 
     @property
     def has_called(self) -> bool:
-        """Whether there are any."""
+        """Whether there are calls so far."""
         return bool(self._calls)
 
     def feed(self, text: str, final: bool) -> list[dict[str, Any]]:
-        """Read the next piece of the text.
+        """Parse the next chunk of the text.
 
         Args:
-            text: the piece.
-            final: it is the last one.
+            text: the chunk.
+            final: whether it is the last one.
 
         Returns:
-            The deltas of a stream, in order; none while what the text is cannot be known.
+            The deltas of a stream, in order; none while the text is ambiguous.
         """
         deltas: list[dict[str, Any]] = []
-        thoughts, text = self._split(text, final)
-        if thoughts and self._tells_reasoning:
-            self._thoughts.append(thoughts)
-            deltas.append({"reasoning": thoughts})
+        reasoning, text = self._split(text, final)
+        if reasoning and self._shows_reasoning:
+            self._reasoning.append(reasoning)
+            deltas.append({"reasoning": reasoning})
         for found in self._find_calls(text, final):
             if found.content:
                 self._content.append(found.content)
@@ -244,23 +243,23 @@ class ChoiceParser:
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The message's finish reason: calls that were written to their end are one of their own."""
+        """The message's finish reason: `called_reason` if it has calls and was not cut off."""
         return self._called_reason if self._calls and reason == "stop" else reason
 
     @property
     def message_content(self) -> str | None:
-        """`content` as a whole message has it: none beside what the model chose to say instead."""
-        return self.content or (None if not self._demanded and (self._calls or self._thoughts) else "")
+        """`content` of an unstreamed message: null if empty beside reasoning or calls, unless a call is forced."""
+        return self.content or (None if not self._demanded and (self._calls or self._reasoning) else "")
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
-        """Thoughts and what follows them."""
+        """Splits a chunk into reasoning and the text behind it."""
         if self._reasoning_parser is None:
             return "", text
-        thoughts, rest = self._reasoning_parser.feed(text)
+        reasoning, rest = self._reasoning_parser.feed(text)
         if final:
-            last_thoughts, last_rest = self._reasoning_parser.finish()
-            thoughts, rest = thoughts + last_thoughts, rest + last_rest
-        return thoughts, rest
+            last_reasoning, last_rest = self._reasoning_parser.finish()
+            reasoning, rest = reasoning + last_reasoning, rest + last_rest
+        return reasoning, rest
 
     def _find_calls(self, text: str, final: bool) -> list[ToolDelta]:
         if self._tool_parser is None:
@@ -269,7 +268,7 @@ class ChoiceParser:
         return [*found, self._tool_parser.finish()] if final else found
 
     def _add_call(self, call: ToolCallDelta) -> dict[str, Any]:
-        """Take note of a call's news; its delta."""
+        """Record an update of a call; returns its delta."""
         if call.name is None:
             self._calls[call.index].arguments.append(call.arguments)
             return {"index": call.index, "function": {"arguments": call.arguments}}

@@ -21,7 +21,7 @@ T = TypeVar("T")
 # JSON has no infinity; vLLM's value for "impossible"
 _IMPOSSIBLE = -9999.0
 
-# tokens whose log-probabilities are encoded with the answer
+# most tokens whose log-probabilities are encoded together with the answer; longer lists are encoded in advance
 _SHORT = 512
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -41,11 +41,11 @@ def completion_logprobs(
     """Log-probabilities of /v1/completions.
 
     Args:
-        token_ids: the generated tokens, behind the prompt's if they are echoed.
-        positions: one entry per token: the token itself and the most likely ones; None for a prompt's first.
-        text_offset: characters of the tokens before these.
+        token_ids: the generated tokens, preceded by the prompt's with `echo`.
+        positions: per token, entries of the token itself and the most likely ones; None for a prompt's first token.
+        text_offset: number of characters before the first token.
         as_token_ids: show tokens as ``token_id:123``.
-        tokenizer: knows the text of a prompt's first token.
+        tokenizer: for the text of a prompt's first token.
     """
     result = CompletionLogprobs([], [], [], [])
     top_logprobs: list[dict[str, float] | None] = []
@@ -61,7 +61,7 @@ def completion_logprobs(
         sampled = entries[token_id]
         token = _token_text(token_id, sampled, as_token_ids)
         top: dict[str, float] = {token: max(sampled.logprob, _IMPOSSIBLE)}
-        # the engine computed the token itself and as many best ones as were asked for
+        # the engine returns the token itself and the requested number of most likely ones
         for other_id, entry in entries.items():
             top.setdefault(_token_text(other_id, entry, as_token_ids), max(entry.logprob, _IMPOSSIBLE))
         result.text_offset.append(text_offset)
@@ -74,7 +74,7 @@ def completion_logprobs(
 
 
 def _first_text(token_id: int, as_token_ids: bool, tokenizer: Tokenizer | None) -> str:
-    """Text of a token without log-probabilities; "" for a part of a character, which the next ones complete."""
+    """Text of a token without log-probabilities; "" for an incomplete UTF-8 character."""
     text = None if tokenizer is None else tokenizer.token_text(token_id)
     if text is not None and _REPLACEMENT in text:
         text = ""
@@ -82,12 +82,12 @@ def _first_text(token_id: int, as_token_ids: bool, tokenizer: Tokenizer | None) 
 
 
 def shown_positions(positions: Sequence[T]) -> Sequence[T] | msgspec.Raw:
-    """What an answer holds of something that is told of each token; of a long text it is JSON already."""
+    """A list with one entry per token for an answer; a long one is encoded as JSON in advance."""
     return positions if len(positions) <= _SHORT else encode_rows(positions)
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[PositionLogprobs | None] | None:
-    """A prompt's log-probabilities as answers show them: in numbers that JSON has."""
+    """A prompt's log-probabilities for an answer: infinities, which JSON lacks, are replaced."""
     if positions is None:
         return None
     return [
@@ -104,7 +104,7 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list
 def chat_logprobs(
     token_ids: list[int], positions: list[PositionLogprobs], num_top: int, as_token_ids: bool
 ) -> ChatLogprobs:
-    """Log-probabilities of /v1/chat/completions; arguments as for `completion_logprobs`, but
+    """Log-probabilities of /v1/chat/completions; further arguments as for `completion_logprobs`.
 
     Args:
         num_top: most likely tokens to show at each position.
@@ -129,6 +129,6 @@ def _top_logprob(token: str, entry: Logprob) -> ChatTopLogprob:
 
 
 def _token_bytes(token: str, entry: Logprob) -> list[int]:
-    """The bytes of the text, however the token is named."""
+    """UTF-8 bytes of a token's text, even if it is shown as ``token_id:123``."""
     text = token if entry.decoded_token is None else entry.decoded_token
     return list(text.encode(errors="replace"))

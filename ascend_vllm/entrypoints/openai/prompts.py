@@ -1,4 +1,4 @@
-"""Prompts of requests: conversations rendered, texts tokenised off the event loop, both cut if requests say so."""
+"""Prompts of requests: renders conversations, tokenises texts off the event loop, and truncates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
     """A prompt ready for the engine.
 
     Attributes:
-        text: what `echo` returns; None when it was given as token ids.
+        text: for `echo`; None if the prompt was given as token ids.
     """
 
     token_ids: list[int]
@@ -34,7 +34,7 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts of what clients send.
+    """Makes prompts of texts, token ids and conversations.
 
     Args:
         tokenizer: None under --skip-tokenizer-init.
@@ -67,7 +67,7 @@ class PromptMaker:
         http: Request | None = None,
         any_length: bool = False,
     ) -> str:
-        """The prompt's text for a conversation, made off the event loop.
+        """Renders a conversation off the event loop; returns the prompt's text.
 
         A request's own template is rendered in a process of its own, the server's in a thread. What cannot be a
         prompt is refused before.
@@ -79,8 +79,8 @@ class PromptMaker:
             continue_final_message: leave the last message open.
             template_kwargs: further variables of the template.
             tools: functions the model may call.
-            http: whose client ends the rendering by going away; None: nothing does.
-            any_length: the prompt is cut or only told, so that there may be more messages.
+            http: rendering stops when its client disconnects; None: it does not stop.
+            any_length: the prompt is truncated or not generated from, so that it may exceed the model's length.
 
         Raises:
             RequestError: the request may not bring a template, the template refuses the messages, or takes more
@@ -115,7 +115,7 @@ class PromptMaker:
             }
 
         own = tokenizer.chat_template
-        # a request may also name one of several templates of the model
+        # `chat_template` may also be the name of one of the model's templates
         is_own = not request_template or (isinstance(own, dict) and request_template in own)
         if is_own or pool is None:
             rendering = tokenizer.render_async(size, lambda: render_chat(tokenizer, **make_options()))
@@ -127,10 +127,10 @@ class PromptMaker:
     async def encode_prompt(
         self, request: GenerationRequest, text: str, add_special_tokens: bool, http: Request | None = None
     ) -> list[int]:
-        """Token ids of a prompt, off the event loop, cut if the request says so.
+        """Tokenises a prompt off the event loop, and truncates it if requested.
 
         Raises:
-            RequestError: the text is far too long, which is seen before it is tokenised.
+            RequestError: the text is far too long, which is checked before it is tokenised.
             EngineBusyError: too many long texts wait to be tokenised.
         """
         is_cut = request.truncate_prompt_tokens is not None
@@ -142,18 +142,18 @@ class PromptMaker:
     async def encode_text(
         self, text: str, add_special_tokens: bool, http: Request | None, *, any_length: bool = False
     ) -> list[int]:
-        """`Tokenizer.encode_async` with the model's length, until the client goes away; raises as `encode_prompt`."""
+        """`Tokenizer.encode_async` with the model's length; stops if the client disconnects. See `encode_prompt`."""
         limit = self._settings.max_model_len
         encoding = self.tokenizer().encode_async(text, add_special_tokens, limit, any_length)
         return await unless_gone(http, len(text), encoding)
 
     def cut_prompt(self, request: GenerationRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:
-        """As many ids of a prompt as `truncate_prompt_tokens` keeps; -1 leaves room for one more.
+        """Truncates a prompt to `truncate_prompt_tokens` ids; -1: the model's length less one.
 
         Args:
-            request: whose prompt it is.
-            token_ids: all of them.
-            empty_ids: of an empty text: what surrounds every text stays.
+            request: with the options of truncation.
+            token_ids: of the whole prompt.
+            empty_ids: of an empty text: the special tokens around every text, which are kept.
         """
         limit = request.truncate_prompt_tokens
         if limit is None:

@@ -17,7 +17,7 @@ from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 
 class ChatMessage(BaseModel):
-    """One message of the conversation; any role is allowed, and what else it holds reaches the template."""
+    """One message of the conversation; any role is allowed, and unknown fields are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -44,12 +44,12 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    _end_of_thoughts: str | None = PrivateAttr(default=None)
+    _reasoning_end: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         if self.continue_final_message and self.add_generation_prompt:
-            # the generation prompt is on by default; only asking for both is a contradiction
+            # add_generation_prompt is true by default, which contradicts nothing unless it is set
             if "add_generation_prompt" in self.model_fields_set:
                 raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
             self.add_generation_prompt = False
@@ -90,25 +90,25 @@ class ChatCompletionRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
-        """A call that is demanded decides over the output's form; else what the other fields say."""
+        """The constraint on the output: the schema of a forced call, else that of the other fields."""
         params = self._constraint()
         if params is not None:
-            params.begin_after = self._end_of_thoughts
+            params.begin_after = self._reasoning_end
         return params
 
     @property
     def constraint_field(self) -> str:
-        """`tools` if a call is demanded."""
+        """`tools` if a call is forced."""
         return super().constraint_field if self.demanded_tools is None else "tools"
 
-    def allow_thoughts(self, end: str | None) -> None:
-        """Leave the text free up to the end of its thoughts; None: there are none."""
-        self._end_of_thoughts = end
+    def exempt_reasoning(self, end: str | None) -> None:
+        """Apply the constraint only after this tag, which ends the reasoning; None: there is no reasoning."""
+        self._reasoning_end = end
 
     @property
-    def has_free_thoughts(self) -> bool:
-        """Whether a constraint holds behind thoughts only."""
-        return self._end_of_thoughts is not None and self._constraint() is not None
+    def has_exempt_reasoning(self) -> bool:
+        """Whether there is a constraint that applies only after the reasoning."""
+        return self._reasoning_end is not None and self._constraint() is not None
 
     def _constraint(self) -> StructuredOutputsParams | None:
         tools = self.demanded_tools
@@ -124,14 +124,14 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def effective_tool_choice(self) -> str | dict[str, Any]:
-        """`tool_choice`: without it the model may call the tools that are given."""
+        """`tool_choice`; by default "auto" if there are tools."""
         if not self.tools:
             return "none"
         return "auto" if self.tool_choice is None else self.tool_choice
 
     @property
     def demanded_tools(self) -> list[dict[str, Any]] | None:
-        """The tools one of which must be called; None: none need be."""
+        """The tools of which one must be called; None: no call is forced."""
         choice = self.effective_tool_choice
         if isinstance(choice, dict):
             name = _function_name(choice)
@@ -140,7 +140,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def effective_max_tokens(self) -> int | None:
-        """`max_completion_tokens`, else its older name; None: up to the model's limit."""
+        """`max_completion_tokens`, else `max_tokens`; None: up to the model's limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def checked_tool_names(tools: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _function_name(tool: dict[str, Any]) -> str | None:
-    """The name of a tool or of a tool choice; None: it is not of the right form."""
+    """The function's name in a tool or a tool choice; None if malformed."""
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if tool.get("type", "function") == "function" and isinstance(name, str) and name else None
@@ -206,7 +206,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatResponseMessage(msgspec.Struct):
-    """The generated message; what is always null belongs to models that answer with more than text."""
+    """The generated message; the fields that are always null belong to models with other output than text."""
 
     role: str
     content: str | None

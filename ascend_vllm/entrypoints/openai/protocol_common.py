@@ -1,9 +1,9 @@
-"""What the generating endpoints' requests and answers have in common.
+"""Base classes of the generating endpoints' requests and answers.
 
 Requests are pydantic models: unknown fields are kept apart (`model_extra`) and only logged. Answers are msgspec
 records, which encode an order of magnitude faster.
 
-A field whose feature this version does not have is part of the models all the same, so that it is refused by
+The models also have the fields of unsupported features, so that these are refused by
 name instead of being ignored: see `ApiRequest.REFUSALS`.
 """
 
@@ -42,14 +42,14 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def unsupported_fields(**neutral: tuple[Any, ...]) -> dict[str, Refusal]:
-    """Refusals of fields in this server's usual words, each with the values that ask for nothing."""
+    """Refusals of fields with the usual text; `neutral` maps names to the values that are accepted."""
     return {
         name: Refusal(f"`{name}` is not supported by this version of the server.", values)
         for name, values in neutral.items()
     }
 
 
-# sampling fields and what holds when neither the request nor the server's defaults say anything
+# sampling fields and their values if neither the request nor the server's defaults set them
 _SAMPLING: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -59,7 +59,7 @@ _SAMPLING: dict[str, Any] = {
     "length_penalty": 1.0,
     "early_stopping": False,
 }
-# with beam search, whatever the server's defaults; without early_stopping it goes on as vLLM 0.6.3's
+# with beam search, which ignores the server's defaults; early_stopping=None means as in vLLM 0.6.3
 _BEAM_SEARCH = _SAMPLING | {"temperature": 0.0, "early_stopping": None}
 
 _logged_fields: set[str] = set()
@@ -70,8 +70,8 @@ _MAX_LOGGED_FIELDS = 1000
 
 
 def log_unknown_fields(names: Iterable[str]) -> None:
-    """Say once of each name that a request had it and that it had no effect."""
-    # the limits keep a hostile client from filling the set, and the log with one line
+    """Log once per name that a field of a request is unknown and ignored."""
+    # the limits keep a hostile client from filling memory and the log
     room = _MAX_LOGGED_FIELDS - len(_logged_fields)
     if room <= 0:
         return
@@ -96,7 +96,7 @@ class ApiRequest(BaseModel):
     """Root of all request bodies: unknown fields are accepted and logged once each.
 
     Attributes:
-        REFUSALS: the fields whose features do not exist.
+        REFUSALS: fields of unsupported features.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -175,7 +175,7 @@ class GenerationRequest(ApiRequest):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # -1: as many as the model takes
+    # -1: the model's length less one
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
@@ -241,14 +241,14 @@ class GenerationRequest(ApiRequest):
         raise NotImplementedError
 
     def requested_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's positions."""
+        """Number of most likely tokens to return per position of the prompt; None: no log-probabilities."""
         return self.prompt_logprobs
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
-        """What the output must look like, in whichever of its spellings the request says it; None: nothing.
+        """The constraint on the output from whichever of its fields is set; None: no constraint.
 
         Raises:
-            RequestError: it is said wrongly or twice.
+            RequestError: it is invalid, or set by several fields.
         """
         options = self.guided_decoding_backend, self.guided_whitespace_pattern
         found: dict[str, StructuredOutputsParams | None] = {"guided_*": from_guided(self.guided(), *options)}
@@ -266,13 +266,13 @@ class GenerationRequest(ApiRequest):
 
     @property
     def constraint_field(self) -> str:
-        """The field that says what the output must look like, as errors name it."""
+        """The field that sets the constraint on the output, for errors."""
         if self.structured_outputs is not None:
             return "structured_outputs"
         return next(iter(self.guided()), "response_format")
 
     def guided(self) -> dict[str, Any]:
-        """The constraints that are given in vLLM 0.6.3's spelling."""
+        """The `guided_*` fields of vLLM 0.6.3 that are set."""
         values = {
             "guided_json": self.guided_json,
             "guided_regex": self.guided_regex,
@@ -282,11 +282,11 @@ class GenerationRequest(ApiRequest):
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int, force_logprobs: bool) -> SamplingParams:
-        """The engine's view of the request.
+        """The request's sampling parameters for the engine.
 
         Args:
             defaults: the server's sampling defaults (generation_config.json).
-            max_tokens: tokens to generate at most, limits applied.
+            max_tokens: tokens to generate at most; already limited to the model's length.
             force_logprobs: compute log-probabilities even if the request does not return any.
 
         Raises:
@@ -297,7 +297,7 @@ class GenerationRequest(ApiRequest):
             check_beams(self.best_of or self.n or 1, len(self.stop_token_ids or ()))
         logprobs = self.requested_logprobs()
         if self.use_beam_search:
-            # a search has rules of its own: the server's defaults are for sampling
+            # the server's defaults are for sampling, not for beam search
             usual = _BEAM_SEARCH
         else:
             usual = _SAMPLING | {name: defaults[name] for name in _SAMPLING.keys() & defaults.keys()}
@@ -324,7 +324,7 @@ class GenerationRequest(ApiRequest):
                 skip_special_tokens=self.skip_special_tokens,
                 spaces_between_special_tokens=self.spaces_between_special_tokens,
                 include_stop_str_in_output=self.include_stop_str_in_output,
-                # the prompt has been cut
+                # the prompt is truncated already
                 truncate_prompt_tokens=None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens,
                 output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
                 logit_bias=parse_logit_bias(self.logit_bias),
@@ -337,7 +337,7 @@ class GenerationRequest(ApiRequest):
         except (TypeError, ValueError) as error:
             if isinstance(error, RequestError):
                 raise
-            # the texts begin with the field's name
+            # the error texts begin with the field's name
             name = str(error).split(" ", 1)[0]
             raise RequestError(str(error), name if name in type(self).model_fields else None) from error
 
@@ -384,10 +384,10 @@ class UsageCounter:
     Prompts count once each, however many choices they have; choices count every generated token.
     """
 
-    def __init__(self, num_choices: int, tell_cached: bool) -> None:
+    def __init__(self, num_choices: int, shows_cached: bool) -> None:
         self.completion_tokens = [0] * num_choices
         self._prompts: dict[int, tuple[int, int]] = {}
-        self._tell_cached = tell_cached
+        self._shows_cached = shows_cached
 
     @property
     def started(self) -> bool:
@@ -395,11 +395,11 @@ class UsageCounter:
         return bool(self._prompts)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take note of a prompt's size; `completion_tokens` is counted by the caller."""
+        """Record a prompt's size; the caller counts `completion_tokens`."""
         self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
 
     def choice_usage(self, prompt_index: int, choice_index: int) -> Usage:
-        """Usage so far as a chunk of one choice tells it."""
+        """Usage so far of one choice, for its chunk."""
         return self._usage([self._prompts[prompt_index]], self.completion_tokens[choice_index])
 
     def total(self) -> Usage:
@@ -408,5 +408,5 @@ class UsageCounter:
 
     def _usage(self, prompts: list[tuple[int, int]], completion_tokens: int) -> Usage:
         prompt_tokens = sum(size for size, _ in prompts)
-        details = PromptTokensDetails(sum(cached for _, cached in prompts)) if self._tell_cached else None
+        details = PromptTokensDetails(sum(cached for _, cached in prompts)) if self._shows_cached else None
         return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)

@@ -28,11 +28,11 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def requested_logprobs(self) -> int | None:
-        """`logprobs` as it is: 0 returns the sampled tokens' only."""
+        """`logprobs`; 0 returns only those of the sampled tokens."""
         return self.logprobs
 
     def requested_prompt_logprobs(self) -> int | None:
-        """`prompt_logprobs`, or what `echo` needs to show `logprobs` of the prompt too."""
+        """`prompt_logprobs`, else `logprobs` if `echo` shows those of the prompt too."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
@@ -42,7 +42,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def echo_only(self) -> bool:
-        """Whether only the prompt is returned: one token is generated and dropped."""
+        """Whether to return only the prompt: one token is generated and dropped."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -59,7 +59,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     """One generated text.
 
     Attributes:
-        prompt_logprobs: per prompt token, None for the first; None unless asked for.
+        prompt_logprobs: per prompt token, None for the first; None if not requested.
         sentence_length: characters of `text`.
         cum_log_probs: sum of the generated tokens' log-probabilities, if they were computed.
     """

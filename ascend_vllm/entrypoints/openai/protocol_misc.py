@@ -46,7 +46,7 @@ class TokenizeRequest(ApiRequest):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Answer of POST /tokenize; `token_strs` only when asked for. Long lists are JSON already."""
+    """Answer of POST /tokenize; `token_strs` only if requested. Long lists are encoded as JSON in advance."""
 
     count: int
     max_model_len: int

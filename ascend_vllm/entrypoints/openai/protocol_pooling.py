@@ -46,7 +46,7 @@ class PoolingApiRequest(ApiRequest):
         return self
 
     def pooling_params(self) -> PoolingParams:
-        """The engine's view of the request."""
+        """The request's pooling parameters for the engine."""
         return PoolingParams(use_activation=self.use_activation)
 
 
@@ -75,10 +75,10 @@ class VectorsRequest(PromptsRequest):
     """A request whose answer holds vectors.
 
     Attributes:
-        encoding_format: how: numbers, base64 text, or an answer of nothing but bytes, with or without a header
-            "metadata" that says where which vector is.
-        embed_dtype: of base64 and bytes.
-        endianness: likewise; native: the server's.
+        encoding_format: numbers, base64 text, or a binary body of the vectors alone, with or without a header
+            "metadata" with the vectors' offsets.
+        embed_dtype: of base64 and binary vectors.
+        endianness: of base64 and binary vectors; native: the server's.
     """
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
@@ -109,7 +109,7 @@ class PairsRequest(PoolingApiRequest):
     """A request that compares texts.
 
     Attributes:
-        max_tokens_per_query: most tokens of each text on the left, whose end is cut off; 0: all.
+        max_tokens_per_query: each text on the left is truncated at its end to so many tokens; 0: not truncated.
         max_tokens_per_doc: likewise on the right.
     """
 
@@ -155,7 +155,7 @@ class RerankRequest(PairsRequest):
 
 
 def missing_field(name: str) -> str:
-    """The text for a body that lacks a field which has several forms."""
+    """The error text for a missing field that has several types."""
     return f"1 validation error:\n  {{'type': 'missing', 'loc': 'body.{name}', 'msg': 'Field required'}}"
 
 
@@ -163,7 +163,7 @@ def missing_field(name: str) -> str:
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
-    """One vector: numbers, which are JSON already, or base64."""
+    """One vector: numbers, encoded as JSON in advance, or base64."""
 
     index: int
     object: str = "embedding"
@@ -171,7 +171,7 @@ class EmbeddingData(msgspec.Struct, kw_only=True):
 
 
 class PoolingData(msgspec.Struct, kw_only=True):
-    """One result: a vector or one for each token, which are JSON already, or base64 of either."""
+    """One result: a vector or one per token, encoded as JSON in advance, or base64 of either."""
 
     index: int
     object: str = "pooling"

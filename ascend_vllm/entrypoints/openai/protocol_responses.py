@@ -1,6 +1,6 @@
 """Request and answer of POST /v1/responses.
 
-A request is answered by the same room as a chat: `ResponsesRequest.to_chat` says the one in terms of the other.
+A request is converted to a chat request by `ResponsesRequest.to_chat` and answered as such.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ascend_vllm.errors import RequestError
 from ascend_vllm.refusals import Refusal
 from ascend_vllm.sampling_params import SamplingParams
 
-# what may be asked to be included; parts of tools that are not served here are never there
+# values of `include`; those of tools that this server lacks are accepted without effect
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -59,7 +59,7 @@ _SAME_IN_CHAT = (
 
 
 class Reasoning(BaseModel):
-    """`reasoning`: how much the model is to think; known to the chat template, if it asks for it."""
+    """`reasoning`: the effort of reasoning, a variable of the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,13 +68,13 @@ class Reasoning(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """`text.format`: what the text must look like."""
+    """`text.format`: a constraint on the text."""
 
     model_config = ConfigDict(extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    # "schema" on the wire: pydantic keeps that name for itself
+    # "schema" in JSON: pydantic reserves that name
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -86,7 +86,7 @@ class TextFormat(BaseModel):
         return self
 
     def response_format(self) -> dict[str, Any]:
-        """The same as a chat request's `response_format`."""
+        """The format as `response_format` of a chat request."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "schema", "schema": self.json_schema, "strict": self.strict}
@@ -102,7 +102,7 @@ class TextConfig(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
     def shown(self) -> dict[str, Any]:
-        """As the response repeats it."""
+        """`text` as repeated in the response."""
         has_schema = self.format is not None and self.format.type == "json_schema"
         shown = None if self.format is None else self.format.model_dump(by_alias=True, exclude_unset=not has_schema)
         return {"format": shown, "verbosity": self.verbosity}
@@ -174,12 +174,12 @@ class ResponsesRequest(ApiRequest):
 
     @property
     def kept(self) -> bool:
-        """Whether the response can be asked for later."""
+        """Whether the response is stored."""
         return self.store is not False
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of the text are part of the answer."""
+        """Whether the answer contains log-probabilities of the text."""
         return "message.output_text.logprobs" in (self.include or ())
 
     def check_supported(self) -> None:
@@ -225,7 +225,7 @@ class ResponsesRequest(ApiRequest):
             raise RequestError("Tool choice 'function' not found in 'tools' parameter.", "tool_choice")
 
     def _chosen_names(self) -> set[Any]:
-        """The functions that an object as `tool_choice` names."""
+        """Names of the functions in a `tool_choice` that is an object."""
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return set()
@@ -237,17 +237,17 @@ class ResponsesRequest(ApiRequest):
 
     @property
     def effective_tool_choice(self) -> str | dict[str, Any]:
-        """`tool_choice`; without tools there is nothing to choose."""
+        """`tool_choice`; "none" without tools."""
         return self.tool_choice if self.tools else "none"
 
     def to_chat(self, messages: list[dict[str, Any]], continues: bool, max_model_len: int) -> ChatCompletionRequest:
-        """The chat request that asks for the same.
+        """The equivalent chat request.
 
         Args:
             messages: the whole conversation.
-            continues: the answer goes on with the last of them.
-            max_model_len: most tokens of prompt and output; with truncation the prompt's end that leaves room for
-                `max_output_tokens`, or for a quarter of this, is kept.
+            continues: whether the answer continues the last message.
+            max_model_len: most tokens of prompt and output; truncation keeps the prompt's end that leaves room for
+                `max_output_tokens`, by default a quarter of this.
 
         Raises:
             pydantic.ValidationError: a value does not fit.
@@ -268,7 +268,7 @@ class ResponsesRequest(ApiRequest):
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning is None or self.reasoning.effort is None:
             return {"chat_template_kwargs": kwargs}
-        # templates of models that can do without thoughts ask for this
+        # a variable in templates of models whose reasoning can be switched off
         kwargs.setdefault("enable_thinking", self.reasoning.effort != "none")
         return {"chat_template_kwargs": kwargs, "reasoning_effort": self.reasoning.effort}
 
@@ -291,7 +291,7 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class RetrieveQuery(BaseModel):
-    """Query of GET /v1/responses/{id}: whether to send the events, and from which on."""
+    """Query of GET /v1/responses/{id}: whether to stream the events, and the number of the last one received."""
 
     stream: bool = False
     starting_after: int | None = None
@@ -307,14 +307,14 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Tokens of the prompt that the prefix cache had, and tokens that it has now beyond these."""
+    """Tokens of the prompt that were in the prefix cache, and tokens that were added to it."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Tokens of the thoughts."""
+    """Number of reasoning tokens."""
 
     reasoning_tokens: int
     tool_output_tokens: int = 0
@@ -338,7 +338,7 @@ class ResponseError(msgspec.Struct):
 
 
 class RawMessage(msgspec.Struct):
-    """The prompt or the output as the model sees it, under `enable_response_messages`."""
+    """Text and token ids of the prompt or the output, with `enable_response_messages`."""
 
     message: str
     tokens: list[int]
@@ -346,9 +346,9 @@ class RawMessage(msgspec.Struct):
 
 
 class ResponsesResponse(msgspec.Struct, kw_only=True):
-    """A response, as far as it is known; `error` only if it failed.
+    """A response, finished or not; `error` only if it failed.
 
-    What it repeats of its request is encoded already.
+    The fields that repeat the request are encoded as JSON in advance.
     """
 
     id: str
@@ -387,7 +387,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
     def from_request(
         cls, request: ResponsesRequest, params: SamplingParams, *, response_id: str, created_at: int, model: str
     ) -> ResponsesResponse:
-        """A response that has only begun."""
+        """A response at its start."""
         return cls(
             id=response_id,
             created_at=created_at,
@@ -417,7 +417,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
 
 
 def encode_part(value: Any, field: str) -> bytes:
-    """A part of a request as JSON.
+    """Encodes a part of a request as JSON.
 
     Raises:
         RequestError: it is nested too deeply.

@@ -1,12 +1,12 @@
-"""How large the parts of a request may be, and who asks for how many sequences.
+"""Limits on the size of the parts of a request, and on the number of its sequences.
 
-What a request costs, in time and in memory, is linear in its size; these limits say how large that may get. They are
-far above what clients send, are looked at before anything else is done with a body, and hold for the servers alone:
-`LLM` and `SamplingParams` take what the machine can bear.
+The time and memory that a request costs are linear in its size, which these limits bound. They are
+far above what clients send, are checked before anything else is done with a body, and hold for the servers only:
+`LLM` and `SamplingParams` have no such limits.
 
-A message and each part of its content are a token at least, so that more of them than the model has tokens cannot be
-a prompt. What chat templates print of the rest (tools, documents, arguments of past calls) is bounded by its size,
-and by its depth: Python's own functions go no deeper than its stack.
+A message and each part of its content take at least one token, so that more of them than the model's length cannot be
+a prompt. What templates may print of the rest (tools, documents, arguments of past calls) is limited in its size
+and its depth: Python's recursive functions are limited by its stack.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ascend_vllm import envs
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 
-# fields at the top of a body, of which those that nobody knows are kept and logged
+# fields at the top level of a body; unknown ones are kept and logged
 MAX_FIELDS = 1024
-# prompts, texts or conversations in a list; --max-sequences-per-request says how many of them are served
+# prompts, texts or conversations in a list, whatever --max-sequences-per-request is
 MAX_PROMPTS = 65_536
 # messages, parts, tools, properties of schemas: entries of all that is nested in a body, together
 MAX_NESTED_ENTRIES = 65_536
@@ -31,15 +31,15 @@ MAX_NESTED_ENTRIES = 65_536
 MAX_PROMPT_LOGPROBS = 1 << 20
 # tokens of prompts, by text or by id
 MAX_REPEATED_TOKENS = 1 << 23
-# entries of the lists that sampling reads, over all prompts of a request: each prompt has them by itself
+# entries of the lists that sampling reads, summed over the prompts of a request: each prompt has its own copy
 MAX_SAMPLING_ENTRIES = 1 << 20
-# candidates that stop_token_ids add to a step of a beam search: so many for each pair of beams
+# candidates that stop_token_ids add to a step of a beam search: their number for each pair of beams
 MAX_ADDED_CANDIDATES = 1 << 18
-# of a conversation: characters and values together, or so many for each token of the model, and levels
+# limits of a conversation: characters and values together (the greater of fixed, and per token of the model's length)
 _MAX_SIZE = 4 * 1024 * 1024
 _SIZE_PER_TOKEN = 8
 _MAX_DEPTH = 128
-# what JSON makes of lists and objects
+# Python types of JSON's arrays and objects
 _NESTED = frozenset({list, dict})
 # fields with many prompts; a list of numbers is one prompt
 _PROMPTS = frozenset(
@@ -49,12 +49,12 @@ _PROMPTS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class _Limit:
-    """Of one field.
+    """Limits of one field.
 
     Attributes:
-        entries: of the list or object.
-        what: they are.
-        characters: of all strings in it together, or of the string that it is.
+        entries: most entries of the list or object.
+        what: what the entries are, for errors.
+        characters: most characters of the string, or of all strings in the list together.
     """
 
     entries: int
@@ -68,24 +68,24 @@ LIMITS: dict[str, _Limit] = {
     "bad_words": _Limit(1024, "words", 65_536),
     "stop_token_ids": _Limit(1024, "token ids"),
     "logit_bias": _Limit(16_384, "token ids"),
-    # as many as the largest vocabularies have
+    # the size of the largest vocabularies
     "allowed_token_ids": _Limit(1 << 19, "token ids"),
     "cache_salt": _Limit(1, "text", 4096),
     "user": _Limit(1, "text", 65_536),
     "model": _Limit(1, "name", 4096),
 }
-# those that the engine gets with each prompt
+# fields that are sent to the engine with each prompt
 _PER_PROMPT = ("stop", "bad_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
-    """Refuses a body that is too large in one of its parts.
+    """Refuses a body with a part that is too large.
 
     Args:
-        fields: the body's, as JSON has them.
+        fields: of the body, decoded from JSON.
 
     Raises:
-        RequestError: tells the limit and names the field.
+        RequestError: with the limit and the field.
     """
     if len(fields) > MAX_FIELDS:
         raise RequestError(f"The request has {len(fields)} fields; it may have at most {MAX_FIELDS}.")
@@ -111,9 +111,9 @@ def check_sequences(num_prompts: int, n: int | None, best_of: int | None, limit:
 
     Args:
         num_prompts: prompts, texts, pairs of texts or conversations.
-        n, best_of: as the request has them; what is out of their ranges is for others to say.
+        n, best_of: of the request; their ranges are checked elsewhere.
         limit: --max-sequences-per-request.
-        field: holds the prompts.
+        field: of the prompts.
 
     Raises:
         RequestError: it names the field.
@@ -132,11 +132,11 @@ def check_sequences(num_prompts: int, n: int | None, best_of: int | None, limit:
 
 
 def check_lists(fields: Any, num_prompts: int) -> None:
-    """Refuses lists that are long and many: each prompt takes those of its request with it.
+    """Refuses long lists together with many prompts: each prompt gets a copy of the lists.
 
     Args:
-        fields: a request of whichever kind; it need not have all fields that have a limit.
-        num_prompts: of the request.
+        fields: any request; it need not have all fields in `_PER_PROMPT`.
+        num_prompts: number of prompts in the request.
 
     Raises:
         RequestError: it names the longest list.
@@ -155,13 +155,13 @@ def check_lists(fields: Any, num_prompts: int) -> None:
 
 
 def check_request(request: Any, num_prompts: int, max_sequences: int, field: str = "prompt") -> None:
-    """Refuses a request for too many sequences, or with long lists for many, before anything is made for it.
+    """Refuses a request for too many sequences, or with long lists for many prompts, before it is processed.
 
     Args:
-        request: of a client; it has `n` and `best_of`.
-        num_prompts: prompts or conversations that it has.
+        request: of a client, with `n` and `best_of`.
+        num_prompts: its prompts or conversations.
         max_sequences: --max-sequences-per-request.
-        field: holds them.
+        field: of the prompts or conversations.
 
     Raises:
         RequestError: tells the limit.
@@ -171,11 +171,11 @@ def check_request(request: Any, num_prompts: int, max_sequences: int, field: str
 
 
 def check_beams(num_beams: int, num_stop_ids: int) -> None:
-    """Refuses a beam search whose steps would be long: each beam brings candidates for all of them.
+    """Refuses a beam search with too many candidates per step: their number grows with the square of the beams.
 
     Args:
-        num_beams: of the search.
-        num_stop_ids: ids that end a beam, beside the end-of-sequence token.
+        num_beams: beams of the search.
+        num_stop_ids: token ids that end a beam, beside the end-of-sequence token.
 
     Raises:
         RequestError: it names the field.
@@ -189,16 +189,16 @@ def check_beams(num_beams: int, num_stop_ids: int) -> None:
         )
 
 
-def check_told_prompts(
+def check_repeated_prompts(
     num_prompt_tokens: int, num_choices: int, num_logprobs: int | None, *, are_repeated: bool
 ) -> None:
-    """Refuses an answer that would be far larger than its request: each choice repeats what is told of its prompt.
+    """Refuses an answer far larger than its request, as each choice repeats its prompt or the prompt's logprobs.
 
     Args:
-        num_prompt_tokens: of all prompts.
-        num_choices: of each prompt.
-        num_logprobs: likely tokens that are told of each prompt token; None: the prompts' are not told.
-        are_repeated: choices have their prompts' texts or ids.
+        num_prompt_tokens: tokens of all prompts.
+        num_choices: choices of each prompt.
+        num_logprobs: most likely tokens returned per prompt token; None: no prompt logprobs.
+        are_repeated: whether choices contain their prompts' texts or ids.
 
     Raises:
         RequestError: tells the limit.
@@ -223,8 +223,8 @@ def check_params(params: SamplingParams, max_sequences: int) -> None:
     """Refuses sampling parameters of one prompt that ask for too much.
 
     Args:
-        params: as the request has them.
-        max_sequences: most sequences that it may ask for.
+        params: of the request.
+        max_sequences: most sequences of a request.
 
     Raises:
         RequestError: it names the field.
@@ -237,7 +237,7 @@ def check_params(params: SamplingParams, max_sequences: int) -> None:
 
 
 def check_max_tokens(name: str, requested: int | None, limit: int) -> None:
-    """Refuses a number of output tokens that no prompt leaves room for.
+    """Refuses a number of output tokens above the model's length.
 
     Args:
         name: of the field.
@@ -255,12 +255,12 @@ def check_max_tokens(name: str, requested: int | None, limit: int) -> None:
 
 
 def limit_tokens(limit: int, num_prompt_tokens: int, requested: int | None, clamp: bool = False) -> int:
-    """`max_tokens` of a prompt.
+    """`max_tokens` for a prompt.
 
     Args:
         limit: most tokens of prompt and output together.
         num_prompt_tokens: tokens of the prompt.
-        requested: what the request says; None: all that fits.
+        requested: by the request; None: all that fits.
         clamp: lower `requested` to what fits instead of refusing it.
 
     Raises:
@@ -286,7 +286,7 @@ def limit_tokens(limit: int, num_prompt_tokens: int, requested: int | None, clam
 
 
 def has_more_entries(value: Any, most: int) -> bool:
-    """Whether all lists and objects in a value together have more entries; takes the time of `most` at most."""
+    """Whether all lists and objects in a value together have more than `most` entries; stops counting there."""
     return _room_after(value, most) < 0
 
 
@@ -302,7 +302,7 @@ def _check_field(name: str, value: Any, limit: _Limit) -> None:
 
 
 def _are_prompts(name: str, value: list[Any]) -> bool:
-    """Whether a list is one prompt of token ids, or has strings or such prompts; not too many of them."""
+    """Whether a list is one prompt of token ids, or a list of texts or such prompts; refuses too many of them."""
     if not value or isinstance(value[0], int | float):
         return True
     if not isinstance(value[0], str | list):
@@ -313,7 +313,7 @@ def _are_prompts(name: str, value: list[Any]) -> bool:
 
 
 def _room_after(value: Any, room: int) -> int:
-    """What is left of so many entries after those of a value; negative as soon as they are used up."""
+    """`room` less the entries of all lists and objects in a value; stops counting when it is negative."""
     stack = [value] if isinstance(value, list | dict) else []
     while stack:
         item = stack.pop()
@@ -328,9 +328,9 @@ def check_number(number: int, max_model_len: int, param: str = "messages") -> No
     """Refuse more messages, parts of contents, or tools than any prompt can hold.
 
     Args:
-        number: of them.
-        max_model_len: most tokens of the model.
-        param: the field of the request.
+        number: of messages, parts or tools.
+        max_model_len: the model's length in tokens.
+        param: their field in the request.
 
     Raises:
         RequestError: there are too many.
@@ -352,14 +352,14 @@ def check_conversation(
     template_kwargs: Mapping[str, Any] | None = None,
     any_length: bool = False,
 ) -> int:
-    """Refuse a conversation that no prompt can hold; its size: characters and values together.
+    """Refuse a conversation too long for any prompt; returns its size, characters and values together.
 
     Args:
         messages: each with a content.
-        max_model_len: most tokens of the model.
+        max_model_len: the model's length in tokens.
         tools: functions that the model may call.
         template_kwargs: further variables of the template.
-        any_length: the prompt is cut or only told, so that there may be more messages.
+        any_length: the prompt is truncated or not generated from, so that it may exceed the model's length.
 
     Raises:
         RequestError: there is too much of it, or it is nested too deeply.
@@ -376,7 +376,7 @@ def check_conversation(
 
 
 def _measure(values: Iterable[Any], limit: int, param: str) -> int:
-    """Characters and values of a field of a request.
+    """Number of characters and values in a field of a request.
 
     Raises:
         RequestError: it has more than the limit, or is nested too deeply.

@@ -1,6 +1,6 @@
-"""Output items of a response while they grow, and the events that tell it.
+"""Builds the output items of a response, and the events that report their progress.
 
-The order of a stream: ``response.created``, ``response.in_progress``, then for each item its addition, the pieces of
+The order of a stream: ``response.created``, ``response.in_progress``, then for each item its addition, the deltas of
 its text, and its end, at last the response as a whole. Every event has a number, and there is no ``[DONE]``.
 """
 
@@ -14,63 +14,63 @@ from ascend_vllm.entrypoints.http.sse import encode_json
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
 
-_TEXT, _THOUGHTS, _CALL = "message", "reasoning", "function_call"
+_TEXT, _REASONING, _CALL = "message", "reasoning", "function_call"
 
 _TEXT_DELTA = "response.output_text.delta"
-# what a text's event has around its text, item and number; most events of a stream are of this kind
+# constant part of a text delta's event, encoded once: most events of a stream are text deltas
 _TEXT_DELTA_HEAD = b'event: %b\ndata: {"type":"%b","content_index":0,"logprobs":[],' % ((_TEXT_DELTA.encode(),) * 2)
 
 
 class OutputItems:
-    """The output of one response, made of the deltas of its text.
+    """The output items of one response, built from the deltas of a `ChoiceParser`.
 
     Args:
-        streamed: the events are sent. Without it they are not made, and thoughts have no status, as in vLLM.
+        streamed: make events. Otherwise they are empty, and reasoning items have no status, as in vLLM.
 
     Attributes:
-        items: the output so far, as the response has it.
-        thoughts: the thoughts so far.
+        items: `output` of the response so far.
+        reasoning: the reasoning so far.
     """
 
     def __init__(self, streamed: bool = True) -> None:
         self.items: list[dict[str, Any]] = []
-        self.thoughts = ""
+        self.reasoning = ""
         self._streamed = streamed
-        self._open = ""  # the kind of the item that grows; "": none does
-        self._pieces: list[str] = []
+        self._open = ""  # type of the unfinished item; "": there is none
+        self._chunks: list[str] = []
         self._logprobs: list[ChatTokenLogprob] = []
         self._has_logprobs = False
         self._sequence_number = 0
-        self._text_head = b""  # of the events of the text that grows
+        self._text_head = b""  # constant part of the current text's events
 
     def whole(self, name: str, response: ResponsesResponse) -> bytes:
-        """An event that holds the response as it is now, such as ``response.completed``."""
+        """An event that contains the whole response, such as ``response.completed``."""
         return self._event(name, response=response)
 
     def add(self, delta: dict[str, Any], logprobs: Sequence[ChatTokenLogprob] | None = None) -> list[bytes]:
-        """Take in what a `ChoiceParser` has found; the events of it, as they are sent.
+        """Add a delta of a `ChoiceParser`; returns its events, encoded.
 
         Args:
-            delta: with one of `reasoning`, `content` and `tool_calls`.
-            logprobs: of the tokens that a piece of content was made of; None: not asked for.
+            delta: has one of `reasoning`, `content` and `tool_calls`.
+            logprobs: of the tokens of a content delta; None: not requested.
         """
         if "tool_calls" in delta:
             return [event for call in delta["tool_calls"] for event in self._add_call(call)]
         if "reasoning" in delta:
-            return self._add_thoughts(delta["reasoning"])
+            return self._add_reasoning(delta["reasoning"])
         return self._add_text(delta["content"], logprobs)
 
     def close(self) -> list[bytes]:
-        """End the item that grows; the events of it."""
+        """Finish the current item; returns its events."""
         if not self._open:
             return []
         kind, self._open = self._open, ""
-        item, text = self.items[-1], "".join(self._pieces)
+        item, text = self.items[-1], "".join(self._chunks)
         if kind == _CALL:
             item |= {"arguments": text, "status": "completed"}
             events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
-        elif kind == _THOUGHTS:
-            self.thoughts += text
+        elif kind == _REASONING:
+            self.reasoning += text
             part = {"text": text, "type": "reasoning_text"}
             item |= {"content": [part], "status": "completed" if self._streamed else None}
             done = self._event("response.reasoning_text.done", content_index=0, text=text)
@@ -94,7 +94,7 @@ class OutputItems:
             self._has_logprobs = logprobs is not None
             place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
             self._text_head = _TEXT_DELTA_HEAD + encode_json(place)[1:-1] + b',"delta":'
-        self._pieces.append(text)
+        self._chunks.append(text)
         if not logprobs:
             events.append(
                 b'%b%b,"sequence_number":%d}\n\n' % (self._text_head, encode_json(text), self._next_number())
@@ -105,14 +105,14 @@ class OutputItems:
         events.append(self._event(_TEXT_DELTA, content_index=0, delta=text, logprobs=shown))
         return events
 
-    def _add_thoughts(self, text: str) -> list[bytes]:
+    def _add_reasoning(self, text: str) -> list[bytes]:
         events: list[bytes] = []
-        if self._open != _THOUGHTS:
+        if self._open != _REASONING:
             nothing = {"content": None, "encrypted_content": None}
-            events = self._begin(_THOUGHTS, {"id": _item_id("rs"), "summary": []} | _begun(_THOUGHTS) | nothing)
+            events = self._begin(_REASONING, {"id": _item_id("rs"), "summary": []} | _begun(_REASONING) | nothing)
             part = {"text": "", "type": "reasoning_text"}
             events.append(self._event("response.content_part.added", content_index=0, part=part))
-        self._pieces.append(text)
+        self._chunks.append(text)
         events.append(self._event("response.reasoning_text.delta", content_index=0, delta=text))
         return events
 
@@ -123,14 +123,14 @@ class OutputItems:
             item = {"arguments": "", "call_id": call["id"], "name": function["name"], "id": _item_id("fc")}
             events = self._begin(_CALL, item | _begun(_CALL))
         if function["arguments"]:
-            self._pieces.append(function["arguments"])
+            self._chunks.append(function["arguments"])
             events.append(self._event("response.function_call_arguments.delta", delta=function["arguments"]))
         return events
 
     def _begin(self, kind: str, item: dict[str, Any]) -> list[bytes]:
-        """End what grew before, and begin an item."""
+        """Finish the current item and begin another; returns the events."""
         events = self.close()
-        self._open, self._pieces = kind, []
+        self._open, self._chunks = kind, []
         self.items.append(item)
         return [*events, self._event("response.output_item.added", item=dict(item))]
 
@@ -163,6 +163,6 @@ def _text_part(text: str, logprobs: list[ChatTokenLogprob] | None) -> dict[str, 
 
 
 def _delta_logprob(entry: ChatTokenLogprob) -> dict[str, Any]:
-    """Log-probabilities in deltas are told without bytes."""
+    """A token's log-probabilities in a delta event, which has no `bytes`."""
     top = [{"token": other.token, "logprob": other.logprob} for other in entry.top_logprobs]
     return {"token": entry.token, "logprob": entry.logprob, "top_logprobs": top}

@@ -1,7 +1,7 @@
-"""Input items of /v1/responses as the messages of a chat.
+"""Converts input items of /v1/responses to the messages of a chat.
 
-A conversation is a list of items: messages, thoughts, calls of functions and what they returned. What the assistant
-did in one turn is one message of a chat, however many items tell it.
+A conversation is a list of items: messages, reasoning, function calls and their outputs. The items of one
+turn of the assistant become one message of a chat.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from ascend_vllm.errors import RequestError
 
 _ROLES = ("user", "assistant", "system", "developer")
-# an assistant's message that the answer goes on with
+# statuses of an assistant's message that the answer continues
 _UNFINISHED = ("in_progress", "incomplete")
-# what a chat knows of a part
+# fields of a content part that chat messages have, too
 _PART_FIELDS = ("type", "text", "refusal")
 
 
 def input_items(value: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """`input` as items; text is a user's message.
+    """`input` as a list of items; a string becomes a user's message.
 
     Raises:
         RequestError: an item is not an object.
@@ -35,7 +35,7 @@ def input_items(value: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def continues_message(items: Sequence[dict[str, Any]]) -> bool:
-    """Whether the answer is to go on with the last item, a message of the assistant that has not ended."""
+    """Whether the last item is an unfinished message of the assistant, which the answer continues."""
     if not items:
         return False
     last = items[-1]
@@ -43,9 +43,9 @@ def continues_message(items: Sequence[dict[str, Any]]) -> bool:
 
 
 def to_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat that items tell.
+    """Converts items to chat messages.
 
-    Thoughts, text and calls that follow each other become one message of the assistant. Thoughts are told to the
+    Consecutive reasoning, text and calls become one message of the assistant. Reasoning is passed to the
     template as `reasoning` and as `reasoning_content`, the names that templates use.
 
     Args:
@@ -99,7 +99,7 @@ def _add_call(messages: list[dict[str, Any]], index: int, item: dict[str, Any]) 
     call = {
         "id": _text(index, item, "call_id"),
         "type": "function",
-        # a call that was cut short is part of the conversation all the same
+        # the arguments of a truncated call are not valid JSON
         "function": {"name": name, "arguments": arguments if _is_object(arguments) else "{}"},
     }
     _turn(messages, lambda _: True).setdefault("tool_calls", []).append(call)
@@ -119,14 +119,14 @@ _READERS: dict[str | None, Callable[[list[dict[str, Any]], int, dict[str, Any]],
 
 
 def _turn(messages: list[dict[str, Any]], can_take: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The assistant's message to add to: the last one if it can take it, else a new one."""
+    """The assistant's message to add to: the last message if `can_take` accepts it, else a new one."""
     if not (messages and messages[-1]["role"] == "assistant" and can_take(messages[-1])):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def _content(index: int, item: dict[str, Any], field: str) -> Any:
-    """Text or parts; what the parts may be is known where the template is rendered."""
+    """Text or a list of parts, whose types are checked when the template is rendered."""
     value = item.get(field)
     if isinstance(value, str):
         return value

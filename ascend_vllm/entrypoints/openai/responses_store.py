@@ -1,7 +1,7 @@
-"""Responses that can be asked for later, and go on conversations; kept in memory, as bytes.
+"""The store of responses, in memory as JSON, for retrieval and for continuing conversations.
 
-What is kept is encoded, so that it takes the memory that it counts for: as Python objects a body of many small items
-would take twenty times its size. Responses belong to the caller who made them; to others they do not exist.
+Responses are stored encoded, so that their size is known and small: as Python objects a body of many small items
+would take twenty times the memory. Responses are visible only to the caller who created them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ascend_vllm.errors import EngineBusyError, RequestError
 
 MAX_RESPONSES = 1000
 MAX_AGE_S = 24 * 3600.0
-# bytes of everything that is kept
+# bytes of all stored responses
 MAX_SIZE = 2**28
 # responses that are generated in the background
 MAX_RUNNING = 256
-# bytes of a conversation that a response can go on from
+# bytes of a conversation that a response can continue
 MAX_CONVERSATION = 2**23
 
-# bytes of the objects around the bytes: of a response, one turn of a conversation, an event
+# bytes of Python objects around the encoded bytes: per response, turn of a conversation, and event
 _RESPONSE_OVERHEAD = 1500
 _TURN_OVERHEAD = 400
 _EVENT_OVERHEAD = 50
-# bytes of what waits for a background response, and what one of its tokens takes, of prompt and output
+# bytes of the state of a background response while it is generated, and of each token of its prompt and output
 _RUNNING_OVERHEAD = 20_000
 _TOKEN_SIZE = 100
-# what decoded JSON takes for each of its bytes, if it consists of small objects
+# memory of decoded JSON per byte of JSON, if it consists of small objects
 _DECODED_SIZE = 20
-# what log-probabilities take for each byte of the events that tell them
+# memory of log-probabilities per byte of their events
 _LOGPROBS_WEIGHT = 6
 
 
@@ -47,7 +47,7 @@ class InvalidResponseError(RequestError):
 
 
 class ResponseNotFoundError(InvalidResponseError):
-    """There is no response of this id, or not any more, or it is not the caller's."""
+    """There is no response of this id, it was evicted, or it belongs to another caller."""
 
     status_code = 404
 
@@ -56,7 +56,7 @@ class ResponseNotFoundError(InvalidResponseError):
 
 
 class StoreFullError(EngineBusyError):
-    """Responses that are generated in the background take all the room that there is for them."""
+    """Too many responses are being generated in the background, or they take too much memory."""
 
     def __init__(self, finding: str) -> None:
         super().__init__(
@@ -65,59 +65,59 @@ class StoreFullError(EngineBusyError):
 
 
 class EventLog:
-    """The events of a background response, for whoever asks for them, at any time."""
+    """The events of a background response, which any number of clients can follow from any position."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
         self._ended = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self.size = 0
 
     def extend(self, events: Sequence[bytes]) -> None:
-        """Append events; the number of each is its place."""
+        """Append events; their index in the log is their sequence number."""
         self._events.extend(events)
         self.size += sum(map(len, events)) + _EVENT_OVERHEAD * len(events)
-        self._tell()
+        self._notify()
 
     def end(self) -> None:
-        """There will be no more events."""
+        """Mark the log as complete."""
         self._ended = True
-        self._tell()
+        self._notify()
 
     def drop(self) -> None:
-        """Forget the events; whoever follows them hears no more."""
+        """Delete the events; ends the streams of those who follow them."""
         self._events = []
         self.end()
 
     async def follow(self, starting_after: int = -1) -> AsyncGenerator[bytes, None]:
-        """The events with greater numbers, those that are still to come as well."""
+        """The events with sequence numbers above `starting_after`, including future ones, until the end."""
         index = max(starting_after + 1, 0)
         while True:
-            news = self._news
+            changed = self._changed
             while index < len(self._events):
                 yield self._events[index]
                 index += 1
             if self._ended:
                 return
-            await news.wait()
+            await changed.wait()
 
-    def _tell(self) -> None:
-        """Wake those who wait."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        """Wake all followers."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Turn:
-    """A request's items and their answer, at the end of a conversation; conversations share their beginnings.
+    """A request's items and their answer, the last turn of a conversation; conversations share earlier turns.
 
     Args:
-        items: those of the request, a JSON array.
-        output: the answer's items.
-        previous: the turn it follows.
+        items: of the request, a JSON array.
+        output: items of the answer.
+        previous: the turn before.
 
     Attributes:
-        size: bytes of it.
-        conversation_size: bytes of it and all turns before it.
+        size: bytes of this turn.
+        conversation_size: bytes of this turn and all before it.
     """
 
     __slots__ = ("_items", "_output", "conversation_size", "previous", "size")
@@ -130,7 +130,7 @@ class Turn:
         self.conversation_size: int = self.size + (0 if previous is None else previous.conversation_size)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """All items up to its answer. Instructions are not among them: they hold for one response.
+        """All items up to this turn's answer, without instructions, which apply to one response only.
 
         Raises:
             RequestError: an item is nested too deeply.
@@ -153,12 +153,12 @@ class Turn:
 
 
 def _trimmed(encoded: bytes) -> bytes:
-    """The same bytes; those that an encoder returns have room for up to half as many more behind them."""
+    """A copy of the bytes without spare capacity: an encoder's result may occupy half as much memory again."""
     return bytes(memoryview(encoded))
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of an answer as conversations need it."""
+    """An output item without log-probabilities, as input of later turns."""
     if not isinstance(item.get("content"), list):
         return item
     parts = [{name: value for name, value in part.items() if name != "logprobs"} for part in item["content"]]
@@ -166,20 +166,20 @@ def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class StoredResponse:
-    """A response and what it was made of.
+    """A response with its input.
 
     Args:
-        response: which has begun.
-        items: the items of its own input, a JSON array.
-        previous: the end of the conversation it goes on with.
-        caller: whose response it is, see `access.caller_of`.
+        response: at its start.
+        items: of its own input, a JSON array.
+        previous: the last turn of the conversation that it continues.
+        caller: the response's owner, see `access.caller_of`.
 
     Attributes:
         id: of the response.
-        response: as it is now; None once it has ended, when all that is left of it is bytes.
-        turn: of its conversation; without the answer until it has ended.
+        response: the current state; None once it has ended, when only its encoded bytes are kept.
+        turn: in its conversation; without the answer until the response has ended.
         events: of a background stream.
-        task: what generates a background response; None: nothing does.
+        task: generates a background response; None: it is not being generated.
     """
 
     def __init__(
@@ -192,26 +192,26 @@ class StoredResponse:
         self.events: EventLog | None = None
         self.task: asyncio.Task[None] | None = None
         self._encoded = b""
-        # bytes of what is there only while it is generated in the background, and for each byte of its events
+        # bytes of the state while it is generated in the background, and memory per byte of its events
         self._running_size = 0
         self._output_weight = 1
 
     @property
     def size(self) -> int:
-        """Bytes of it beside its turn."""
+        """Bytes of the response without its turn."""
         num_events = 0 if self.events is None else self.events.size
         return _RESPONSE_OVERHEAD + len(self._encoded) + num_events + self._running_size
 
     def begin_running(
         self, num_prompt_tokens: int, num_prompt_characters: int, num_other_bytes: int, has_logprobs: bool
     ) -> None:
-        """Count what is there while it is generated in the background.
+        """Add the memory of the state while it is generated in the background to `size`.
 
         Args:
             num_prompt_tokens: tokens of its prompt.
-            num_prompt_characters: characters of it.
-            num_other_bytes: of the request beside its items.
-            has_logprobs: its output comes with log-probabilities.
+            num_prompt_characters: characters of its prompt.
+            num_other_bytes: bytes of the request without its items.
+            has_logprobs: whether its output has log-probabilities.
         """
         self._running_size = (
             _RUNNING_OVERHEAD
@@ -222,13 +222,13 @@ class StoredResponse:
         self._output_weight = _LOGPROBS_WEIGHT if has_logprobs else 1
 
     def add_events(self, events: Sequence[bytes]) -> None:
-        """Take in events of what is generated, which itself takes about as much as they do."""
+        """Add events, and count them also for the generated output, which takes about the same memory."""
         self._running_size += self._output_weight * sum(map(len, events))
         if self.events is not None:
             self.events.extend(events)
 
     def end(self) -> None:
-        """Nothing of the response will change any more. May be called again."""
+        """Encode the finished response and drop its objects. Can be called several times."""
         if self.response is None:
             return
         self.turn = self.turn.answered(self.response.output)
@@ -239,13 +239,13 @@ class StoredResponse:
             self.events.end()
 
     def encoded(self) -> bytes:
-        """The response as it is now, as JSON."""
+        """The response's current state as JSON."""
         return self._encoded if self.response is None else msgspec.json.encode(self.response)
 
 
 @dataclasses.dataclass(slots=True)
 class _Kept:
-    """A response in the store, when it was used last, and what it was counted with."""
+    """A response in the store, the time of its last use, and the turn and size that it was counted with."""
 
     entry: StoredResponse
     turn: Turn
@@ -253,13 +253,13 @@ class _Kept:
     size: int
 
 
-class _Shelf:
+class _CallerResponses:
     """The responses of one caller.
 
     Attributes:
-        running: those that are generated in the background, which stay.
-        ended: the others, the least recently used first.
-        size: bytes of all.
+        running: responses generated in the background, which are never evicted.
+        ended: the others, least recently used first.
+        size: bytes of all of them.
     """
 
     __slots__ = ("ended", "running", "size")
@@ -274,16 +274,16 @@ class _Shelf:
 
 
 class ResponseStore:
-    """The most recently used responses; those that run are always kept.
+    """Keeps the most recently used responses, and all that are still running.
 
-    Where there are too many, the caller who has most of them loses the one that was used least recently.
+    When there are too many, the least recently used one of the caller with the most is evicted.
 
     Args:
         max_responses: most responses.
-        max_age_s: seconds after which a response that nobody asked for is forgotten.
-        max_size: most bytes of all of them, and of the conversations that they go on with.
-        max_running: most responses that run; half of them, of one caller of several. They may take half of the bytes.
-        clock: tells seconds.
+        max_age_s: seconds after which an unused response is evicted.
+        max_size: most bytes of all responses and their conversations.
+        max_running: most running responses, half of them per caller if there are several; half of `max_size`.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -299,9 +299,9 @@ class ResponseStore:
         self._max_size = max_size
         self._max_running = max_running
         self._clock = clock
-        self._shelves: dict[bytes, _Shelf] = {}
-        # how much holds a turn: its response, and turns that follow it
-        self._holders: dict[Turn, int] = {}
+        self._by_caller: dict[bytes, _CallerResponses] = {}
+        # reference counts of turns: by their responses, and by the turns that follow
+        self._num_references: dict[Turn, int] = {}
         self._num_responses = 0
         self._running_size = 0
         self.size = 0
@@ -310,45 +310,45 @@ class ResponseStore:
         return self._num_responses
 
     def has(self, response_id: str, caller: bytes = b"") -> bool:
-        """Whether a caller's response of this id is kept."""
+        """Whether the caller has a response of this id."""
         return self._find(response_id, caller) is not None
 
     def begin(self, entry: StoredResponse) -> None:
-        """Keep a response that is to be generated in the background.
+        """Add a response that is to be generated in the background.
 
         Raises:
-            StoreFullError: too many are, or they take too many bytes.
+            StoreFullError: there are too many of them, or they take too many bytes.
         """
-        shelf = self._shelves.setdefault(entry.caller, _Shelf())
-        num_running = sum(len(other.running) for other in self._shelves.values())
+        owned = self._by_caller.setdefault(entry.caller, _CallerResponses())
+        num_running = sum(len(other.running) for other in self._by_caller.values())
         most_own = self._max_running // 2 if entry.caller else self._max_running
-        if len(shelf.running) >= most_own or num_running >= self._max_running:
+        if len(owned.running) >= most_own or num_running >= self._max_running:
             raise StoreFullError(f"At most {most_own} responses can be generated in the background at a time.")
         self._check_running_size(entry.size + entry.turn.size)
-        self._add(shelf, shelf.running, entry)
+        self._add(owned, owned.running, entry)
         self._evict()
 
     def grow(self, entry: StoredResponse) -> None:
-        """Take note that a response that runs has grown.
+        """Update the size of a running response.
 
         Raises:
-            StoreFullError: those that run take too many bytes.
+            StoreFullError: the running responses take too many bytes.
         """
-        shelf = self._shelves[entry.caller]
-        kept = shelf.running[entry.id]
+        owned = self._by_caller[entry.caller]
+        kept = owned.running[entry.id]
         added = entry.size - kept.size
         self._check_running_size(added)
         kept.size += added
-        shelf.size += added
+        owned.size += added
         self.size += added
         self._running_size += added
         if self.size > self._max_size:
             self._evict()
 
     def put(self, entry: StoredResponse) -> None:
-        """Keep a response that has ended; others that are too much are forgotten."""
-        shelf = self._shelves.setdefault(entry.caller, _Shelf())
-        self._add(shelf, shelf.ended, entry)
+        """Add a response that has ended, or move it from the running ones; evicts others if there are too many."""
+        owned = self._by_caller.setdefault(entry.caller, _CallerResponses())
+        self._add(owned, owned.ended, entry)
         self._evict()
 
     def get(self, response_id: str, caller: bytes = b"") -> StoredResponse:
@@ -362,87 +362,87 @@ class ResponseStore:
         if kept is None:
             raise ResponseNotFoundError(response_id)
         kept.used_s = self._clock()
-        ended = self._shelves[caller].ended
+        ended = self._by_caller[caller].ended
         if response_id in ended:
             ended.move_to_end(response_id)
         return kept.entry
 
     def _find(self, response_id: str, caller: bytes) -> _Kept | None:
-        shelf = self._shelves.get(caller)
-        return None if shelf is None else shelf.ended.get(response_id) or shelf.running.get(response_id)
+        owned = self._by_caller.get(caller)
+        return None if owned is None else owned.ended.get(response_id) or owned.running.get(response_id)
 
     def _check_running_size(self, added: int) -> None:
         limit = self._max_size // 2
         if self._running_size + added > limit:
             raise StoreFullError(f"The responses that are generated in the background take {limit} bytes.")
 
-    def _add(self, shelf: _Shelf, kept_there: dict[str, _Kept], entry: StoredResponse) -> None:
+    def _add(self, owned: _CallerResponses, kept_there: dict[str, _Kept], entry: StoredResponse) -> None:
         kept = _Kept(entry, entry.turn, self._clock(), entry.size)
-        # held again before it is let go: what nothing holds would be counted anew
-        size = kept.size + self._hold(kept.turn)
-        self._forget(shelf, entry.id)
+        # acquired before the old entry is released, so that turns of both are not counted twice
+        size = kept.size + self._acquire(kept.turn)
+        self._forget(owned, entry.id)
         kept_there[entry.id] = kept
         self._num_responses += 1
-        shelf.size += size
+        owned.size += size
         self.size += size
-        if kept_there is shelf.running:
+        if kept_there is owned.running:
             self._running_size += kept.size + kept.turn.size
 
-    def _forget(self, shelf: _Shelf, response_id: str) -> None:
-        running = shelf.running.pop(response_id, None)
-        kept = running or shelf.ended.pop(response_id, None)
+    def _forget(self, owned: _CallerResponses, response_id: str) -> None:
+        running = owned.running.pop(response_id, None)
+        kept = running or owned.ended.pop(response_id, None)
         if kept is None:
             return
-        size = kept.size + self._let_go(kept.turn)
+        size = kept.size + self._release(kept.turn)
         self._num_responses -= 1
-        shelf.size -= size
+        owned.size -= size
         self.size -= size
         if running is not None:
             self._running_size -= kept.size + kept.turn.size
 
     def _evict(self) -> None:
-        """Forget responses that are too old, and the least recently used of too many or too large ones."""
+        """Drop responses that are too old, then the least recently used until number and size are within limits."""
         oldest_s = self._clock() - self._max_age_s
-        for shelf in self._shelves.values():
-            while shelf.ended and next(iter(shelf.ended.values())).used_s < oldest_s:
-                self._drop_oldest(shelf)
+        for owned in self._by_caller.values():
+            while owned.ended and next(iter(owned.ended.values())).used_s < oldest_s:
+                self._drop_oldest(owned)
         while self._num_responses > self._max_responses and self._drop_of_most(len):
             pass
-        while self.size > self._max_size and self._drop_of_most(lambda shelf: shelf.size):
+        while self.size > self._max_size and self._drop_of_most(lambda owned: owned.size):
             pass
 
-    def _drop_of_most(self, measure: Callable[[_Shelf], int]) -> bool:
-        """Forget a response of the caller who has most; whether there was one that can be forgotten."""
-        shelf = max((shelf for shelf in self._shelves.values() if shelf.ended), key=measure, default=None)
-        if shelf is not None:
-            self._drop_oldest(shelf)
-        return shelf is not None
+    def _drop_of_most(self, measure: Callable[[_CallerResponses], int]) -> bool:
+        """Drop a response of the caller with the most; False: none can be dropped."""
+        owned = max((owned for owned in self._by_caller.values() if owned.ended), key=measure, default=None)
+        if owned is not None:
+            self._drop_oldest(owned)
+        return owned is not None
 
-    def _drop_oldest(self, shelf: _Shelf) -> None:
-        response_id, kept = next(iter(shelf.ended.items()))
-        self._forget(shelf, response_id)
-        if kept.entry.events is not None:  # however slowly they are read
+    def _drop_oldest(self, owned: _CallerResponses) -> None:
+        response_id, kept = next(iter(owned.ended.items()))
+        self._forget(owned, response_id)
+        if kept.entry.events is not None:  # also if clients still read them
             kept.entry.events.drop()
 
-    def _hold(self, turn: Turn | None) -> int:
-        """Hold a turn, and with it those before it; bytes of what nothing held before."""
+    def _acquire(self, turn: Turn | None) -> int:
+        """Count a reference to a turn, and by it to those before; returns the bytes of newly referenced turns."""
         size = 0
         while turn is not None:
-            self._holders[turn] = self._holders.get(turn, 0) + 1
-            if self._holders[turn] > 1:
+            self._num_references[turn] = self._num_references.get(turn, 0) + 1
+            if self._num_references[turn] > 1:
                 break
             size += turn.size
             turn = turn.previous
         return size
 
-    def _let_go(self, turn: Turn | None) -> int:
-        """Undo `_hold`; bytes of what nothing holds any more."""
+    def _release(self, turn: Turn | None) -> int:
+        """Undo `_acquire`; returns the bytes of turns without references left."""
         size = 0
         while turn is not None:
-            self._holders[turn] -= 1
-            if self._holders[turn] > 0:
+            self._num_references[turn] -= 1
+            if self._num_references[turn] > 0:
                 break
-            del self._holders[turn]
+            del self._num_references[turn]
             size += turn.size
             turn = turn.previous
         return size

@@ -1,11 +1,11 @@
-"""Many requests from a file, without a server: ``python -m ascend_vllm.entrypoints.openai.run_batch -i IN -o OUT``.
+"""Answers requests from a file without a server: ``python -m ascend_vllm.entrypoints.openai.run_batch -i IN -o OUT``.
 
 A line of the input is a request in OpenAI's batch format, a line of the output its answer, in the same order::
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
     {"id": "vllm-…", "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}}, "error": null}
 
-The requests go through the very application that the server has, so that they are answered as the server would.
+The requests are sent to the server's ASGI application in this process, so that the answers are the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ URLS = (
     "/v1/rerank",
     "/v2/rerank",
 )
-# waiting ones cost a task each; the engine orders and limits those that run
+# most requests in the application at a time, a task each; the engine schedules them
 _MAX_OPEN = 4096
 
 
@@ -60,7 +60,7 @@ class BatchRequest(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """The answer's status and body; no body if it is an error."""
+    """The response's status and body; no body if it is an error."""
 
     status_code: int
     request_id: str
@@ -77,10 +77,10 @@ class BatchOutput(msgspec.Struct):
 
 
 def read_requests(path: pathlib.Path) -> list[BatchRequest]:
-    """The requests of a file; empty lines are passed over.
+    """Reads the requests of a file; empty lines are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request; names the line.
+        ConfigError: the file cannot be read, or a line is not a request; names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -98,15 +98,15 @@ def read_requests(path: pathlib.Path) -> list[BatchRequest]:
 
 
 async def post(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body that an application answers to a POST, without a socket."""
-    status, pieces = 500, []
+    """Sends a POST request to an ASGI application without a socket; returns status and body."""
+    status, chunks = 500, []
     was_sent = False
     closed = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
         nonlocal was_sent
         if was_sent:
-            # the client stays until it has its answer
+            # the client does not disconnect before it has its answer
             await closed.wait()
             return {"type": "http.disconnect"}
         was_sent = True
@@ -117,7 +117,7 @@ async def post(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
         if message["type"] == "http.response.start":
             status = message["status"]
         elif message["type"] == "http.response.body":
-            pieces.append(message.get("body", b""))
+            chunks.append(message.get("body", b""))
 
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {
@@ -138,7 +138,7 @@ async def post(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
         await app(scope, receive, send)
     finally:
         closed.set()
-    return status, b"".join(pieces)
+    return status, b"".join(chunks)
 
 
 async def answer(app: FastAPI, request: BatchRequest) -> BatchOutput:
@@ -162,7 +162,7 @@ async def answer(app: FastAPI, request: BatchRequest) -> BatchOutput:
 
 
 async def answer_all(app: FastAPI, requests: Sequence[BatchRequest]) -> list[BatchOutput]:
-    """The outputs of all requests, in their order; with a progress bar."""
+    """The outputs of all requests in order; shows a progress bar."""
     room = asyncio.Semaphore(_MAX_OPEN)
     with tqdm.tqdm(total=len(requests), desc="Running batch", dynamic_ncols=True) as bar:
 
@@ -176,7 +176,7 @@ async def answer_all(app: FastAPI, requests: Sequence[BatchRequest]) -> list[Bat
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the program's own flags and the engine's."""
+    """Adds the flags of this program and of the engine."""
     add = parser.add_argument_group("Batch").add_argument
     add("-i", "--input-file", type=pathlib.Path, required=True, help="the requests, one JSON object a line")
     add("-o", "--output-file", type=pathlib.Path, required=True, help="where the answers go, one JSON object a line")
@@ -191,7 +191,7 @@ def run_batch(args: argparse.Namespace) -> int:
     """Answers a file of requests.
 
     Args:
-        args: what a parser with `add_arguments` parses.
+        args: parsed with the flags of `add_arguments`.
 
     Returns:
         The process's exit code: 0, 2 for a wrong flag or input, 1 if the engine fails.

@@ -1,4 +1,4 @@
-"""What the serving classes share: the served names, and requests on their way to the engine."""
+"""The base class of the serving classes: checks the model's name and sends requests to the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ascend_vllm.entrypoints.http.request_ids import make_engine_id
 from ascend_vllm.entrypoints.http.streaming import StreamResponse, collect, open_stream, run_unless_disconnected
 from ascend_vllm.entrypoints.openai.prompts import Prompt, PromptMaker
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest
-from ascend_vllm.entrypoints.openai.request_limits import check_told_prompts
+from ascend_vllm.entrypoints.openai.request_limits import check_repeated_prompts
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.errors import ModelNotFoundError, RequestError
 from ascend_vllm.logger import init_logger
@@ -31,23 +31,23 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-# events made of outputs, each with its prompt's index; b"" while an output has none
+# encoded events of outputs, each with its prompt's index; b"" for an output without events
 Events: TypeAlias = AsyncGenerator[tuple[int, bytes], None]
-# makes events of a prompt's outputs, in turn
+# encodes the events of a prompt's next output
 Encoder: TypeAlias = Callable[[int, RequestOutput], bytes]
 
 
 @dataclasses.dataclass
 class EngineRequest:
-    """One prompt of a request, on its way to the engine.
+    """One prompt of a client's request, a request of the engine.
 
     Attributes:
-        request: whose priority and salt count.
-        engine_id: of the request in the engine.
-        prompt: what is answered.
-        params: how to sample.
+        request: of the client, with priority and cache salt.
+        engine_id: the engine's request id.
+        prompt: with its token ids.
+        params: the sampling parameters.
         headers: W3C headers of the caller's trace; None: there is none.
-        is_further: not the first prompt of the request: requests of others pass it.
+        is_further: whether it is not the first prompt of its request: those are scheduled behind requests of others.
     """
 
     request: GenerationRequest
@@ -59,7 +59,7 @@ class EngineRequest:
 
 
 def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[RequestOutput], T]:
-    """The same shape; each choice is logged when it has ended."""
+    """Wraps a shape function so that it logs each choice's text when the choice has ended."""
     texts: dict[int, str] = {}
 
     def log_and_shape(output: RequestOutput) -> T:
@@ -83,7 +83,7 @@ def _unchanged(output: RequestOutput) -> RequestOutput:
 
 
 async def _name_constraint(outputs: AsyncGenerator[T, None], field: str) -> AsyncGenerator[T, None]:
-    """The same outputs; what the engine finds wrong with the constraint names the field that the client sent."""
+    """Passes outputs on; errors about the constraint name the field that the client sent."""
     async with contextlib.aclosing(outputs):
         try:
             async for output in outputs:
@@ -97,16 +97,16 @@ async def _name_constraint(outputs: AsyncGenerator[T, None], field: str) -> Asyn
 class ServingBase:
     """Shared steps of the serving classes.
 
-    Whatever answers a request raises `EngineDeadError` when the engine is gone, and `ClientDisconnectedError` when
-    the client went away, which aborts what was generated for it; the methods' docstrings do not repeat it.
+    All methods that answer a request raise `EngineDeadError` if the engine has died, and `ClientDisconnectedError` if
+    the client has disconnected, which aborts its engine requests; their docstrings do not repeat this.
 
     Args:
-        engine: the engine's front.
+        engine: generates the outputs.
         settings: flags that shape answers.
 
     Attributes:
-        prompts: makes prompts of what clients send.
-        forces_logprobs: log-probabilities are computed whether or not a request shows them.
+        prompts: tokenises and renders prompts.
+        forces_logprobs: compute log-probabilities even for requests that do not return them.
     """
 
     forces_logprobs = False
@@ -119,7 +119,7 @@ class ServingBase:
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
+        """The model's name in answers."""
         return self.settings.model_names[0]
 
     def check_model(self, model: str | None) -> None:
@@ -157,13 +157,13 @@ class ServingBase:
         encode: Encoder,
         shape: Callable[[Events], AsyncGenerator[bytes, None]],
     ) -> StreamResponse:
-        """A stream of the events of one engine request per prompt.
+        """Streams the events of one engine request per prompt.
 
         Args:
-            request, response_id, http, prompts, max_tokens: as of `generate_whole`.
-            encode: makes events of the outputs of the prompt with this index; called as `AsyncLLM.generate_shaped`
+            request, response_id, http, prompts, max_tokens: see `generate_whole`.
+            encode: encodes the events of an output, given its prompt's index; called as `AsyncLLM.generate_shaped`
                 says, with the outputs of several prompts at the same time perhaps, but never with two of one.
-            shape: makes the stream of the events.
+            shape: makes the response's stream of the events.
 
         Raises:
             RequestError: a sampling parameter is wrong, or the engine refused the request.
@@ -184,13 +184,13 @@ class ServingBase:
         engine_id = make_engine_id(request, response_id, http)
         headers = self.trace_headers(http)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        check_told_prompts(
+        check_repeated_prompts(
             num_prompt_tokens,
             request.n or 1,
             request.requested_prompt_logprobs(),
             are_repeated=bool(request.echo or request.return_token_ids),
         )
-        # but for the number of tokens they are the same for all prompts, and may hold long lists
+        # made once, as it may contain long lists; the prompts' copies differ in max_tokens only
         params = request.sampling_params(self.sampling_defaults, min(max_tokens), self.forces_logprobs)
         return [
             EngineRequest(
@@ -200,7 +200,7 @@ class ServingBase:
         ]
 
     def generate(self, part: EngineRequest, shape: Callable[[RequestOutput], T]) -> AsyncGenerator[T, None]:
-        """What a shape makes of the outputs of an engine request, which begins when the first is waited for.
+        """Results of `shape` for the outputs of an engine request, which is sent when the first one is awaited.
 
         Args:
             part: the engine request.
@@ -223,7 +223,7 @@ class ServingBase:
         return outputs
 
     def trace_headers(self, http: Request) -> dict[str, str] | None:
-        """What names the trace that a request belongs to; None: requests are not traced."""
+        """The W3C headers of a request's trace; None: requests are not traced."""
         return trace_headers(http.headers) if self.settings.trace else None
 
     def _log_request(self, engine_id: str, prompt: Prompt, params: SamplingParams | PoolingParams) -> None:

@@ -53,11 +53,11 @@ class ServingChat(ServingBase):
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0])))
 
     async def prepare(self, request: ChatCompletionRequest, http: Request | None = None) -> Prompt:
-        """Check a request and render its conversation; what the flags want of it is set in the request.
+        """Check a request and render its conversation; sets fields of the request as the flags require.
 
         Args:
             request: of a client.
-            http: what it came with: preparing ends when the client goes away; None: nothing ends it.
+            http: preparing stops when its client disconnects; None: it does not stop.
 
         Raises:
             RequestError: the request is wrong.
@@ -76,12 +76,12 @@ class ServingChat(ServingBase):
             http=http,
             any_length=request.truncate_prompt_tokens is not None,
         )
-        request.allow_thoughts(self.settings.parsers.end_of_thoughts(text))
+        request.exempt_reasoning(self.settings.parsers.reasoning_end(text))
         token_ids = await self.prompts.encode_prompt(request, text, request.add_special_tokens, http)
         return Prompt(token_ids, text)
 
     def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
-        """Tokens that a prepared request may generate.
+        """Maximum number of tokens for a prepared request.
 
         Raises:
             RequestError: prompt and output do not fit in the model's length.
@@ -98,7 +98,7 @@ class ServingChat(ServingBase):
 
 @contextlib.contextmanager
 def _naming_tools(request: ChatCompletionRequest) -> Iterator[None]:
-    """Errors of the schema that was made of tools name them."""
+    """Makes errors about a schema made of the tools name `tools`."""
     try:
         yield
     except RequestError as error:
@@ -109,7 +109,7 @@ def _naming_tools(request: ChatCompletionRequest) -> Iterator[None]:
 
 
 class ChatAnswer:
-    """Shapes one request's outputs."""
+    """Converts the outputs of one request to the answer or its events."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ChatAnswer:
         self._echo = self._echoed()
         self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
         self._usage = UsageCounter(self._n, self._settings.enable_prompt_tokens_details)
-        # of a stream
+        # for streams
         self._include_usage = request.include_usage or self._settings.force_include_usage
         self._is_plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
         self._writer = sse.ChatChunkWriter(
@@ -143,7 +143,7 @@ class ChatAnswer:
         self._parsers = [self._make_parser() if request.stream else None for _ in range(self._n)]
 
     def _echoed(self) -> str:
-        """The last message's text, if the answer repeats it: it must be of the same role."""
+        """The last message's text if `echo` repeats it, which requires the answer's role."""
         wanted = self._request.echo or self._request.continue_final_message
         last = self._request.messages[-1]
         if not wanted or last.role != self._role:
@@ -152,7 +152,7 @@ class ChatAnswer:
         return str(message["content"])
 
     def complete(self, output: RequestOutput) -> ChatCompletionResponse:
-        """The whole answer; `output` is final."""
+        """The unstreamed answer; `output` is final."""
         self._usage.add(0, output)
         choices = [self._choice(generated) for generated in output.outputs]
         of_prompt = prompt_logprobs(output.prompt_logprobs)
@@ -193,7 +193,7 @@ class ChatAnswer:
         return choice
 
     def _make_parser(self) -> ChoiceParser | None:
-        """A parser of one choice; None: its text is the content."""
+        """A parser for one choice's text; None: the whole text is the content."""
         return self._settings.parsers.make(self._request, self._prompt.text or "")
 
     def _logprobs(self, generated: CompletionOutput) -> ChatLogprobs | None:
@@ -203,7 +203,7 @@ class ChatAnswer:
         return chat_logprobs(generated.token_ids, generated.logprobs, num_top, self._as_token_ids)
 
     def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
-        """The events of the next output, none while a parser holds text back; see `ServingBase.generate_stream`."""
+        """The events of the next output, none while a parser buffers text; see `ServingBase.generate_stream`."""
         writer, plain, usage = self._writer, self._is_plain, self._usage
         events = []
         if not usage.started:
@@ -221,7 +221,7 @@ class ChatAnswer:
         return b"".join(events)
 
     async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """The answer's events, as `encode` made them, to their end; errors are told in the stream."""
+        """The answer's stream of the events made by `encode`; an error becomes an event."""
         try:
             async for _, data in events:
                 if data:
@@ -233,7 +233,7 @@ class ChatAnswer:
         yield sse.DONE
 
     def _opening(self, writer: sse.ChatChunkWriter) -> list[bytes]:
-        """What comes before the first token: each choice's role, then the echoed text."""
+        """Events before the first token: each choice's role, then the echoed text."""
         token_ids = self._prompt.token_ids if self._request.return_token_ids else None
         events = [
             writer.opening_event(index, self._role, self._usage_now(index), token_ids) for index in range(self._n)
@@ -249,13 +249,13 @@ class ChatAnswer:
     def _parsed_events(
         self, writer: sse.ChatChunkWriter, generated: CompletionOutput, parser: ChoiceParser, plain: bool
     ) -> list[bytes]:
-        """Events of a choice that a parser reads; its last one has an empty delta."""
+        """Events of a choice with a parser; the last one has an empty delta."""
         finished = generated.finish_reason is not None
         deltas = parser.feed(generated.text, final=finished)
         if finished or not (deltas or plain):
             deltas.append({})
         extras: list[dict[str, Any]] = [{} for _ in deltas]
-        if not plain:  # the tokens of all of these deltas come with the first
+        if not plain:  # the first delta carries the tokens of all of them
             extras[0]["logprobs"] = self._logprobs(generated)
             if self._request.return_token_ids:
                 extras[0]["token_ids"] = generated.token_ids
@@ -268,13 +268,13 @@ class ChatAnswer:
         ]
 
     def _event(self, writer: sse.ChatChunkWriter, generated: CompletionOutput) -> bytes:
-        """An event with more than text."""
+        """An event with more fields than text."""
         extra: dict[str, Any] = {"logprobs": self._logprobs(generated)}
         if generated.finish_reason is not None:
             extra["finish_reason"] = generated.finish_reason
             extra["stop_reason"] = generated.stop_reason
         if self._request.return_token_ids:
             extra["token_ids"] = generated.token_ids
-        # the last token often has no text; then the end is all there is to tell
+        # the last token often has no text; the event then has an empty delta
         delta = {} if generated.finish_reason is not None and not generated.text else {"content": generated.text}
         return writer.event(generated.index, delta, self._usage_now(generated.index), extra)

@@ -20,7 +20,7 @@ from ascend_vllm.errors import RequestError
 
 
 class ChatBatchRequest(ApiRequest):
-    """Body of POST /v1/chat/completions/batch: all other fields are those of a chat request, kept as they came."""
+    """Body of POST /v1/chat/completions/batch: all other fields are those of a chat request, not yet validated."""
 
     messages: Annotated[list[Annotated[list[ChatMessage], Field(min_length=1)]], Field(min_length=1)]
 
@@ -29,7 +29,7 @@ class ChatBatchRequest(ApiRequest):
 
         Raises:
             pydantic.ValidationError: a field is wrong.
-            RequestError: it asks for what a batch does not have.
+            RequestError: a feature is not available in batches.
         """
         fields: dict[str, Any] = dict(self.model_extra or {})
         n = fields.get("n")
@@ -38,7 +38,7 @@ class ChatBatchRequest(ApiRequest):
         if fields.get("stream"):
             raise RequestError("Batch chat completions do not support `stream`.", "stream")
         first = validated(ChatCompletionRequest, fields | {"messages": self.messages[0]})
-        # what the fields say is checked once; each conversation gets a request of its own
+        # the fields are validated once, then copied for each conversation
         return [first.model_copy(update={"messages": messages}) for messages in self.messages]
 
 
@@ -46,7 +46,7 @@ class ServingChatBatch:
     """Answers batches.
 
     Args:
-        chat: does the work.
+        chat: answers the conversations.
     """
 
     def __init__(self, chat: ServingChat) -> None:
@@ -67,7 +67,7 @@ class ServingChatBatch:
         max_tokens = [
             chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)
         ]
-        # but for their messages the requests are equal, so one of them speaks for all
+        # the requests differ only in their messages
         response_id = make_response_id(requests[0], "chatcmpl", http)
         outputs = await chat.generate_whole(requests[0], response_id, http, prompts, max_tokens)
 

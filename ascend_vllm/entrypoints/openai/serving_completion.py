@@ -61,7 +61,7 @@ class ServingCompletion(ServingBase):
     def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
         if request.echo_only:
             return limit_tokens(self.settings.max_model_len, len(prompt.token_ids), 1)
-        # a prompt cut to what fits leaves no room for more than a token
+        # a prompt truncated to the model's length leaves room for one token
         clamp = request.max_tokens is None or request.truncate_prompt_tokens == -1
         return limit_tokens(self.settings.max_model_len, len(prompt.token_ids), request.effective_max_tokens, clamp)
 
@@ -88,7 +88,7 @@ class ServingCompletion(ServingBase):
 
 
 class _Answer:
-    """Shapes one request's outputs."""
+    """Converts the outputs of one request to the answer or its events."""
 
     def __init__(
         self, serving: ServingCompletion, request: CompletionRequest, response_id: str, prompts: Sequence[Prompt]
@@ -103,16 +103,16 @@ class _Answer:
         self._n = request.n or 1
         self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
         self._usage = UsageCounter(self._n * len(prompts), self._settings.enable_prompt_tokens_details)
-        # characters of the tokens shown so far by each choice's logprobs, and of each choice's text
+        # per choice: characters of the tokens in its logprobs so far, and of its text so far
         self._logprob_offsets = [0] * (self._n * len(prompts))
         self._text_lengths = [0] * (self._n * len(prompts))
-        # of each prompt, once they are there
+        # per prompt, once received
         self._prompt_logprobs: list[list[PositionLogprobs | None] | None] = [None] * len(prompts)
-        # the same as whole answers have them
+        # the same in the form of unstreamed answers
         self._shown_prompts: dict[int, Sequence[PositionLogprobs | None] | msgspec.Raw] = {}
-        # choices whose logprobs have begun, and those that have told their prompt's token ids
+        # choices whose logprobs have begun
         self._begun: set[int] = set()
-        # of a stream
+        # for streams
         self._include_usage = request.include_usage or self._settings.force_include_usage
         self._is_plain = request.logprobs is None and not (
             request.continuous_usage or request.echo or request.return_token_ids
@@ -125,17 +125,17 @@ class _Answer:
             self._n * len(prompts),
             usage_follows=self._include_usage,
         )
-        self._told_prompts: set[int] = set()
+        self._sent_prompts: set[int] = set()  # choices whose prompt's token ids were sent
 
     def complete(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        """The whole answer; `outputs` are final, one per prompt."""
+        """The unstreamed answer; `outputs` are final, one per prompt."""
         choices = []
         for prompt_index, output in enumerate(outputs):
             self._usage.add(prompt_index, output)
             of_prompt = self._prompt_logprobs[prompt_index] = prompt_logprobs(output.prompt_logprobs)
             if of_prompt is not None:
                 self._shown_prompts[prompt_index] = shown_positions(of_prompt)
-            # sorted by the engine (best first); numbered anew
+            # the engine sorts the choices, best first; they are renumbered
             for order, generated in enumerate(output.outputs):
                 choices.append(self._choice(prompt_index, prompt_index * self._n + order, generated))
         return CompletionResponse(
@@ -167,7 +167,7 @@ class _Answer:
         return choice
 
     def _with_echo(self, prompt_index: int, index: int, text: str) -> str:
-        """`text`, behind the prompt's if it is asked for and this is the choice's first piece."""
+        """`text`, preceded by the prompt's text in the choice's first chunk with `echo`."""
         if self._request.echo_only:
             text = ""
         if self._request.echo and not self._text_lengths[index]:
@@ -176,7 +176,7 @@ class _Answer:
         return text
 
     def _logprobs(self, prompt_index: int, index: int, generated: CompletionOutput) -> CompletionLogprobs | None:
-        """Those of a choice's new tokens, behind the prompt's if they are echoed and the choice begins."""
+        """Log-probabilities of a choice's new tokens, preceded by the prompt's in its first chunk with `echo`."""
         request, tokenizer = self._request, None
         if request.logprobs is None or generated.logprobs is None:
             return None
@@ -197,7 +197,7 @@ class _Answer:
     def encode(self, prompt_index: int, output: RequestOutput) -> bytes:
         """The events of a prompt's next output; see `ServingBase.generate_stream`.
 
-        What is counted is counted by choice, so that prompts do not get in each other's way.
+        All state is per choice or prompt, as prompts may be encoded at the same time.
         """
         writer, usage = self._writer, self._usage
         usage.add(prompt_index, output)
@@ -215,7 +215,7 @@ class _Answer:
         return b"".join(events)
 
     async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """The answer's events, as `encode` made them, to their end; errors are told in the stream."""
+        """The answer's stream of the events made by `encode`; an error becomes an event."""
         try:
             async for _, data in events:
                 yield data
@@ -228,14 +228,14 @@ class _Answer:
     def _event(
         self, writer: sse.CompletionChunkWriter, prompt_index: int, index: int, generated: CompletionOutput
     ) -> bytes:
-        """An event with more than text."""
+        """An event with more fields than text."""
         request = self._request
         extra: dict[str, Any] = {}
         text = self._with_echo(prompt_index, index, generated.text)
         if request.return_token_ids:
             extra["token_ids"] = generated.token_ids
-            if index not in self._told_prompts:
-                self._told_prompts.add(index)
+            if index not in self._sent_prompts:
+                self._sent_prompts.add(index)
                 extra["prompt_token_ids"] = self._prompts[prompt_index].token_ids
         if generated.finish_reason is not None:
             extra["sentence_length"] = self._text_lengths[index]

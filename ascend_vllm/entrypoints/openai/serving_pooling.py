@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /classify, /pooling, /score and /rerank: what a pooling model makes of prompts."""
+"""POST /v1/embeddings, /classify, /pooling, /score and /rerank, for pooling models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Output = PoolingRequestOutput[PoolingOutput]
 
 
 class UnsupportedApiError(RequestError):
-    """The endpoint exists for this kind of model, but not for the task it serves."""
+    """The endpoint exists for this kind of model, but not for the pooler's task."""
 
     status_code = 501
     error_type = "NotImplementedError"
@@ -67,7 +67,7 @@ class ServingPooling(ServingBase):
     Args:
         engine: of a pooling model.
         settings: flags that shape answers.
-        pooler: the model's.
+        pooler: configuration of the model's pooler.
     """
 
     def __init__(self, engine: AsyncLLM, settings: ServingSettings, pooler: PoolerConfig) -> None:
@@ -95,7 +95,7 @@ class ServingPooling(ServingBase):
         return await make_answer(_num_numbers(outputs), make)
 
     async def create_pooling(self, request: PoolingRequest, http: Request) -> Response:
-        """What the pooler makes of prompts, whatever that is; raises as `create_embeddings`."""
+        """The pooler's results for prompts, whatever its task; raises as `create_embeddings`."""
         self._check(request)
         check_task(request.task, self._pooler)
         if request.dimensions is not None:
@@ -114,7 +114,7 @@ class ServingPooling(ServingBase):
         return await make_answer(_num_numbers(outputs), make)
 
     async def create_classification(self, request: ClassificationRequest, http: Request) -> Response:
-        """The labels of prompts; raises as `create_embeddings`."""
+        """The labels' probabilities of prompts; raises as `create_embeddings`."""
         self._check(request, "classify", "Classification")
         response_id, outputs = await self._pool_prompts(request, http, "classify")
         labels = self._pooler.labels
@@ -127,7 +127,7 @@ class ServingPooling(ServingBase):
         return self._response(response_id, data, outputs)
 
     async def create_score(self, request: ScoreRequest, http: Request) -> Response:
-        """How well texts fit each other; raises as `create_embeddings`."""
+        """Similarity scores of pairs of texts; raises as `create_embeddings`."""
         first, second = request.texts()
         response_id, scores, outputs = await self._score(request, http, first, second)
         return self._response(
@@ -135,7 +135,7 @@ class ServingPooling(ServingBase):
         )
 
     async def create_rerank(self, request: RerankRequest, http: Request) -> Response:
-        """Documents, the one that fits a query best first; raises as `create_embeddings`."""
+        """Documents sorted by relevance to a query, best first; raises as `create_embeddings`."""
         documents = [request.documents] if isinstance(request.documents, str) else request.documents
         response_id, scores, outputs = await self._score(request, http, [request.query], documents)
         results = [
@@ -154,7 +154,7 @@ class ServingPooling(ServingBase):
         )
 
     def _check(self, request: PoolingApiRequest, task: str | None = None, api: str = "") -> None:
-        """Refuses what can be refused before anything is tokenised."""
+        """Checks that need no tokenised prompts: the model's name, unsupported fields, the pooler's task."""
         self.check_model(request.model)
         request.check_supported()
         if task is not None and task != self._pooler.task:
@@ -163,9 +163,9 @@ class ServingPooling(ServingBase):
     async def _score(
         self, request: ScoreRequest | RerankRequest, http: Request, first: list[str], second: list[str]
     ) -> tuple[str, list[float], list[Output]]:
-        """The answer's id, the scores of all pairs, and what was computed for them."""
+        """Returns the answer's id, the scores of all pairs, and the engine's outputs for the usage."""
         self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
-        # a model for pairs reads each of them, any other one each text
+        # a cross-encoder has one prompt per pair, other models one per text
         num_prompts = max(len(first), len(second)) if is_cross_encoder(self._pooler) else len(first) + len(second)
         check_sequences(num_prompts, None, None, self.settings.max_sequences, "documents")
         first = await self._shorten(http, first, "max_tokens_per_query", request.max_tokens_per_query)
@@ -185,16 +185,16 @@ class ServingPooling(ServingBase):
         return response_id, scores, outputs
 
     async def _shorten(self, http: Request, texts: list[str], name: str, most: int | None) -> list[str]:
-        """Texts of so many tokens at most; 0 or None: as they are.
+        """Truncates each text to `most` tokens; 0 or None: unchanged.
 
         Args:
-            http: whose client ends it by going away.
-            texts: of one side.
-            name: of the field, for errors.
-            most: its value.
+            http: truncation stops when its client disconnects.
+            texts: all left or all right texts of the pairs.
+            name: of the field with the limit, for errors.
+            most: most tokens of a text.
 
         Raises:
-            RequestError: it is negative, or no less than the model's length; or a text is too long.
+            RequestError: `most` is negative or not below the model's length, or a text is too long.
             EngineBusyError, ClientDisconnectedError: see `PromptMaker.encode_prompt`.
         """
         if not most:
@@ -216,7 +216,7 @@ class ServingPooling(ServingBase):
     async def _pool(
         self, request: PoolingApiRequest, http: Request, prompts: Sequence[Prompt], params: PoolingParams, prefix: str
     ) -> tuple[str, list[Output]]:
-        """The answer's id, and the engine's results in the order of the prompts."""
+        """Returns the answer's id, and the engine's outputs in the order of the prompts."""
         response_id = make_response_id(request, prefix, http)
         engine_id = make_engine_id(request, response_id, http)
         generators = []
@@ -288,11 +288,11 @@ class ServingPooling(ServingBase):
         )
 
     def _empty_ids(self, add_special_tokens: bool) -> list[int]:
-        """What surrounds every text."""
+        """The special tokens around every text."""
         return self.prompts.tokenizer().encode("") if add_special_tokens else []
 
     def _cut(self, request: PoolingApiRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:
-        """A prompt's ids, truncated if the request says so; without a side at the end, as tokenizers do."""
+        """Truncates a prompt's ids if requested, by default at the end, as tokenizers do."""
         limit = request.truncate_prompt_tokens
         if limit is not None:
             limit = truncation_limit(limit, self.settings.max_model_len)
@@ -316,7 +316,7 @@ class ServingPooling(ServingBase):
         )
 
     def _bytes_response(self, request: VectorsRequest, response_id: str, outputs: Sequence[Output]) -> Response:
-        """Nothing but the vectors, and where they are in a header unless that is not wanted."""
+        """A binary body of all vectors; with "bytes", a header with their offsets."""
         dtype, order = request.embed_dtype, request.endianness
         parts = [to_bytes(output.outputs.data, dtype, order) for output in outputs]
         headers = {}
@@ -352,7 +352,7 @@ def _num_numbers(outputs: Sequence[Output]) -> int:
 
 
 def _encode(data: npt.NDArray[np.float32], request: VectorsRequest) -> Any:
-    """A result as JSON carries it."""
+    """A result as numbers or base64 for JSON."""
     if request.encoding_format == "float":
         if data.ndim == 1:
             return msgspec.Raw(msgspec.json.encode(data.tolist()))

@@ -55,15 +55,15 @@ from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
-# an output and its events
-Piece: TypeAlias = tuple[RequestOutput, list[bytes]]
-Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece], None]
+# an output and its encoded events
+OutputEvents: TypeAlias = tuple[RequestOutput, list[bytes]]
+OutputStream: TypeAlias = AsyncGenerator[tuple[int, OutputEvents], None]
 
 _NO_STORE = (
     "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable "
     "these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
 )
-# fields of the chat that a request's fields become → what the client has called them
+# field of the chat request → the client's field that was converted to it, for errors
 _CLIENT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -73,10 +73,10 @@ _CLIENT_NAMES = {
 
 
 class ServingResponses:
-    """Answers requests for responses, and keeps the answers.
+    """Answers requests for responses, and stores the responses.
 
     Args:
-        chat: the room that renders conversations and asks the engine.
+        chat: renders conversations and sends requests to the engine.
     """
 
     def __init__(self, engine: AsyncLLM, settings: ServingSettings) -> None:
@@ -85,7 +85,7 @@ class ServingResponses:
         self.store = ResponseStore() if envs.enable_responses_api_store() else None
 
     async def create(self, request: ResponsesRequest, http: Request) -> Response:
-        """The answer to one request; of a background one, that it has begun.
+        """The answer to one request; for a background request, the queued response.
 
         Raises:
             RequestError: the request is wrong.
@@ -119,7 +119,7 @@ class ServingResponses:
         outputs = [answer.generate()]
         if request.stream:
             return await open_stream(
-                http, outputs, lambda pieces: self._stream(answer, pieces, entry), self._settings.keep_alive_s
+                http, outputs, lambda events: self._stream(answer, events, entry), self._settings.keep_alive_s
             )
         await run_unless_disconnected(http.receive, answer.collect(merge(outputs)))
         if entry is None:
@@ -128,16 +128,16 @@ class ServingResponses:
         return _encoded_response(entry)
 
     async def retrieve(self, response_id: str, http: Request, stream: bool, starting_after: int | None) -> Response:
-        """A stored response as it is now.
+        """The current state of a stored response.
 
         Args:
             response_id: of the response.
-            http: whose caller has made it.
-            stream: send the events of a background stream instead, from the first one on.
-            starting_after: number of the last event that the client has.
+            http: of the caller, who must own the response.
+            stream: stream the events of a background response instead, from the first one on.
+            starting_after: sequence number of the last event that the client received.
 
         Raises:
-            RequestError: there is no such response, or it has no events.
+            RequestError: there is no such response, or its events are not stored.
         """
         entry = self._stored(response_id, caller_of(http.scope))
         if not stream:
@@ -150,10 +150,10 @@ class ServingResponses:
         return _follow(entry.events, -1 if starting_after is None else starting_after)
 
     async def cancel(self, response_id: str, http: Request) -> Response:
-        """End a background response early.
+        """Cancel a background response.
 
         Raises:
-            RequestError: there is no such response, or it does not run.
+            RequestError: there is no such response, or it is not running.
         """
         entry = self._stored(response_id, caller_of(http.scope))
         if entry.task is None or entry.response is None:
@@ -162,11 +162,11 @@ class ServingResponses:
         entry.task.cancel()
         # closing the outputs aborts the request in the engine
         await asyncio.gather(entry.task, return_exceptions=True)
-        self._keep(entry)  # a task that had not begun has no end of its own
+        self._keep(entry)  # a task that is cancelled before it begins does not run its `finally`
         return _encoded_response(entry)
 
     def _previous(self, request: ResponsesRequest, caller: bytes) -> Turn | None:
-        """The end of the conversation that a request goes on with."""
+        """The last turn of the conversation that a request continues."""
         if request.previous_response_id is None:
             return None
         previous = self._stored(request.previous_response_id, caller)
@@ -192,7 +192,7 @@ class ServingResponses:
     async def _prepare(
         self, request: ResponsesRequest, items: list[dict[str, Any]], previous: Turn | None, http: Request
     ) -> _Answer:
-        """Check everything that can be checked before the engine is asked."""
+        """Check a request, and make its prompt and sampling parameters."""
         conversation = [*(previous.conversation() if previous else ()), *items]
         length = self._settings.max_model_len
         if request.truncation != "auto":
@@ -204,13 +204,13 @@ class ServingResponses:
             raise RequestError("Cannot apply chat template to an empty conversation. Provide at least one message.")
         chat = request.to_chat(messages, continues_message(conversation), length)
         prompt = await self._chat.prepare(chat, http)
-        # events need the output piece by piece; so do log-probabilities, to tell which belong to the text
+        # events need the output chunk by chunk; so do log-probabilities, to separate those of the text
         whole = not (request.stream or request.background or request.wants_logprobs)
         params = chat.sampling_params(
             self._chat.sampling_defaults, self._max_tokens(request, len(prompt.token_ids)), force_logprobs=False
         )
         params.output_kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA
-        # the prompt says it all; what is large of it should not stay as long as the answer takes
+        # the messages are in the prompt now: free their memory while the answer is generated
         chat.messages = []
         chosen = claim_id(request, http)
         if chosen is not None and self.store is not None and self.store.has(chosen, caller_of(http.scope)):
@@ -225,25 +225,25 @@ class ServingResponses:
         return limit_tokens(limit, num_prompt_tokens, requested, clamp=True)
 
     def _keep(self, entry: StoredResponse) -> None:
-        """A response has ended, in whatever way."""
+        """Store a response that has ended, successfully or not."""
         if self.store is not None and entry.response is not None:
             entry.end()
             self.store.put(entry)
 
     async def _stream(
-        self, answer: _Answer, pieces: Pieces, entry: StoredResponse | None
+        self, answer: _Answer, outputs: OutputStream, entry: StoredResponse | None
     ) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(answer.stream(pieces)) as events:
+        async with contextlib.aclosing(answer.stream(outputs)) as events:
             async for data in events:
                 yield b"".join(data)
         if entry is not None:
             self._keep(entry)
 
     def _begin_background(self, answer: _Answer, entry: StoredResponse, http: Request, stream: bool) -> Response:
-        """Generate whether or not anybody listens.
+        """Generate in a task that does not depend on the client's connection.
 
         Raises:
-            StoreFullError: there is no room for another one.
+            StoreFullError: there are too many background responses.
         """
         if self.store is None:
             raise InvalidResponseError(_NO_STORE, "background")
@@ -256,16 +256,16 @@ class ServingResponses:
         return _encoded_response(entry) if entry.events is None else _follow(entry.events)
 
     async def _run(self, answer: _Answer, entry: StoredResponse, store: ResponseStore) -> None:
-        pieces = merge([answer.generate()])
+        outputs = merge([answer.generate()])
         try:
-            async with contextlib.aclosing(answer.stream(pieces)) as events:
+            async with contextlib.aclosing(answer.stream(outputs)) as events:
                 async for data in events:
                     entry.add_events(data)
                     store.grow(entry)
         except StoreFullError as error:
             entry.add_events(answer.fail(error))
         finally:
-            await pieces.aclose()
+            await outputs.aclose()
             self._keep(entry)
 
 
@@ -275,18 +275,18 @@ def _encoded_response(entry: StoredResponse) -> Response:
 
 def _follow(events: EventLog, starting_after: int = -1) -> StreamResponse:
     async def nothing() -> None:
-        """The events do not belong to who listens to them."""
+        """Closing the stream changes nothing: generating goes on."""
 
     return StreamResponse(events.follow(starting_after), "text/event-stream", nothing)
 
 
 class _Answer:
-    """One request's output on its way into a response.
+    """Builds the response, or its events, from the outputs of one request.
 
     Attributes:
-        response: as it is now.
-        prompt: what the model is given.
-        trace_headers: W3C headers of the caller's trace; None: there is none.
+        response: its current state.
+        prompt: of the engine request.
+        trace_headers: W3C headers of the request's trace; None: it is not traced.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class _Answer:
         self._parser = serving.settings.parsers.make(chat, prompt.text or "", "responses")
         self._is_streamed = bool(request.stream or request.background)
         self._items = OutputItems(streamed=self._is_streamed)
-        # the first event, made before the output thread makes any: events are numbered as they are made
+        # the first event is made before the output thread makes any, as events are numbered when they are made
         self._created = self._whole("response.created") if self._is_streamed else b""
         self._has_begun = False
         self._texts: list[str] = []
@@ -319,9 +319,9 @@ class _Answer:
         self._num_tokens = 0
         self._logprobs: list[ChatTokenLogprob] | None = [] if params.logprobs is not None else None
 
-    def generate(self) -> AsyncGenerator[Piece, None]:
-        """The engine's outputs, with their events, which are made in the output thread."""
-        # a chosen id may come again while the engine still has it
+    def generate(self) -> AsyncGenerator[OutputEvents, None]:
+        """The engine's outputs with their events, which are encoded in the output thread."""
+        # the client may reuse its id while the engine still has the old request
         engine_id = f"{self.response.id}-{secrets.token_hex(4)}"
         request = EngineRequest(
             self._chat,
@@ -329,26 +329,26 @@ class _Answer:
             self.prompt,
             self._params,
             self.trace_headers,
-            # nobody waits for what is made in the background
+            # background responses are scheduled behind requests whose clients wait
             is_further=self.response.background,
         )
         return self._serving.generate(request, self._take)
 
-    async def collect(self, pieces: Pieces) -> None:
-        """Wait for the end; `response` is the answer then."""
-        async with contextlib.aclosing(pieces):
-            async for _, (output, _events) in pieces:
+    async def collect(self, outputs: OutputStream) -> None:
+        """Consume all outputs; then `response` is the answer."""
+        async with contextlib.aclosing(outputs):
+            async for _, (output, _events) in outputs:
                 if output.finished:
                     await self._finish(output)
 
-    async def stream(self, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
-        """The answer's events, as many as there are at a time; an error ends them, as a response that failed."""
+    async def stream(self, outputs: OutputStream) -> AsyncGenerator[list[bytes], None]:
+        """Yields the events of each output; an error becomes the event of a failed response, the last one."""
         try:
             yield [self._created]
-            async for _, (output, events) in pieces:
+            async for _, (output, events) in outputs:
                 if self.response.status == "queued":
                     self.response.status = "in_progress"
-                if events:  # none while a parser holds text back
+                if events:  # none while a parser buffers text
                     yield events
                 if output.finished:
                     closing = await self._finish(output)
@@ -357,7 +357,7 @@ class _Answer:
             yield self.fail(error)
 
     def fail(self, error: Exception) -> list[bytes]:
-        """Nothing more will come of the answer; the last event."""
+        """Mark the response as failed; returns its last event."""
         status, failure = to_http_error(error)
         self.response.status = "failed"
         code = "invalid_prompt" if status < 500 else "server_error"
@@ -367,18 +367,18 @@ class _Answer:
     def _whole(self, name: str) -> bytes:
         return self._items.whole(name, self.response)
 
-    def _take(self, output: RequestOutput) -> Piece:
-        """Take in a piece of output; the events of it, of the first one also that generating has begun."""
+    def _take(self, output: RequestOutput) -> OutputEvents:
+        """Process an output; returns it with its events, the first one also with ``response.in_progress``."""
         begin: list[bytes] = []
         if self._is_streamed and not self._has_begun:
             self._has_begun = True
-            # a copy: the response itself belongs to the event loop, where it may just be cancelled
+            # a copy: only the event loop changes the response itself, e.g. when it is cancelled
             begun = msgspec.structs.replace(self.response, status="in_progress")
             begin.append(self._items.whole("response.in_progress", begun))
         return output, begin + self._take_text(output.outputs[0])
 
     def _take_text(self, generated: CompletionOutput) -> list[bytes]:
-        """Take in what was generated; the events of it."""
+        """Process generated text; returns its events."""
         self._num_tokens += len(generated.token_ids)
         if self._shows_messages:
             self._texts.append(generated.text)
@@ -397,12 +397,12 @@ class _Answer:
     def _add(self, delta: dict[str, Any]) -> list[bytes]:
         logprobs = self._logprobs
         if logprobs is not None:
-            # those of tokens that became thoughts or calls are not told
+            # log-probabilities of reasoning and calls are dropped
             self._logprobs = []
         return self._items.add(delta, logprobs)
 
     async def _finish(self, output: RequestOutput) -> list[bytes]:
-        """The output is complete: set what follows of that; the last events."""
+        """Complete the response: output, usage and status; returns the events that close its items."""
         events = self._items.close()
         response = self.response
         response.output = self._items.items
@@ -418,17 +418,17 @@ class _Answer:
 
     async def _usage(self, output: RequestOutput) -> ResponseUsage:
         num_input = len(output.prompt_token_ids)
-        thoughts = self._items.thoughts
-        num_thoughts = (
-            len(await self._serving.prompts.tokenizer().encode_async(thoughts, add_special_tokens=False))
-            if thoughts
+        reasoning = self._items.reasoning
+        num_reasoning_tokens = (
+            len(await self._serving.prompts.tokenizer().encode_async(reasoning, add_special_tokens=False))
+            if reasoning
             else 0
         )
         return ResponseUsage(
             num_input,
             InputTokensDetails(output.num_cached_tokens, self._num_newly_cached(num_input, output.num_cached_tokens)),
             self._num_tokens,
-            OutputTokensDetails(min(num_thoughts, self._num_tokens)),
+            OutputTokensDetails(min(num_reasoning_tokens, self._num_tokens)),
             num_input + self._num_tokens,
         )
 

@@ -1,4 +1,4 @@
-"""The flags of a server, and facts of its model, that shape answers."""
+"""The flags of a server, and facts of its model, that affect answers."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ServingSettings:
-    """The flags that shape answers.
+    """Flags and facts of the model that affect answers.
 
     Attributes:
-        model_names: names requests may use; answers carry the first.
-        model_root: the model's directory as told by /v1/models.
+        model_names: the model's names in requests; the first is used in answers.
+        model_root: the model's directory, shown by /v1/models.
         max_model_len: most tokens of prompt and output together.
         response_role: role of generated messages.
-        chat_template: template that replaces the tokenizer's own.
+        chat_template: replaces the tokenizer's own template.
         content_format: "auto", "string" or "openai", see `chat_template.render_chat`.
-        request_templates: renders the templates that requests bring; None: they may not bring any.
-        default_chat_template_kwargs: variables every template gets.
-        return_tokens_as_token_ids: log-probabilities name tokens ``token_id:123``.
-        enable_prompt_tokens_details: usage tells cached tokens.
+        request_templates: renders chat templates in requests; None: these are refused.
+        default_chat_template_kwargs: variables for every template.
+        return_tokens_as_token_ids: show tokens in log-probabilities as ``token_id:123``.
+        enable_prompt_tokens_details: show cached tokens in `usage`.
         enable_cum_log_probs: compute log-probabilities for every completion.
-        force_include_usage: every stream ends with its usage.
+        force_include_usage: end every stream with its usage.
         log_requests: log each request's parameters.
-        max_log_len: characters or ids of a prompt that are logged.
-        fingerprint: `system_fingerprint`: changes when the same seed may give another answer.
-        parsers: what reads tool calls and thoughts.
-        keep_alive_s: after so many seconds of silence a stream sends a comment; 0: never.
+        max_log_len: most characters or ids of a prompt to log.
+        fingerprint: `system_fingerprint`, which changes when the same seed may give another answer.
+        parsers: of tool calls and reasoning.
+        keep_alive_s: seconds without events after which a stream sends a comment; 0: never.
         log_outputs: log the text of every answer.
-        trace: the engine traces requests.
-        max_sequences: most sequences that a request may ask for.
+        trace: whether the engine traces requests.
+        max_sequences: most sequences of one request.
     """
 
     model_names: tuple[str, ...]

@@ -18,7 +18,7 @@ from ascend_vllm.errors import RequestError
 
 
 class ServingTokens(ServingBase):
-    """Answers requests about tokens."""
+    """Answers /tokenize and /detokenize."""
 
     async def tokenize(self, request: TokenizeRequest, http: Request) -> TokenizeResponse:
         """Token ids of a prompt, or of a conversation under the chat template.

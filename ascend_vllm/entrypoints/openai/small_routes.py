@@ -1,4 +1,4 @@
-"""Routes beside the great ones: load, tokenizer, SageMaker's /invocations, and what this server does not have."""
+"""Small routes: /load, /tokenizer_info, SageMaker's /invocations, and refusals of routes that vLLM has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
     from ascend_vllm.engine.tokenization import Tokenizer
 
-# a field of a body → the route that it is for, the first that exists
+# field of a body → route; the first pair whose field is given and whose route exists
 _INVOCATIONS = (
     ("messages", "/v1/chat/completions"),
     ("prompt", "/v1/completions"),
@@ -35,7 +35,7 @@ _INVOCATIONS = (
 )
 _INVOCATIONS_DEFAULT = "/v1/completions"
 
-# what clusters of vLLM's servers ask each other
+# routes between the servers of a vLLM cluster
 _SCALE_OUT_ROUTES = (
     "/inference/v1/generate",
     "/v1/completions/render",
@@ -47,13 +47,13 @@ _LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class UserInputError(RequestError):
-    """A LoRA adapter that cannot be had; the name of its type is vLLM's."""
+    """LoRA adapters are not supported; the type's name is vLLM's."""
 
     error_type = "InvalidUserInput"
 
 
 def add_small_routes(app: FastAPI, engine: AsyncLLM, args: FrontendArgs, load: ServerLoad) -> None:
-    """Add them; those that forward to other routes find them when they are asked."""
+    """Adds the routes; /invocations looks up the route to forward to with each request."""
 
     @app.get("/load")
     async def server_load() -> Response:
@@ -77,9 +77,9 @@ def add_small_routes(app: FastAPI, engine: AsyncLLM, args: FrontendArgs, load: S
 def _add_invocations(app: FastAPI) -> None:
     @app.post("/invocations")
     async def invocations(http: Request) -> Response:
-        """SageMaker's one route: what the body holds decides which other one it is for."""
+        """SageMaker's only route: the body's fields determine the route that answers."""
         routes = {getattr(route, "path", ""): route for route in app.routes}
-        # the request keeps its body, so the other route reads it again
+        # the request caches its body, so that the other route can read it again
         body = await read_by(http, read_json)
         path = _INVOCATIONS_DEFAULT
         if isinstance(body, dict):
@@ -105,15 +105,15 @@ async def _refuse_lora() -> Response:
 
 
 def describe_tokenizer(tokenizer: Tokenizer, chat_template: str | None) -> dict[str, Any]:
-    """The tokenizer's settings as its files have them, tokens as text.
+    """The tokenizer's settings as in its files, with tokens as text.
 
     Args:
-        tokenizer: whose settings.
-        chat_template: what replaces the tokenizer's own template; None: nothing does.
+        tokenizer: to describe.
+        chat_template: replaces the tokenizer's own template; None: not replaced.
     """
     hf = tokenizer.hf
     info: dict[str, Any] = {"tokenizer_class": type(hf).__name__} | dict(getattr(hf, "init_kwargs", {}))
     info["chat_template"] = chat_template or tokenizer.chat_template
-    # added tokens are objects of a library; so may be anything a model's own tokenizer keeps
+    # added tokens, and settings of custom tokenizers, may be objects that JSON cannot encode
     described: dict[str, Any] = json.loads(json.dumps(info, default=str))
     return described

@@ -1,6 +1,6 @@
-"""What an output must look like, as requests say it: `structured_outputs`, `response_format` and `guided_*`.
+"""Constraints on the output in requests: `structured_outputs`, `response_format` and `guided_*`.
 
-The first is today's vLLM's, the second OpenAI's, the last those of vLLM 0.6.3. All become `StructuredOutputsParams`.
+These are the fields of today's vLLM, OpenAI and vLLM 0.6.3. All are converted to `StructuredOutputsParams`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import CONSTRAINTS, MAX_BYTES, StructuredOutputsParams
 
-# 0.6.3's fields → what they are called here
+# fields of vLLM 0.6.3 → fields of `StructuredOutputsParams`
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -62,7 +62,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuralTagFormat(BaseModel):
-    """`response_format` with schemas that hold between a beginning and an end."""
+    """`response_format` with schemas that apply between a begin and an end tag."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -70,7 +70,7 @@ class StructuralTagFormat(BaseModel):
 
 
 def checked_params(name: str, **fields: Any) -> StructuredOutputsParams:
-    """The engine's record.
+    """Makes the engine's parameters and checks them.
 
     Args:
         name: field of the request that errors name.
@@ -87,7 +87,7 @@ def checked_params(name: str, **fields: Any) -> StructuredOutputsParams:
 
 
 def _check_size(kind: str, value: Any, name: str) -> None:
-    """Refuse a constraint that the engine core refuses for its size, before it is copied, logged and sent there.
+    """Refuse a constraint that is too large for the engine core before it is copied, logged and sent there.
 
     Args:
         kind: one of `CONSTRAINTS`.
@@ -102,16 +102,16 @@ def _check_size(kind: str, value: Any, name: str) -> None:
         try:
             value, unit = msgspec.json.encode(value), "bytes"
         except (TypeError, ValueError, OverflowError, RecursionError):
-            return  # what it holds is told by others
+            return  # its contents are checked elsewhere
     if isinstance(value, str | bytes) and len(value) > MAX_BYTES:
         raise RequestError(f"{kind} is too large: {len(value)} {unit}, the limit is {MAX_BYTES} bytes.", name)
 
 
 def check_schema_text(name: str, value: Any) -> None:
-    """Refuse a schema that is given as text and is not JSON, with the text of Python's json as vLLM 0.6.3 does.
+    """Refuse a schema given as text that is not JSON, with the error text of Python's json as in vLLM 0.6.3.
 
     Raises:
-        RequestError: it is not JSON, or, as text or not, too large.
+        RequestError: it is not JSON, or it is too large (also if not given as text).
     """
     _check_size("json", value, name)
     if isinstance(value, str):
@@ -124,7 +124,7 @@ def check_schema_text(name: str, value: Any) -> None:
 def from_guided(
     values: Mapping[str, Any], backend: str | None, whitespace: str | None
 ) -> StructuredOutputsParams | None:
-    """What 0.6.3's fields ask for.
+    """The constraint in the `guided_*` fields.
 
     Args:
         values: at most one of `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`.
@@ -142,11 +142,10 @@ def from_guided(
 
 
 def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParams:
-    """What `structured_outputs` asks for.
+    """The constraint in `structured_outputs`.
 
     Raises:
-        RequestError: no constraint or several at once, one that is too large, or a field that this server does not
-            know.
+        RequestError: no constraint or several at once, one that is too large, or a field unknown to this server.
     """
     if fields.model_extra:
         known = sorted(name.rstrip("_") for name in StructuredOutputs.model_fields)
@@ -170,10 +169,10 @@ def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParam
 def from_response_format(
     form: ResponseFormat | StructuralTagFormat, backend: str | None, whitespace: str | None
 ) -> StructuredOutputsParams | None:
-    """What `response_format` asks for; None: plain text.
+    """The constraint in `response_format`; None: plain text.
 
     Raises:
-        RequestError: a JSON schema is asked for and none is given.
+        RequestError: the type is `json_schema` and there is no schema.
     """
     if isinstance(form, StructuralTagFormat):
         text = json.dumps(form.model_dump(exclude_unset=True, by_alias=True))

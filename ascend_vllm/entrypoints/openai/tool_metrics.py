@@ -1,4 +1,4 @@
-"""How often tool calls were looked for, and found: a metric under vLLM's name."""
+"""Counts how often text was parsed for tool calls, and whether calls were found: vLLM's metric."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABELS = ["mode", "model_name", "outcome", "request_type"]
 class ToolCallCounts:
     """Counts by mode, type of request and outcome.
 
-    As in vLLM, a whole answer counts once, and a stream once for every piece of text that was read. Any thread may
+    As in vLLM, a whole answer counts once, and a stream once for every chunk of text that is parsed. Any thread may
     count.
     """
 
@@ -29,7 +29,7 @@ class ToolCallCounts:
         self._lock = threading.Lock()
 
     def add(self, is_stream: bool, request_type: str, found: bool) -> None:
-        """Count one piece of text, or a whole one."""
+        """Count one parsed chunk, or a whole text."""
         key = _MODES[0] if is_stream else _MODES[1], request_type, _OUTCOMES[0] if found else _OUTCOMES[1]
         with self._lock:
             self._counts[key] += 1
@@ -40,11 +40,11 @@ class ToolCallCounts:
 
 
 class ToolCallCollector(Collector):
-    """Shows `ToolCallCounts` to Prometheus.
+    """Exports `ToolCallCounts` to Prometheus.
 
     Args:
-        counts: what is shown.
-        model_name: label of all rows.
+        counts: to export.
+        model_name: label of all samples.
     """
 
     def __init__(self, counts: ToolCallCounts, model_name: str) -> None:
@@ -62,12 +62,12 @@ class ToolCallCollector(Collector):
 
 
 class CountedToolParser(ToolParser):
-    """A parser whose finds are counted.
+    """Wraps a parser and counts whether it finds calls.
 
     Args:
-        parser: does the work.
-        counts: are kept.
-        is_stream: the text comes piece by piece, and each counts.
+        parser: to wrap.
+        counts: incremented with every chunk.
+        is_stream: whether the text comes in chunks, each of which counts.
         request_type: "chat_completions", "responses" or "other".
     """
 
@@ -84,7 +84,7 @@ class CountedToolParser(ToolParser):
         self._parser.advance(text, final)
 
     def feed(self, text: str) -> ToolDelta:
-        """Read the next piece of the text."""
+        """Parse the next chunk of the text."""
         delta = self._parser.feed(text)
         if self._is_stream:
             self._counts.add(True, self._request_type, bool(delta.calls))
@@ -92,7 +92,7 @@ class CountedToolParser(ToolParser):
         return delta
 
     def finish(self) -> ToolDelta:
-        """The text has ended: what was held back."""
+        """Emit buffered text at the end."""
         delta = self._parser.finish()
         if not self._is_stream:
             self._counts.add(False, self._request_type, self._found or bool(delta.calls))

@@ -1,4 +1,4 @@
-"""Vectors as answers carry them: base64 or bytes, of a chosen dtype and byte order."""
+"""Encodes vectors for answers: base64 or bytes, of a given dtype and byte order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 def to_bytes(vectors: Vectors, dtype: str, endianness: str) -> bytes:
-    """An array's entries, row by row.
+    """An array's entries as bytes, in row-major order.
 
     Args:
         vectors: float32.
@@ -24,7 +24,7 @@ def to_bytes(vectors: Vectors, dtype: str, endianness: str) -> bytes:
     order = {"native": "=", "big": ">", "little": "<"}[endianness]
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(vectors).view(np.uint32)
-        # the upper half of a float32; NaN, whose rounding could carry into an infinity, does not come from a pooler
+        # the upper half of a float32; NaN, which this could round to infinity, does not come from a pooler
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return rounded.astype(f"{order}u2").tobytes()
     kind = "f4" if dtype == "float32" else "f2"
@@ -32,7 +32,7 @@ def to_bytes(vectors: Vectors, dtype: str, endianness: str) -> bytes:
 
 
 def to_base64(vectors: Vectors, dtype: str, endianness: str) -> str:
-    """The same as text."""
+    """`to_bytes` as base64."""
     return base64.b64encode(to_bytes(vectors, dtype, endianness)).decode()
 
 
@@ -44,15 +44,15 @@ def describe(
     order: str,
     usage: dict[str, int],
 ) -> str:
-    """The header "metadata" of an answer of bytes: where which vector is.
+    """The header "metadata" of a binary answer, with the vectors' offsets.
 
     Args:
-        head: what JSON answers say besides the vectors, without usage.
+        head: further fields of JSON answers, without usage.
         vectors: one array per prompt.
-        parts: their bytes.
-        dtype: of the bytes.
-        order: the byte order as requested; "native" is told as it is.
-        usage: at the end.
+        parts: the vectors' bytes.
+        dtype: of the encoded numbers.
+        order: the byte order as requested, also "native".
+        usage: `usage` of the answer.
 
     Example::
 

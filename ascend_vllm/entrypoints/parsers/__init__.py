@@ -1,1 +1,1 @@
-"""Parsers of generated text: tool calls (`tools`) and thoughts (`reasoning`)."""
+"""Parsers of generated text: tool calls (`tools`) and reasoning (`reasoning`)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ascend_vllm.entrypoints.parsers.tools import partial_marker_length
 from ascend_vllm.errors import ConfigError
 
-THOUGHTS_START = "<think>"
-THOUGHTS_END = "</think>"
+REASONING_START = "<think>"
+REASONING_END = "</think>"
 
 
 class ReasoningParser:
@@ -36,14 +36,14 @@ class ReasoningParser:
             return "", ""
         if not self._thinking:
             return "", self._take(len(self._rest))
-        end = self._rest.find(THOUGHTS_END)
+        end = self._rest.find(REASONING_END)
         if end < 0:
-            num_buffered = 0 if final else partial_marker_length(self._rest, (THOUGHTS_END,))
+            num_buffered = 0 if final else partial_marker_length(self._rest, (REASONING_END,))
             return self._take(len(self._rest) - num_buffered), ""
-        thoughts = self._take(end)
-        self._take(len(THOUGHTS_END))
+        reasoning = self._take(end)
+        self._take(len(REASONING_END))
         self._thinking = False
-        return thoughts, self._take(len(self._rest))
+        return reasoning, self._take(len(self._rest))
 
     def _skip_start(self, final: bool) -> bool:
         """Drops an opening tag at the start; False: more text is needed."""
@@ -51,10 +51,10 @@ class ReasoningParser:
         if len(text) < len(self._rest):
             self._blanks.append(self._rest[: len(self._rest) - len(text)])
             self._rest = text
-        if text.startswith(THOUGHTS_START):
-            self._rest = text[len(THOUGHTS_START) :]
+        if text.startswith(REASONING_START):
+            self._rest = text[len(REASONING_START) :]
             self._thinking = True
-        elif not final and THOUGHTS_START.startswith(text):
+        elif not final and REASONING_START.startswith(text):
             return False
         else:
             self._rest = "".join([*self._blanks, text])
@@ -86,17 +86,17 @@ def make_reasoning_parser(name: str, prompt: str) -> ReasoningParser:
         name: of `REASONING_PARSERS`.
         prompt: the rendered prompt; a template may end it with the opening tag, or with empty reasoning.
     """
-    return ReasoningParser(begins_with_thoughts(name, prompt) is True)
+    return ReasoningParser(begins_with_reasoning(name, prompt) is True)
 
 
-def begins_with_thoughts(name: str, prompt: str) -> bool | None:
+def begins_with_reasoning(name: str, prompt: str) -> bool | None:
     """Whether an answer begins with reasoning; None: it may, with an opening tag; False: it has none.
 
     Args:
         name: of `REASONING_PARSERS`.
         prompt: of the answer.
     """
-    start, end = prompt.rfind(THOUGHTS_START), prompt.rfind(THOUGHTS_END)
-    if prompt.rstrip().endswith(THOUGHTS_END):
+    start, end = prompt.rfind(REASONING_START), prompt.rfind(REASONING_END)
+    if prompt.rstrip().endswith(REASONING_END):
         return False  # the template contains the reasoning
-    return REASONING_PARSERS[name] or (start > end and prompt.rstrip().endswith(THOUGHTS_START)) or None
+    return REASONING_PARSERS[name] or (start > end and prompt.rstrip().endswith(REASONING_START)) or None
