@@ -1,4 +1,4 @@
-"""What a bug report should say of a machine and of what is installed: `ascend-vllm collect-env`."""
+"""`ascend-vllm collect-env`: describes the machine and the installed packages for bug reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "am
 
 
 def collect() -> dict[str, str]:
-    """Names of facts and the facts, in the order in which they are shown."""
+    """Names and values of the facts, in the order in which they are shown."""
     flags, model = _cpu()
     facts = {
         "ascend-vllm": ascend_vllm.__version__,
@@ -49,14 +49,14 @@ def collect() -> dict[str, str]:
 
 
 def describe() -> str:
-    """The facts as text, one a line."""
+    """The facts as text, one per line."""
     facts = collect()
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
 
 
 def _cpu() -> tuple[set[str], str]:
-    """Feature flags and name of the processor, as far as the system tells."""
+    """Name and feature flags of the processor, as far as the system reports them."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -71,7 +71,7 @@ def _native_kernels() -> str:
         from ascend_vllm.ops.native import load_native_library
 
         load_native_library()
-    except Exception as error:  # whatever is wrong with them is what the report is for
+    except Exception as error:  # any failure belongs in the report
         return f"cannot be loaded: {error}"
     return "loaded"
 

@@ -1,7 +1,7 @@
-"""`ascend-vllm doctor`: checks what a model on an NPU needs of this machine, and says what to do where it is missing.
+"""`ascend-vllm doctor`: checks whether this machine has what models on NPUs need, and advises what to do.
 
-Versions, files and variables are read; nothing but the devices' number and kind is asked of the runtime, in a
-process of its own. Formats: version.cfg and ascend_toolkit_install.info of a CANN installation, version.info of a
+It reads versions, files and variables; only the devices' number and kind are asked of the runtime, in a
+separate process. Formats: version.cfg and ascend_toolkit_install.info of a CANN installation, version.info of a
 driver; the rules of the variables are those of CANN's and torch_npu's documentation.
 """
 
@@ -27,7 +27,7 @@ Level = Literal["ok", "warning", "problem"]
 
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_CANN_MAJOR = 8
-# graphs of many layers run out of streams with older drivers
+# with older drivers, graphs of many layers need more streams than there are
 _DRIVER_FOR_GRAPHS = (25, 5, 1)
 _HCCL_EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
 _HCCL_SECONDS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
@@ -36,13 +36,13 @@ _DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found of one thing.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        level: whether models run with it: yes; perhaps, or slowly; no.
-        found: what is there.
-        advice: what to do; empty if all is well.
+        name: what was checked.
+        level: whether models run with it: yes; perhaps or slowly; no.
+        found: what the machine has.
+        advice: what to do; empty if nothing.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where things are looked for.
+    """The sources of the checks, replaceable in tests.
 
     Attributes:
         variables: the environment.
-        ascend: the directory that CANN and the driver are installed in by default.
+        ascend: the default installation directory of CANN and the driver.
         devices: the directory of device files.
-        probe: asks the runtime for devices.
+        probe: queries the runtime for devices.
         version_of: a Python package's version; PackageNotFoundError if it is not installed.
     """
 
@@ -71,7 +71,7 @@ class Machine:
 
     @property
     def toolkit(self) -> pathlib.Path | None:
-        """Where the environment says that CANN is."""
+        """CANN's directory according to the environment."""
         value = self.variables.get("ASCEND_HOME_PATH") or self.variables.get("ASCEND_TOOLKIT_HOME")
         return pathlib.Path(value) if value else None
 
@@ -83,7 +83,7 @@ class Machine:
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """All findings, in the order in which they are to be put right."""
+    """All findings, in the order in which problems should be fixed."""
     checks = (
         _python,
         _torch,
@@ -128,7 +128,7 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
     if version is None:
         yield Finding("torch_npu", "problem", "not installed", "pip install 'ascend-vllm[npu]'")
         return
-    # a build belongs to the release of torch that it was compiled with; .postN are its own corrections
+    # a build requires the release of torch that it was compiled with; .postN are its own patches
     release = ".".join(version.split(".")[:3])
     if torch is not None and torch.split("+")[0] != release:
         advice = f"install a pair of one release: pip install torch_npu=={torch.split('+')[0]}, or torch=={release}"
@@ -298,7 +298,7 @@ def _text(path: pathlib.Path) -> str:
 
 
 def _value_of(path: pathlib.Path, key: str) -> str | None:
-    """What stands behind "key=" in a file."""
+    """The text behind "key=" in a file."""
     found = re.search(rf"^{key}\s*=\s*(\S+)", _text(path), re.MULTILINE)
     return found[1] if found else None
 
@@ -318,7 +318,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Prints what was found; the exit code is 1 if there is a problem."""
+    """Prints the findings; returns exit code 1 if there is a problem."""
     findings = examine(Machine(envs.everything()))
     if namespace.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -328,7 +328,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def describe(findings: list[Finding]) -> str:
-    """The findings as text, one a line, with what to do below."""
+    """The findings as text, one per line, each followed by its advice."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

@@ -1,7 +1,7 @@
 """`ascend-vllm sim-run -- COMMAND`: runs a command on simulated Ascend devices.
 
-The command finds the torch_npu wheel and, in the place of CANN's, the libraries of csrc_ascend/sim. See
-docs/simulator.md for what that proves.
+The command uses the torch_npu wheel and, instead of CANN's libraries, those of csrc_ascend/sim. See
+docs/simulator.md for the limits of such tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.errors import ConfigError
 
 LIBRARIES = pathlib.Path(ascend_vllm.__file__).parent / "_sim"
-# beside the environment: a process that was not started by this command must not find it
+# outside of site-packages: only processes started by this command may import it
 TORCH_NPU = pathlib.Path(sys.prefix) / "npu"
 
 
@@ -53,10 +53,10 @@ def _variables(namespace: argparse.Namespace) -> dict[str, str]:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Becomes the command.
+    """Replaces this process by the command.
 
     Raises:
-        ConfigError: the libraries, torch_npu or the command are not there.
+        ConfigError: the libraries, torch_npu or the command cannot be found.
     """
     if not (LIBRARIES / "libascendcl.so").exists():
         raise ConfigError(f"There is no simulator in {LIBRARIES}; build it: python csrc_ascend/sim/build.py")

@@ -1,1 +1,1 @@
-"""`ascend-vllm bench`: load for a server, and the speed of the engine without one, measured as vLLM measures them."""
+"""`ascend-vllm bench`: measures servers under load, and the engine without a server, in the same way as vLLM."""

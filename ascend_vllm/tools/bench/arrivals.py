@@ -1,4 +1,4 @@
-"""When requests are sent: at a rate, evenly or in bursts, or at a rate that grows."""
+"""The times at which requests are sent: at a constant or growing rate, evenly or in bursts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_arrivals(args: argparse.Namespace) -> None:
     """Checks the options of this module.
 
     Raises:
-        ConfigError: one of them is out of range, or lacks another.
+        ConfigError: one of them is out of range, or needs another that is missing.
     """
     if not args.request_rate > 0:
         raise ConfigError(f"--request-rate must be above 0, got {args.request_rate}.")
@@ -38,7 +38,7 @@ def check_arrivals(args: argparse.Namespace) -> None:
 
 
 def _rate(args: argparse.Namespace, share: float) -> float:
-    """Requests per second when this share of them has been sent."""
+    """Requests per second after this share of them has been sent."""
     if args.ramp_up_strategy is None:
         return float(args.request_rate)
     start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
@@ -51,7 +51,7 @@ def send_times(args: argparse.Namespace, count: int, seed: int) -> tuple[list[fl
     """When each request is sent, in seconds from the start, and the rate at that time.
 
     The gaps follow a gamma distribution whose shape is --burstiness; 1 makes the arrivals a Poisson process. At a
-    constant rate they are stretched so that the last request is sent at count / rate, whatever was drawn.
+    constant rate they are scaled so that the last request is always sent at count / rate.
     """
     chooser = np.random.default_rng(seed)
     rates = np.asarray([_rate(args, i / count) for i in range(count)])
@@ -66,17 +66,17 @@ def send_times(args: argparse.Namespace, count: int, seed: int) -> tuple[list[fl
 
 
 class RateChanges:
-    """The moments at which a growing rate reached the next whole number.
+    """Records the times at which a growing rate reached the next whole number.
 
     Attributes:
-        events: these numbers, with their times of day.
+        events: these numbers and the times of day.
     """
 
     def __init__(self) -> None:
         self.events: list[dict[str, int | str]] = []
 
     def note(self, rate: float) -> None:
-        """Takes the rate at which a request is sent now."""
+        """Records the rate at which a request is sent now."""
         now = datetime.datetime.now().isoformat()
         first = int(self.events[-1]["rps"]) + 1 if self.events else int(rate)
         self.events += [{"rps": rps, "timestamp": now} for rps in range(first, int(rate) + 1)]

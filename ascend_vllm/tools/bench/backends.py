@@ -1,6 +1,6 @@
-"""The endpoints that can be measured: what they are sent, and what their answers say.
+"""The endpoints that can be measured: how to make their requests and parse their answers.
 
-Answers are taken apart when the run is over, so that the client costs little while it measures.
+Answers are parsed after the run, so that the client takes little CPU time while it measures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLING = (
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a request that the command line sets for all of them."""
+    """The sampling fields that the command line sets for all requests."""
     fields = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     if args.use_beam_search:
         fields["use_beam_search"] = True
@@ -82,13 +82,13 @@ def _events(chunks: Chunks, separator: bytes) -> Iterator[tuple[float, bytes]]:
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A kind of endpoint.
+    """A type of endpoint.
 
     Attributes:
-        path: where it usually is.
-        make_body: the JSON of a request.
-        text_of: the text in a choice of an event; None: answers are those of /generate.
-        takes_ids: prompts may be token ids.
+        path: its default path.
+        make_body: makes the JSON of a request.
+        text_of: returns the text in a choice of an event; None: answers have the format of /generate.
+        takes_ids: whether prompts may be token ids.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Backend:
     takes_ids: bool
 
     def body(self, args: argparse.Namespace, model: str, request: SampleRequest) -> bytes:
-        """A request as it is sent."""
+        """A request's body."""
         fields = self.make_body(args, model, request)
         if args.ignore_eos:
             fields["ignore_eos"] = True
@@ -106,14 +106,14 @@ class Backend:
     def read(
         self, chunks: Chunks, outcome: Outcome, request: SampleRequest, tokenizer: Any, ignore_eos: bool
     ) -> None:
-        """Notes in `outcome` what an answer says.
+        """Parses an answer into `outcome`.
 
         Args:
-            chunks: the answer as it came.
-            outcome: of the request; its start is known.
-            request: what was asked.
-            tokenizer: counts tokens where the server tells no number; None: events count.
-            ignore_eos: every answer is as long as asked for.
+            chunks: the answer's chunks as received.
+            outcome: of the request; its start is set.
+            request: that was sent.
+            tokenizer: counts tokens if the answer has no usage; None: events are counted instead.
+            ignore_eos: whether every answer has the requested length.
         """
         if self.text_of is None:
             self._read_frames(chunks, outcome, request)
@@ -130,7 +130,7 @@ class Backend:
             outcome.output_len = count_tokens(tokenizer, [outcome.text])[0]
 
     def _read_sse(self, chunks: Chunks, outcome: Outcome, text_of: Callable[[dict[str, Any]], str]) -> int:
-        """Takes server-sent events; returns the number of tokens that the server tells, or 0."""
+        """Parses server-sent events; returns the number of tokens in `usage`, or 0."""
         texts, num_tokens = [], 0
         for moment, event in _events(chunks, b"\n\n"):
             # comments keep a connection alive
@@ -150,7 +150,7 @@ class Backend:
 
     @staticmethod
     def _read_frames(chunks: Chunks, outcome: Outcome, request: SampleRequest) -> None:
-        """Takes the frames of /generate: the prompt and all the text so far, or in MindIE's form the new text."""
+        """Parses the frames of /generate: the prompt with all text so far, or, in MindIE's format, the new text."""
         frames = list(_events(chunks, b"\0"))
         if not frames:
             return

@@ -24,5 +24,5 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand. Returns the exit code."""
+    """Runs the subcommand; returns the exit code."""
     return _COMMANDS[args.bench_type][2](args)

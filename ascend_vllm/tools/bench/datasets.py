@@ -1,4 +1,4 @@
-"""Prompts to measure with: random tokens, shared beginnings, verse, conversations and prompts from files."""
+"""Datasets for benchmarks: random tokens, shared prefixes, verse, conversations and prompts from files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# times a random text is tokenised and mended until it has as many tokens as it should
+# how often a random text is adjusted and tokenised again to get the requested number of tokens
 _MAX_MENDING = 10
-# what makes a ShareGPT conversation a usable request, in tokens
+# limits in tokens for usable ShareGPT conversations
 _MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOKENS = 4, 1024, 2048
-# text that no model has been trained on, written for this file
+# verse written for this dataset, which no model was trained on
 _VERSES = pathlib.Path(__file__).with_name("verses.txt")
 _SONNET_TASK = "Choose as many lines as you can from the following ones and arrange them into a poem:\n"
 
@@ -31,9 +31,9 @@ class SampleRequest:
     """One request of a benchmark.
 
     Attributes:
-        prompt: text, or token ids where there is no tokenizer.
-        prompt_len: its tokens, without those that the server adds.
-        output_len: tokens to ask for.
+        prompt: text, or token ids without a tokenizer.
+        prompt_len: number of its tokens, without those that the server adds.
+        output_len: number of tokens to request.
     """
 
     prompt: str | list[int]
@@ -42,12 +42,12 @@ class SampleRequest:
 
 
 class PromptMaker:
-    """Random prompts of an exact number of tokens.
+    """Makes random prompts with an exact number of tokens.
 
     Args:
         tokenizer: of the model; None: prompts are token ids.
-        vocab_size: ids are below it where there is no tokenizer.
-        chooser: all randomness.
+        vocab_size: limit of token ids without a tokenizer.
+        chooser: the random generator.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, chooser: random.Random) -> None:
@@ -60,16 +60,16 @@ class PromptMaker:
             self._ids = [i for i in range(tokenizer.vocab_size) if i not in special]
 
     def ids(self, count: int) -> list[int]:
-        """So many random token ids, none of them special."""
+        """`count` random token ids, none of them special."""
         return self._chooser.choices(self._ids, k=count)
 
     def request(self, ids: list[int], output_len: int) -> SampleRequest:
-        """The request whose prompt is these tokens, or as text the nearest that the tokenizer reads as so many."""
+        """A request for these tokens, or for a similar text that the tokenizer splits into the same number."""
         if self._tokenizer is None:
             return SampleRequest(ids, len(ids), output_len)
         count = len(ids)
         text, found = "", ids
-        # tokens of random ids run together or fall apart when their text is tokenised
+        # the text of random tokens may be tokenised into more or fewer tokens
         for _ in range(_MAX_MENDING):
             text = self._tokenizer.hf.decode(ids)
             found = encode(self._tokenizer, text)
@@ -80,7 +80,7 @@ class PromptMaker:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text, without those that begin or end a prompt."""
+    """The tokens of a text, without special tokens around it."""
     ids: list[int] = tokenizer.hf.encode(text, add_special_tokens=False)
     return ids
 
@@ -113,7 +113,7 @@ def _around(chooser: random.Random, length: int, ratio: float) -> int:
 
 
 def random_requests(args: argparse.Namespace, maker: PromptMaker, chooser: random.Random) -> list[SampleRequest]:
-    """Prompts of random tokens, all behind the same --random-prefix-len ones."""
+    """Prompts of random tokens, after a common prefix of --random-prefix-len tokens."""
     ratios = _range_ratios(args.random_range_ratio)
     prefix = maker.ids(args.random_prefix_len)
     made = []
@@ -127,7 +127,7 @@ def random_requests(args: argparse.Namespace, maker: PromptMaker, chooser: rando
 def prefix_repetition_requests(
     args: argparse.Namespace, maker: PromptMaker, chooser: random.Random
 ) -> list[SampleRequest]:
-    """Several beginnings, each of which many prompts share."""
+    """Prompts with several prefixes, each shared by many prompts."""
     num_prefixes = args.prefix_repetition_num_prefixes
     each = args.num_prompts // num_prefixes
     if not each:
@@ -146,7 +146,7 @@ def prefix_repetition_requests(
 
 
 def sonnet_requests(args: argparse.Namespace, tokenizer: Tokenizer, chooser: random.Random) -> list[SampleRequest]:
-    """Lines of verse in random order, the first --sonnet-prefix-len tokens of them always the same."""
+    """Lines of verse in random order, after a common prefix of --sonnet-prefix-len tokens."""
     lines = [line + "\n" for line in _lines_of_file(args.dataset_path or str(_VERSES))]
     lengths = dict(zip(lines, count_tokens(tokenizer, lines), strict=True))
     task_len = count_tokens(tokenizer, [_SONNET_TASK])[0]
@@ -174,7 +174,7 @@ def sonnet_requests(args: argparse.Namespace, tokenizer: Tokenizer, chooser: ran
 
 
 def sharegpt_requests(args: argparse.Namespace, tokenizer: Tokenizer, chooser: random.Random) -> list[SampleRequest]:
-    """The first turns of conversations, each to be answered at the length of its own answer."""
+    """The first turns of conversations; the requested length is that of the recorded answer."""
     conversations = _json_file(args.dataset_path)
     if not isinstance(conversations, list):
         raise ConfigError(f"--dataset-path {args.dataset_path} must hold a JSON list of conversations.")
@@ -195,7 +195,7 @@ def sharegpt_requests(args: argparse.Namespace, tokenizer: Tokenizer, chooser: r
 
 
 def custom_requests(args: argparse.Namespace, tokenizer: Tokenizer, chooser: random.Random) -> list[SampleRequest]:
-    """The prompts of a JSONL file, as user turns of the tokenizer's chat template where the endpoint takes text."""
+    """The prompts of a JSONL file, rendered with the tokenizer's chat template unless the endpoint does so."""
     made: list[SampleRequest] = []
     has_template = bool(getattr(tokenizer.hf, "chat_template", None))
     is_chat = getattr(args, "backend", "") == "openai-chat"
@@ -233,7 +233,7 @@ def _custom_entry(path: str, number: int, line: str) -> Mapping[str, Any]:
 
 
 def _enough(made: list[SampleRequest], args: argparse.Namespace, chooser: random.Random) -> list[SampleRequest]:
-    """As many requests as asked for: of too few some are taken again."""
+    """Repeats requests if there are fewer than --num-prompts."""
     if not made:
         raise ConfigError(f"--dataset-path {args.dataset_path} holds no usable prompt.")
     missing = args.num_prompts - len(made)
@@ -279,12 +279,12 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None, seed:
     """The requests of a benchmark; the same seed gives the same ones.
 
     Args:
-        args: what `add_dataset_arguments` parses.
+        args: parsed with `add_dataset_arguments`.
         tokenizer: of the model; None under --skip-tokenizer-init.
-        seed: of all that is drawn.
+        seed: of all random draws.
 
     Raises:
-        ConfigError: an option is wrong, the file cannot be used, or the dataset needs a tokenizer.
+        ConfigError: an option is invalid, the file cannot be used, or the dataset needs a tokenizer.
     """
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}.")
@@ -297,7 +297,7 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None, seed:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose a dataset and its lengths."""
+    """Adds the options for the dataset and its lengths."""
     add = parser.add_argument_group("dataset").add_argument
     add("--dataset-name", choices=DATASET_NAMES, default="random", help="what is sent (default: %(default)s)")
     add("--dataset-path", metavar="FILE", help="of sharegpt (JSON), custom (JSONL) and, if given, sonnet (lines)")
@@ -346,10 +346,10 @@ _OUTPUT_LENGTHS = (
 
 
 def apply_general_lengths(args: argparse.Namespace) -> None:
-    """Gives every dataset the lengths of --input-len and --output-len.
+    """Applies --input-len and --output-len to the options of every dataset.
 
     Raises:
-        ConfigError: a length is negative or otherwise senseless.
+        ConfigError: a length is out of range.
     """
     for value, names in ((args.input_len, _INPUT_LENGTHS), (args.output_len, _OUTPUT_LENGTHS)):
         for name in names if value is not None else ():

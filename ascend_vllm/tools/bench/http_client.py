@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client for load generation: little work per event, so that it measures the server.
+"""A small HTTP/1.1 client for load generation, with little work per event, so that it measures the server.
 
-It speaks what inference servers answer with: a body of known length, or chunks, of which a stream makes events.
+It supports the answers of inference servers: bodies with a content length, and chunked ones, such as event streams.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class HttpError(Exception):
     """An answer other than 200.
 
     Attributes:
-        status: the answer's.
-        body: what the server wrote.
+        status: the HTTP status.
+        body: the response's body.
     """
 
     def __init__(self, status: int, body: str) -> None:
@@ -29,7 +29,7 @@ class HttpError(Exception):
 
 
 class Connection:
-    """One connection, used for one request after another."""
+    """One connection, which is used for one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -45,17 +45,17 @@ class Connection:
         return cls(*await asyncio.open_connection(url.hostname, port, ssl=context, limit=2**24))
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         self.writer.close()
 
 
 class HttpClient:
-    """Requests to one server over connections that are kept and reused.
+    """Sends requests to one server over connections that are reused.
 
     Args:
         base_url: for example ``http://127.0.0.1:8000``.
         headers: sent with every request.
-        verify: refuse an https server whose certificate nobody vouches for.
+        verify: refuse https servers with an untrusted certificate.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, *, verify: bool = True) -> None:
@@ -66,7 +66,7 @@ class HttpClient:
         self._idle: list[Connection] = []
 
     async def get(self, path: str) -> bytes:
-        """What a GET answers.
+        """The body of the answer to a GET.
 
         Raises:
             HttpError: the status is not 200.
@@ -74,14 +74,14 @@ class HttpClient:
         return b"".join([data async for _, data in self._request("GET", path, b"")])
 
     async def get_json(self, path: str) -> Any:
-        """The JSON that a GET answers; see `get`."""
+        """The decoded JSON of the answer to a GET; see `get`."""
         return json.loads(await self.get(path))
 
     async def post_stream(self, path: str, body: Any, separator: bytes) -> AsyncIterator[tuple[float, bytes]]:
         """Parts of the answer to a POST, cut at `separator`, each with its time of arrival (perf_counter).
 
         Raises:
-            HttpError: the status is not 200; the text is the server's.
+            HttpError: the status is not 200; the text is from the server.
         """
         pending = b""
         async for moment, data in self._request("POST", path, json.dumps(body).encode()):
@@ -94,9 +94,9 @@ class HttpClient:
     async def post(
         self, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[tuple[float, bytes]]:
-        """The whole answer to a POST, chunk by chunk as it came, each with its time of arrival (perf_counter).
+        """The chunks of the answer to a POST, each with its time of arrival (perf_counter).
 
-        Nothing is decoded, which is the least work that a client can do while others are measured.
+        They are not parsed, so that the client takes as little CPU time as possible during the measurement.
 
         Raises:
             HttpError: the status is not 200.
@@ -109,7 +109,7 @@ class HttpClient:
             self._idle.pop().close()
 
     def _take_idle(self) -> Connection | None:
-        """A connection that the server has not closed meanwhile, as servers do after some seconds."""
+        """An idle connection that the server has not closed, as servers do after some seconds."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.reader.at_eof():

@@ -1,4 +1,4 @@
-"""Sends the requests of a benchmark and notes what they see."""
+"""Sends the requests of a benchmark and records their outcomes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ascend_vllm.tools.bench.datasets import SampleRequest
 from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
 from ascend_vllm.tools.bench.metrics import Outcome
 
-# what ends one request and not the run: no connection, a broken one, an answer that is none
+# errors that fail one request but not the run: no connection, a broken one, an invalid answer
 _FAILURES = (OSError, HttpError, asyncio.IncompleteReadError, ValueError)
 _READY_POLL_S = 0.5
 
 
 class BenchError(AscendVllmError):
-    """The server cannot be measured; says why."""
+    """The server cannot be measured, for the reason in the message."""
 
 
 def make_client(args: argparse.Namespace) -> HttpClient:
-    """The connections to --base-url, or to --host and --port."""
+    """A client for --base-url, or for --host and --port."""
     headers = {}
     if key := envs.openai_api_key():
         headers["Authorization"] = f"Bearer {key}"
@@ -47,7 +47,7 @@ def base_url(args: argparse.Namespace) -> str:
 
 
 async def first_model(client: HttpClient) -> tuple[str, str]:
-    """The name of the server's first model, and the directory or repository it came from.
+    """The name of the server's first model, and its directory or repository.
 
     Raises:
         BenchError: the server cannot be reached or has no such list.
@@ -61,14 +61,14 @@ async def first_model(client: HttpClient) -> tuple[str, str]:
 
 @dataclasses.dataclass
 class Run:
-    """What a run saw.
+    """The results of a run.
 
     Attributes:
-        outcomes: of the requests, in their order.
+        outcomes: of the requests, in order.
         duration_s: from the first request to the last answer.
-        rate_changes: of a growing rate.
-        probe_latencies_s: of the probes that were answered.
-        probes_failed: the number of those that were not.
+        rate_changes: recorded if the rate grows.
+        probe_latencies_s: of the successful probes.
+        probes_failed: number of failed probes.
     """
 
     outcomes: list[Outcome]
@@ -79,13 +79,13 @@ class Run:
 
 
 class LoadGenerator:
-    """One server under load.
+    """Sends load to one server.
 
     Args:
         args: the command line.
-        client: the connections to the server.
-        model: what requests put in their model field.
-        tokenizer: counts tokens where the server does not; None: nothing is counted.
+        client: for requests to the server.
+        model: value of the requests' field `model`.
+        tokenizer: counts tokens if answers have no usage; None: they are not counted.
     """
 
     def __init__(self, args: argparse.Namespace, client: HttpClient, model: str, tokenizer: Tokenizer | None) -> None:
@@ -94,11 +94,11 @@ class LoadGenerator:
         self._model = model
         self._tokenizer = tokenizer
         self._backend = BACKENDS[args.backend]
-        # a base URL may have a path of its own, which the client puts in front
+        # the client puts the path of the base URL, if any, in front
         self._path = args.endpoint or self._backend.path
 
     async def run(self, requests: Sequence[SampleRequest]) -> Run:
-        """Sends all requests, begun as --request-rate and --max-concurrency say."""
+        """Sends all requests at --request-rate, at most --max-concurrency at a time."""
         args = self._args
         gate = asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else contextlib.nullcontext()
         bodies = self._bodies(requests)
@@ -124,14 +124,14 @@ class LoadGenerator:
         return Run([outcome for outcome, _ in answers], duration_s, changes, latencies_s, len(failures))
 
     async def one(self, request: SampleRequest) -> Outcome:
-        """Sends a request outside of any measurement."""
+        """Sends a request that is not measured."""
         body = self._bodies([request])[0]
         outcome, chunks = await self._send(contextlib.nullcontext(), request, body, None)
         self._read(outcome, chunks, request)
         return outcome
 
     async def warm_up(self, request: SampleRequest, count: int) -> None:
-        """Sends a request several times, as many at once as in the run."""
+        """Sends a request several times, with the concurrency of the run."""
         gate = asyncio.Semaphore(self._args.max_concurrency or count)
 
         async def one() -> None:
@@ -141,10 +141,10 @@ class LoadGenerator:
         await asyncio.gather(*(one() for _ in range(count)))
 
     async def wait_until_ready(self, request: SampleRequest, timeout_s: float) -> None:
-        """Returns when the server answers a request.
+        """Waits until the server answers a request.
 
         Raises:
-            BenchError: it does not within the time.
+            BenchError: it did not within the time.
         """
         deadline = time.monotonic() + timeout_s
         while (outcome := await self.one(request)).error:
@@ -156,7 +156,7 @@ class LoadGenerator:
         """Starts or stops the server's profiler: `what` is "start" or "stop".
 
         Raises:
-            BenchError: the server has none.
+            BenchError: the server has no profiler.
         """
         try:
             await self._client.post(f"/{what}_profile")
@@ -164,7 +164,7 @@ class LoadGenerator:
             raise BenchError(f"--profile: the server refuses to {what} its profiler: {error}") from error
 
     def _bodies(self, requests: Sequence[SampleRequest]) -> list[bytes]:
-        """Made before the run, which they would slow down."""
+        """The requests' bodies, encoded before the run so as not to slow it down."""
         adapters = self._args.lora_modules
         if not adapters:
             return [self._backend.body(self._args, self._model, request) for request in requests]
@@ -205,7 +205,7 @@ class LoadGenerator:
 
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[tuple[list[float], list[str]]]:
-        """Sends requests for one token at --probe-request-rate meanwhile, whatever --max-concurrency says."""
+        """Sends requests for one token at --probe-request-rate during the run, without limit of concurrency."""
         latencies_s: list[float] = []
         failures: list[str] = []
         request = SampleRequest("Hi", 1, 1)

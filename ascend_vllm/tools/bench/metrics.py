@@ -1,4 +1,4 @@
-"""What a run's requests saw, as the figures that vLLM's benchmark prints and saves, under the same names."""
+"""Computes the figures of a run that vLLM's benchmark prints and saves, under the same names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ascend_vllm.errors import ConfigError
 
-# name → its heading and its label in the table
+# name of a metric → its heading and label in the table
 _TITLES = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -27,16 +27,16 @@ _WIDTH = 50
 
 @dataclasses.dataclass
 class Outcome:
-    """What one request saw. Times are seconds of perf_counter.
+    """The outcome of one request. Times are seconds of perf_counter.
 
     Attributes:
         start: when it was sent.
-        queued_s: how long it waited before that for others to end (--max-concurrency).
-        moments: arrival of each event that carries output.
-        prompt_len: tokens of the prompt, as the server counts them.
+        queued_s: seconds that it waited in the client before (--max-concurrency).
+        moments: arrival times of the events with output.
+        prompt_len: tokens of the prompt, as counted by the server.
         output_len: tokens of the answer.
         text: the answer.
-        error: why it failed; empty if it did not.
+        error: why it failed; empty: it succeeded.
     """
 
     start: float
@@ -69,10 +69,10 @@ class Outcome:
 
 
 def parse_goodput(words: Sequence[str] | None) -> dict[str, float]:
-    """--goodput: the milliseconds that a request may take, by metric.
+    """--goodput: limits in milliseconds by metric.
 
     Raises:
-        ConfigError: not NAME:MILLISECONDS, or a metric that has no limit.
+        ConfigError: not NAME:MILLISECONDS, or a metric without limits.
     """
     limits: dict[str, float] = {}
     for word in words or ():
@@ -105,7 +105,7 @@ def parse_metric_names(text: str) -> list[str]:
     """--percentile-metrics: names separated by commas.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: an unknown name.
     """
     names = text.split(",")
     if unknown := [name for name in names if name not in _TITLES]:
@@ -118,7 +118,7 @@ def _percentile_key(percentile: float) -> str:
 
 
 def _summary(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, deviation and percentiles in milliseconds; zeros if there is nothing to look at."""
+    """Mean, median, deviation and percentiles in milliseconds; zeros without values."""
     array = np.asarray(values or [0.0]) * 1e3
     found = {"mean": np.mean(array), "median": np.median(array), "std": np.std(array)}
     found |= {"p" + _percentile_key(p): np.percentile(array, p) for p in percentiles}
@@ -126,7 +126,7 @@ def _summary(name: str, values: Sequence[float], percentiles: Sequence[float]) -
 
 
 def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
-    """The largest number of events in a second, and of requests under way at some time of a second."""
+    """The largest number of events in one second, and of requests running in one second."""
     if not good:
         return 0.0, 0
     begin = min(outcome.start for outcome in good)
@@ -154,11 +154,11 @@ def figures(
     """All figures of a run.
 
     Args:
-        outcomes: of the requests, in the order in which they were made.
-        duration_s: of the run.
-        metrics: those of which statistics are given.
-        percentiles: of these metrics.
-        goodput: limits in milliseconds that a good request keeps; empty: none are counted.
+        outcomes: of the requests, in order.
+        duration_s: duration of the run.
+        metrics: names of the metrics to summarise.
+        percentiles: to compute of these metrics.
+        goodput: limits in milliseconds for good requests; empty: these are not counted.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     num_input = sum(outcome.prompt_len for outcome in good)
@@ -193,7 +193,7 @@ def figures(
         "errors": [outcome.error for outcome in outcomes],
         "max_output_tokens_per_s": events_per_s,
         "max_concurrent_requests": concurrent,
-        # the speed of transcription against the length of the sound: there is no sound here
+        # vLLM's speed of transcription relative to the audio; there is no audio here
         "rtfx": 0.0,
     }
     for name in metrics:
@@ -201,7 +201,7 @@ def figures(
     return result
 
 
-# what is saved of each request only with --save-detailed
+# per-request results that are saved only with --save-detailed
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 
 
@@ -224,7 +224,7 @@ def _line(title: str, value: float) -> str:
 def table(
     result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float], request_rate: float
 ) -> Iterator[str]:
-    """The figures as lines of text, laid out as vLLM's."""
+    """The figures as lines of text, in vLLM's layout."""
     yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
     yield _line("Successful requests:", result["completed"])
     yield _line("Failed requests:", result["failed"])

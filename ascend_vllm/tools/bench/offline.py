@@ -196,7 +196,7 @@ def _run_batch(
 
 @contextlib.contextmanager
 def _profiled(llm: LLM, wanted: bool) -> Iterator[None]:
-    """Runs the engine's profiler during a block, if it is wanted."""
+    """Runs the engine's profiler during a block if `wanted`."""
     if wanted:
         llm.start_profile()
     try:

@@ -1,4 +1,4 @@
-"""`ascend-vllm bench serve`: load for a running server, with vLLM's options, figures and result files."""
+"""`ascend-vllm bench serve`: measures a server under load, with vLLM's options, figures and result files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ascend_vllm.tools.bench.metrics import (
 
 DEFAULT_METRICS = "ttft,tpot,itl"
 _MAX_ERRORS_SHOWN = 10
-# metrics that mean something only where requests wait in the client
+# metrics that exist only if requests wait in the client (--max-concurrency)
 _OF_THE_QUEUE = ("client_queue_time", "e2el_including_client_queue")
 
 
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _check(args: argparse.Namespace) -> None:
     check_arrivals(args)
     apply_general_lengths(args)
-    # errors are reported before the run, not behind it
+    # report errors before the run, not after it
     parse_goodput(args.goodput)
     parse_percentiles(args.metric_percentiles)
     parse_metric_names(args.percentile_metrics or DEFAULT_METRICS)
@@ -164,12 +164,12 @@ def _check(args: argparse.Namespace) -> None:
     if args.skip_tokenizer_init and not BACKENDS[args.backend].takes_ids:
         raise ConfigError(f"--backend {args.backend} takes text, which needs a tokenizer; no --skip-tokenizer-init.")
     if args.dataset_name == "random":
-        # random prompts make a model say anything, and it should say as much as was asked for
+        # after random prompts a model may stop at any time, but all answers should have the requested length
         args.ignore_eos = True
 
 
 def load_tokenizer(name: str, args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of a directory or of a repository on the hub.
+    """Loads the tokenizer of a directory or hub repository.
 
     Raises:
         ConfigError: there is none.
@@ -221,12 +221,12 @@ async def _load(args: argparse.Namespace, generator: LoadGenerator, requests: li
 
 
 def _report(args: argparse.Namespace, run: Run, model_id: str, tokenizer_id: str) -> tuple[dict[str, Any], list[str]]:
-    """The file's content and the table's lines."""
+    """The content of the result file and the lines of the table."""
     metrics = parse_metric_names(args.percentile_metrics or DEFAULT_METRICS)
     if args.max_concurrency is None:
         metrics = [name for name in metrics if name not in _OF_THE_QUEUE]
     percentiles = parse_percentiles(args.metric_percentiles)
-    # infinity is no JSON
+    # JSON has no infinity
     rate = args.request_rate if args.request_rate < math.inf else "inf"
     result: dict[str, Any] = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
