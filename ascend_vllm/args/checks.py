@@ -1,4 +1,4 @@
-"""Checks of values and of their combinations; messages name the flags, in vLLM's words where it has some."""
+"""Checks of flags' values and their combinations; messages name the flags, with vLLM's texts if it has any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 
 _GIB = 1 << 30
 
-# Python callers skip the command line's parser; these are the types that it would have produced
+# types that the command line's parser produces, to check arguments from Python
 _TYPES: dict[Kind, tuple[type, ...]] = {
     "flag": (bool,),
     "bool": (bool,),
@@ -33,7 +33,7 @@ _TYPES: dict[Kind, tuple[type, ...]] = {
     "kvs": (dict,),
 }
 
-# flags for which vLLM has its own words when a value is none of its choices
+# flags with error texts of vLLM's own for values that are not among the choices
 _CHOICE_MESSAGES = {
     "kv_cache_dtype": "Unknown kv cache dtype: {value}",
     "quantization": "Unknown quantization method: {value}. Must be one of {choices}.",
@@ -50,7 +50,7 @@ def _check_value(item: Flag, value: Any) -> None:
     if types is not None and (is_stray_bool or not isinstance(value, types)):
         raise ConfigError(f"{item.name} ({item.field}) cannot be {value!r} of type {type(value).__name__}.")
     choices = item.choices
-    # LLM(dtype=torch.float32) is let through: dtype has its own check
+    # LLM(dtype=torch.float32) is accepted here: dtype is checked elsewhere
     if choices is None or value in choices or item.is_plugin(value):
         return
     if item.field != "dtype":
@@ -75,15 +75,15 @@ def _check_swap_space(swap_space: float) -> None:
         logger.warning("Possibly too large swap space. %s", text)
 
 
-# of --collect-detailed-traces
+# values of --collect-detailed-traces
 _TRACED_PARTS = ("model", "worker", "all")
 
 
 def check_flags(args: EngineFlags) -> None:
-    """Checks what can be known before any file is read.
+    """Checks that need no files.
 
     Raises:
-        ConfigError: a value has the wrong type, is no choice or is out of range.
+        ConfigError: a value has the wrong type, is not among the choices, or is out of range.
     """
     for item in flags_of(type(args)):
         _check_value(item, getattr(args, item.field))
@@ -111,7 +111,7 @@ def check_flags(args: EngineFlags) -> None:
     _at_least(args, 1, "data_parallel_size_local", "nnodes")
     if not -(2**63) <= args.seed < 2**63:
         raise ConfigError(f"--seed must fit in 64 bits, got {args.seed}.")
-    # the default must not keep a small machine from starting
+    # the default must not fail on machines with little memory
     if args.swap_space != type(args).swap_space:
         _check_swap_space(args.swap_space)
     if args.preemption_mode == "swap" and not args.swap_space:
@@ -120,17 +120,17 @@ def check_flags(args: EngineFlags) -> None:
 
 
 def check_length(name: str, value: int | None, *, auto_allowed: bool = False) -> None:
-    """A count given by a flag of kind "length" must be positive, or "auto" where that is possible.
+    """Checks that the value of a flag of kind "length" is positive, or "auto" if allowed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is neither.
     """
     if value is not None and value < 1 and not (auto_allowed and value == AUTO_LENGTH):
         raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
 def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
-    """The block size, if the device has it.
+    """Returns the block size if the device supports it.
 
     Raises:
         ConfigError: the device's attention kernels do not take blocks of this size.
@@ -144,7 +144,7 @@ def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
 
 
 def check_detailed_traces(value: str | None, endpoint: str | None) -> None:
-    """Raise `ConfigError` unless --collect-detailed-traces names parts of the engine, and traces go somewhere."""
+    """Raise `ConfigError` unless --collect-detailed-traces has valid names, and there is an endpoint for traces."""
     if not value:
         return
     for part in value.split(","):
@@ -157,10 +157,10 @@ def check_detailed_traces(value: str | None, endpoint: str | None) -> None:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Checks across the sections of a finished configuration.
+    """Checks that concern several sections of a finished configuration.
 
     Raises:
-        ConfigError: the budget of a step does not fit the rest; or features exclude one another.
+        ConfigError: a step's token budget does not fit other settings, or features exclude one another.
     """
     _check_budget(config)
     _check_partial_prefills(config.scheduler)
@@ -172,7 +172,7 @@ def check_config(config: EngineConfig) -> None:
             "caching."
         )
     window, steps = config.cache.sliding_window, config.scheduler.num_scheduler_steps
-    # a row that has ended computes on for a call, and its blocks of that time must not be given away yet
+    # a finished row is computed until the call ends; its blocks must not be freed before
     if window is not None and steps >= window:
         raise ConfigError(
             f"--num-scheduler-steps ({steps}) must be smaller than the model's sliding window ({window})."
@@ -180,7 +180,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def _check_pooling(scheduler: SchedulerConfig) -> None:
-    """A prompt is pooled in one pass, and what has been collected of it lives no longer than its slot."""
+    """Refuses multi-step scheduling, and swapping, which would lose the partial results of a pooled prompt."""
     if scheduler.num_scheduler_steps > 1:
         raise ConfigError(
             f"--num-scheduler-steps {scheduler.num_scheduler_steps} is for generation; a pooling model takes one "
@@ -231,7 +231,7 @@ def _check_partial_prefills(scheduler: SchedulerConfig) -> None:
 
 
 def check_tracing(config: ObservabilityConfig) -> None:
-    """Raise `ConfigError` unless requests can be traced, if they are to be."""
+    """Raise `ConfigError` if traces are requested and OpenTelemetry is not installed."""
     if config.otlp_traces_endpoint is None:
         return
     if not _is_installed("opentelemetry.sdk") or not _is_installed("opentelemetry.exporter.otlp"):
@@ -245,5 +245,5 @@ def check_tracing(config: ObservabilityConfig) -> None:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent is not there either
+    except ModuleNotFoundError:  # the parent package is not installed
         return False

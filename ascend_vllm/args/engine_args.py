@@ -32,7 +32,7 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import resolve_device
 from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
 
-# of the memory that would be taken now; the rest absorbs what changes until the engine takes it
+# share of the KV-cache memory available now; the rest is a reserve for changes until the engine allocates it
 _AUTO_LENGTH_SHARE = 0.9
 
 
@@ -46,7 +46,7 @@ class EngineArgs(EngineFlags):
     """
 
     def __post_init__(self) -> None:
-        """Brings both spellings of one wish, which Python callers give one of, into step."""
+        """Synchronises pairs of arguments with the same meaning, of which Python callers set one."""
         if self.disable_log_requests:
             self.enable_log_requests = False
         elif not self.enable_log_requests:
@@ -66,11 +66,11 @@ class EngineArgs(EngineFlags):
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
-        """The arguments in a namespace that such a parser made; names it lacks keep their defaults."""
+        """The arguments in a namespace of such a parser; absent ones have their defaults."""
         return cls(**fields_from_namespace(cls, namespace))
 
     def with_model_directory(self, directory: str) -> EngineArgs:
-        """The same arguments for a model that is now in a directory, still served under the name it was typed as.
+        """The same arguments with the model's directory; the model is still served under its original name.
 
         Example::
 
@@ -79,11 +79,11 @@ class EngineArgs(EngineFlags):
         return dataclasses.replace(self, model=directory, served_model_name=list(self._served_names()))
 
     def create_engine_config(self) -> EngineConfig:
-        """Reads the model's files and decides everything that is left open.
+        """Makes the configuration, with all defaults that depend on the model's files and the device.
 
         Raises:
             ConfigError: a flag or a combination of flags is wrong.
-            UnsupportedFlagError: a flag asks for a feature that does not exist.
+            UnsupportedFlagError: a flag requires a feature that is not supported.
             ModelLoadError: the model's config.json or generation_config.json is missing or broken.
         """
         checks.check_flags(self)
@@ -98,7 +98,7 @@ class EngineArgs(EngineFlags):
         checks.check_length("--max-model-len", max_model_len, auto_allowed=True)
 
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
-        # the raw file is for checks and for what pooling models' heads say; everything else is read from `arch`
+        # the raw file is used only for checks and for the heads of pooling models; all else comes from `arch`
         hf_config = self._read_hf_config(directory)
         arch = ArchConfig.from_hf(hf_config, self.quantization)
         is_auto = max_model_len == AUTO_LENGTH
@@ -220,7 +220,7 @@ class EngineArgs(EngineFlags):
             max_model_len=longest,
             max_num_seqs=self.max_num_seqs,
             multi_step=self.num_scheduler_steps > 1,
-            # chunks of cached prompts end where blocks end
+            # chunks of cached prompts end at block boundaries
             multiple_of=block_size if chunked and self.enable_prefix_caching else 1,
         )
         return SchedulerConfig(
@@ -252,12 +252,12 @@ class EngineArgs(EngineFlags):
         )
 
 
-# vLLM's name for what asynchronous engines are made of
+# vLLM's name for the arguments of asynchronous engines
 AsyncEngineArgs = EngineArgs
 
 
 def _as_length(value: int | str | None) -> int | None:
-    """Python callers may write "4k" where the command line's parser has made a number of it."""
+    """Parses lengths such as "4k" from Python callers, as the command line's parser does."""
     if not isinstance(value, str):
         return value
     try:
@@ -267,24 +267,24 @@ def _as_length(value: int | str | None) -> int | None:
 
 
 def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str) -> int:
-    """The longest sequence whose KV cache fits, at most what the model allows: --max-model-len auto.
+    """--max-model-len auto: the longest sequence whose KV cache fits in memory, within the model's limit.
 
     Raises:
         ConfigError: not even one block fits.
     """
     blocks = cache.num_gpu_blocks_override
     if blocks is None:
-        # only here the configuration depends on the machine's memory, which platforms measure with torch loaded
+        # imported here because it needs torch to measure memory, which no other part of the configuration does
         from ascend_vllm.platforms import get_platform
 
         num_workers = parallel.local_world_size
-        # of which this machine has a part
+        # each machine loads an equal part
         weight_bytes = hf_files.weight_bytes(model.model) // parallel.nnodes
         available = get_platform(device).expected_kv_cache_bytes(
             cache, weight_bytes, num_workers, parallel.data_parallel_size
         )
         specs = kv_cache_specs(model, cache, parallel.tensor_parallel_size)
-        # the stage whose layers cache most has room for the fewest blocks
+        # the stage with the largest KV cache per token has memory for the fewest blocks
         of_stages, stages = iter(specs), parallel.stage_layers or (len(specs),)
         block_bytes = max(sum(spec.block_bytes for spec in itertools.islice(of_stages, size)) for size in stages)
         blocks = int(available * _AUTO_LENGTH_SHARE) // block_bytes
@@ -294,6 +294,6 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
 
 
 def all_flags() -> tuple[Flag, ...]:
-    """Every flag of every server once: HTTP, OpenAI server, /generate server, engine."""
+    """All flags of all servers, without duplicates: HTTP, OpenAI server, /generate server, engine."""
     found = {item.name: item for owner in (FrontendArgs, GenerateServerArgs, EngineArgs) for item in flags_of(owner)}
     return tuple(found.values())

@@ -1,4 +1,4 @@
-"""Checks of flags whose features may be missing: wrong values are reported first, with vLLM 0.6.3's text."""
+"""Checks of flags of unsupported features: invalid values are reported first, with vLLM 0.6.3's text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NGRAM = "[ngram]"
 
 
 def check_features(args: EngineFlags) -> None:
-    """Checks the flags of adapters and of speculation, and what goes together with what.
+    """Checks the flags of LoRA and speculative decoding, and their combinations.
 
     Raises:
-        ConfigError: a value is out of range, lacks another or excludes it.
+        ConfigError: a value is out of range, requires another that is missing, or excludes another.
     """
     if args.num_scheduler_steps > 1 and (args.speculative_model or args.speculative_config):
         raise ConfigError("Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)")

@@ -1,7 +1,7 @@
 """What a command-line flag is: the metadata of a dataclass field.
 
-A flag is declared once, as a field of one of the dataclasses in `args/tables`. The parser, the refusals, the
-documentation and the demo model's knowledge are all made from that one declaration.
+A flag is declared once, as a field of one of the dataclasses in `args/tables`. The parser, the refusals, the flags'
+documentation and the demo model's training texts are made from that declaration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kind = Literal[
     "kvs",
     "lora_module",
 ]
-# of fields that state none, by their annotation
+# annotation of a field → its kind if none is given
 _USUAL_KINDS: Mapping[str, Kind] = {
     "bool": "flag",
     "bool | None": "bool",
@@ -54,24 +54,24 @@ _USUAL_KINDS: Mapping[str, Kind] = {
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """All that is known about a flag.
+    """The properties of a flag.
 
     Attributes:
         field: the name of the dataclass field, for example "block_size".
         default: the value without the flag.
-        section: the heading it stands under in the documentation.
+        section: its heading in the documentation.
         help: one or two sentences for users.
-        kind: how its value is written.
-        choices: the values that parse; None: any.
+        kind: format of its value.
+        choices: the valid values; None: any.
         short: other spellings, for example "-tp".
-        many: one occurrence takes one or more values; the field holds a list.
-        repeat: may be given several times, with one value each unless `many`; the field holds a list.
-        example: a part of a command line that shows it in use.
-        unsupported: why a value other than the default is refused; None: every value is honoured.
-        allowed: values besides the default that are honoured although `unsupported` is set.
-        entry_points: group of entry points whose names are choices and honoured, too.
-        no_effect: why it is accepted and yet changes nothing; None: it has an effect.
-        opposite: the field of a switch that always says the contrary; of the two the one given last wins.
+        many: whether one occurrence takes one or more values; the field is a list.
+        repeat: whether it may be given several times, with one value each unless `many`; the field is a list.
+        example: part of a command line that uses it.
+        unsupported: why values other than the default are refused; None: all are supported.
+        allowed: values besides the default that are supported although `unsupported` is set.
+        entry_points: group of entry points whose names are supported choices, too.
+        no_effect: why it is accepted without effect; None: it has an effect.
+        opposite: field of a switch with the opposite meaning; the one given last wins.
     """
 
     field: str
@@ -92,12 +92,12 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """As typed on the command line, for example "--block-size"."""
+        """The name on the command line, for example "--block-size"."""
         return "--" + self.field.replace("_", "-")
 
     @property
     def status(self) -> Literal["supported", "partly supported", "no effect", "not yet"]:
-        """Whether the flag does something in this version."""
+        """How far this version supports the flag."""
         if self.no_effect is not None:
             return "no effect"
         if self.unsupported is None:
@@ -127,16 +127,16 @@ def flag(
     no_effect: str | None = None,
     opposite: str | None = None,
 ) -> Any:
-    """Declares a dataclass field that is a command-line flag; the arguments are attributes of `Flag`.
+    """Declares a dataclass field that is a command-line flag; the arguments are the attributes of `Flag`.
 
-    Without `kind` the field's annotation says how the value is written. Without `unsupported` the `UNSUPPORTED` of
-    the class holds, if there is one.
+    Without `kind`, the format of the value follows from the annotation. Without `unsupported`, the `UNSUPPORTED` of
+    the class applies, if there is one.
 
     Example::
 
         seed: int = flag(0, "Seed of random draws that no request seeds.", example="--seed 7")
     """
-    # every argument but the default
+    # all arguments except the default
     settings = dict(locals())
     del settings["default"]
     if isinstance(default, list):
@@ -147,8 +147,8 @@ def flag(
 def flags_of(owner: type) -> tuple[Flag, ...]:
     """The flags a dataclass declares, base classes first, in the order of declaration.
 
-    The section of a flag is the `SECTION` of the class that declares it, and if that has an `UNSUPPORTED`, it is why
-    flags without a reason of their own are refused.
+    The section of a flag is the `SECTION` of its class; the class's `UNSUPPORTED`, if any, is the reason for
+    refusing flags that have no reason of their own.
     """
     bases = {name: base for base in reversed(owner.__mro__) for name in vars(base).get("__annotations__", {})}
     return tuple(
@@ -158,7 +158,7 @@ def flags_of(owner: type) -> tuple[Flag, ...]:
 
 def _flag_of(field: dataclasses.Field[Any], base: type) -> Flag:
     settings = dict(field.metadata["flag"])
-    # annotations are texts in the modules of `args/tables`
+    # annotations are strings in the modules of `args/tables`
     settings["kind"] = settings["kind"] or _USUAL_KINDS[str(field.type)]
     settings["unsupported"] = settings["unsupported"] or vars(base).get("UNSUPPORTED")
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -166,14 +166,14 @@ def _flag_of(field: dataclasses.Field[Any], base: type) -> Flag:
 
 
 def refuse_unsupported(owner: type, values: Mapping[str, Any]) -> None:
-    """Refuses the first flag whose value asks for a feature that does not exist; warns of those without effect.
+    """Refuses the first flag whose value requires an unsupported feature; warns of flags without effect.
 
     Args:
         owner: the dataclass that declares the flags.
         values: field name → value.
 
     Raises:
-        UnsupportedFlagError: names the flag, and says what is missing.
+        UnsupportedFlagError: with the flag and the missing feature.
     """
     flags = {item.field: item for item in flags_of(owner)}
     refusals = {}

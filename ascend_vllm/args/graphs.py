@@ -1,4 +1,4 @@
-"""Which graphs decoding replays: from flags, environment and model to the section of the configuration."""
+"""Decides which graphs decoding replays, from flags, environment and model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DEFAULT_MAX_SEQ_LEN_TO_CAPTURE = 8192
 
 
 def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> GraphConfig:
-    """The section of graphs for an engine, which is logged with its reasons.
+    """The configuration's section for graphs; logs the decision with its reasons.
 
     Args:
         config: all other sections.
         max_seq_len_to_capture: --max-seq-len-to-capture.
 
     Raises:
-        ConfigError: a flag or a variable is wrong, or graphs are asked for where there can be none.
+        ConfigError: a flag or variable is invalid, or graphs are required and not possible.
     """
     if max_seq_len_to_capture < 1:
         raise ConfigError(f"--max-seq-len-to-capture must be at least 1, got {max_seq_len_to_capture}.")
@@ -57,16 +57,16 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
 
 
 def _may_record(config: EngineConfig) -> bool:
-    """Whether decoding on CPU replays tapes; what several workers send each other is on none."""
+    """Whether decoding on CPU replays tapes, which cannot contain communication between workers."""
     model = config.model
     return not model.enforce_eager and model.pooler is None and config.parallel.world_size == 1
 
 
 def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
-    """Why decoding runs without graphs, None if it does not.
+    """Why decoding runs without graphs; None: it uses graphs.
 
     Raises:
-        ConfigError: INFER_MODE=PTA asks for what there is not.
+        ConfigError: INFER_MODE=PTA requires graphs that are not possible.
     """
     model, size = config.model, config.parallel.tensor_parallel_size
     num_stages = config.parallel.pipeline_parallel_size

@@ -1,7 +1,7 @@
-"""What the fields of config.json, generation_config.json and tokenizer_config.json may be, as tables.
+"""Tables of valid values for the fields of config.json, generation_config.json and tokenizer_config.json.
 
-Only fields that something reads are checked. What is wrong is refused by name before anything is made of it: a number
-of layers is looped over, a width is allocated.
+Only fields that are used are checked. Invalid values are refused by name before they are used, as a number
+of layers determines a loop, and a width an allocation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ascend_vllm.config.model import DTYPE_BYTES
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import read_json, shown
 
-# more than any model has; what a machine has room for is less, see `check_size`
+# more than any model has; `check_size` compares with the machine's memory
 MAX_LAYERS = 10_000
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 16
@@ -35,20 +35,20 @@ _MAX_INT = (1 << 63) - 1
 # that, since memory would be allocated for it.
 _SLACK = 4
 _SMALL_BYTES = 1 << 30
-# the memory of an NPU at most, larger than that of any today
+# upper bound of an NPU's memory, above that of any today
 _NPU_BYTES = 256 << 30
-# of an element of the table of angles
+# bytes per element of the table of rotary angles
 _TABLE_BYTES = 4
-# that the number of parameters follows from
+# fields that determine the number of parameters
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "ffn_dim", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What a field may be: in words, and as a test.
+    """The valid values of a field: a description and a predicate.
 
     Attributes:
-        most: the largest of the whole numbers that it may be, if it may be some.
+        most: largest valid integer, if integers are valid.
     """
 
     words: str
@@ -59,7 +59,7 @@ class _Kind:
         return _Kind(f"{self.words} or {other.words}", lambda value: self.test(value) or other.test(value), self.most)
 
     def wanted(self, value: Any) -> str:
-        """What a value should be that it is not."""
+        """What an invalid value should be instead."""
         if self.most is not None and _is_integer(value) and value > self.most:
             return f"at most {self.most}"
         return "a whole number" if self.most is not None and isinstance(value, float) else self.words
@@ -70,7 +70,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # an integer may be too large to be a float
+    # an integer may be too large for a float
     return (_is_integer(value) and abs(value) <= _MAX_INT) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -102,10 +102,10 @@ _TOKEN_IDS = _TOKEN_ID | _list_of(_TOKEN_ID, "such numbers") | _NULL
 _TABLE_OF_TEXTS = _Kind(
     "an object of texts", lambda value: isinstance(value, dict) and all(map(_TEXT.test, value.values()))
 )
-# the shortest of several counts, some of which are no more than a very large number
+# the smallest of several lengths is used; some tokenizers have a huge number for "unlimited"
 _LENGTH = _number(1) | _NULL
 
-# of every model
+# fields of all models
 _COMMON: Mapping[str, _Kind] = {
     "vocab_size": _whole(1, MAX_VOCABULARY),
     "hidden_size": _whole(1, MAX_WIDTH),
@@ -126,7 +126,7 @@ _COMMON: Mapping[str, _Kind] = {
     "eos_token_id": _TOKEN_IDS,
     "quantization_config": _OBJECT | _NULL,
     "tie_word_embeddings": _SWITCH,
-    # 0 as Qwen2's mixtures of experts write it: there is none
+    # 0 in Qwen2's mixture-of-experts models: no window
     "sliding_window": _whole(0, 2**31 - 1) | _NULL,
     "use_sliding_window": _SWITCH,
     "is_causal": _SWITCH,
@@ -142,7 +142,7 @@ _COMMON: Mapping[str, _Kind] = {
     "rope_parameters": _OBJECT | _NULL,
     "partial_rotary_factor": _number(0, 1, above=True) | _NULL,
 }
-# of the families that are served from the start, where the names mean the same in each of them
+# fields of the built-in families, with the same meaning in all of them
 _OF_FAMILIES: Mapping[str, _Kind] = {
     "max_position_embeddings": _whole(1, MAX_POSITIONS),
     "intermediate_size": _whole(1, MAX_INTERMEDIATE),
@@ -160,7 +160,7 @@ _OF_FAMILIES: Mapping[str, _Kind] = {
     "max_window_layers": _whole(0, _MAX_INT) | _NULL,
     "layer_types": _TEXTS | _NULL,
 }
-# both spellings, before they become one
+# both spellings of rotary parameters, before they are merged
 _ROPE_SPELLINGS: Mapping[str, _Kind] = {
     "rope_parameters": _OBJECT | _NULL,
     "rope_scaling": _OBJECT | _NULL,
@@ -194,7 +194,7 @@ _GENERATION: Mapping[str, _Kind] = {
 
 
 def _check(where: object, values: Mapping[str, Any], kinds: Mapping[str, _Kind], prefix: str = "") -> None:
-    """Raises for the first field that is there and is not what it may be."""
+    """Raises for the first field with an invalid value."""
     for name, kind in kinds.items():
         if name in values and not kind.test(values[name]):
             raise ModelLoadError(
@@ -203,7 +203,7 @@ def _check(where: object, values: Mapping[str, Any], kinds: Mapping[str, _Kind],
 
 
 def check_rope_spellings(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Check the rotary parameters of config.json as it spells them.
+    """Check the rotary parameters of config.json in either spelling.
 
     Raises:
         ModelLoadError: names the file and the field.
@@ -214,12 +214,12 @@ def check_rope_spellings(path: pathlib.Path, config: Mapping[str, Any]) -> None:
 
 
 def check_hf_config(path: pathlib.Path, config: Mapping[str, Any], *, is_known: bool) -> None:
-    """Check the fields of config.json, with its overrides, whose rotary parameters have become one.
+    """Check the fields of config.json, with overrides applied and rotary parameters merged.
 
     Args:
-        path: of the file, for messages.
-        config: its values.
-        is_known: the model is of a family that is served from the start.
+        path: the file's path, for messages.
+        config: the file's values.
+        is_known: whether the model's family is built in.
 
     Raises:
         ModelLoadError: names the file and the field.
@@ -247,7 +247,7 @@ def _check_layer_types(path: pathlib.Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_ramp(path: pathlib.Path, rope: Mapping[str, Any]) -> None:
-    """Frequencies go over from one factor to the other between these; the layer says if one is missing."""
+    """Checks the range in which the scaling of frequencies changes; the layer reports missing values."""
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
     if low is not None and high is not None and high <= low:
         raise ModelLoadError(
@@ -256,7 +256,7 @@ def _check_ramp(path: pathlib.Path, rope: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(where: object, values: Mapping[str, Any]) -> None:
-    """Check the fields of generation_config.json, with its overrides.
+    """Check the fields of generation_config.json, with overrides applied.
 
     Raises:
         ModelLoadError: names the file and the field.
@@ -265,15 +265,15 @@ def check_generation_config(where: object, values: Mapping[str, Any]) -> None:
 
 
 def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes: int) -> None:
-    """Refuse a model that is much larger than its weight files; or, without files, than the machine's memory.
+    """Refuse a model much larger than its weight files or, without files, than the machine's memory.
 
     Args:
-        config: of the engine.
-        hf_config: config.json of its model, whose names the message shows.
-        weight_bytes: of the files; 0: there are none.
+        config: the engine's.
+        hf_config: config.json of the model, for the names in the message.
+        weight_bytes: size of the weight files; 0: there are none.
 
     Raises:
-        ModelLoadError: says which numbers of config.json declare it.
+        ModelLoadError: with the numbers of config.json that determine the size.
     """
     model, parallel = config.model, config.parallel
     declared, memory = model.arch.num_parameters, psutil.virtual_memory().total
@@ -286,7 +286,7 @@ def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes:
     stated = ", ".join(f"{name} {hf_config[name]}" for name in _SIZES if name in hf_config)
     finding = f"{model.model}/config.json: {stated} mean {declared} parameters or more"
     if config.load.load_format != "dummy":
-        # no dtype has less than two bytes
+        # every dtype has at least two bytes
         if weight_bytes and 2 * declared > max(_SLACK * weight_bytes, _SMALL_BYTES):
             raise ModelLoadError(
                 f"{finding}, but the weight files beside it hold {weight_bytes} bytes: it is another model's, or "
@@ -302,10 +302,10 @@ def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes:
 
 
 def check_head_size(hf_config: Mapping[str, Any]) -> None:
-    """Refuse heads that hidden_size cannot be divided into.
+    """Refuse a number of heads that does not divide hidden_size.
 
     Raises:
-        ConfigError: config.json does not say how wide they are.
+        ConfigError: it does not, and config.json has no head_dim.
     """
     hidden_size, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     if hidden_size % num_heads and not hf_config.get("head_dim"):
@@ -315,11 +315,11 @@ def check_head_size(hf_config: Mapping[str, Any]) -> None:
         )
 
 
-# ---- before config.json is read and checked ----------------------------------------------------------------------
+# ---- checks of flags, before config.json is read and checked -----------------------------------------------------
 
 
 def _config_at(model: str) -> dict[str, Any]:
-    """config.json of a local directory as far as it can be read."""
+    """config.json of a local directory; {} if it cannot be read."""
     try:
         return read_json(pathlib.Path(model).expanduser() / "config.json", dict)
     except ModelLoadError:
@@ -327,7 +327,7 @@ def _config_at(model: str) -> dict[str, Any]:
 
 
 def predicts(draft_model: str) -> bool:
-    """Whether a draft model says itself how many tokens it guesses."""
+    """Whether a draft model's config.json has its number of draft tokens."""
     return "n_predict" in _config_at(draft_model)
 
 
@@ -335,7 +335,7 @@ def check_flags(args: EngineFlags) -> None:
     """Checks flags that the model's config.json contradicts.
 
     Raises:
-        ConfigError: the model's heads cannot be shared among the devices; or it is quantised in another way.
+        ConfigError: the devices cannot share the model's heads evenly, or its quantization is another one.
     """
     config = _config_at(args.model)
     heads = config.get("num_attention_heads")
@@ -354,7 +354,7 @@ def check_flags(args: EngineFlags) -> None:
     needs_no_window = (
         not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
     )
-    # the first block manager, if it is asked for, does not support sliding windows with chunked prefill
+    # block manager v1, if requested, does not support sliding windows with chunked prefill
     has_window = isinstance(config.get("sliding_window"), int)
     if needs_no_window and has_window and stated_window(config) is not None:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""What the files beside the weights say: config.json and generation_config.json, and where they are.
+"""Finds model directories, and reads config.json and generation_config.json.
 
-The families that are served from the start are normalised here from plain JSON: importing transformers' AutoConfig
-brings torch into the API-server process, which costs seconds at start and hundreds of megabytes for nothing.
-Everything else (new model types, plug-ins, a repository's own code) goes through AutoConfig.
+The files of built-in families are normalised here from plain JSON: importing transformers' AutoConfig
+loads torch in the API-server process, which takes seconds at start and hundreds of megabytes.
+All others (new model types, plug-ins, a repository's own code) are read by AutoConfig.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ascend_vllm.model_files import is_there, one_line, read_json, shown
 _DEFAULT_ROPE_THETA = 10000.0
 
 _DROPPED = ("transformers_version", "_name_or_path")
-# of interest to classification heads only, and may be large
+# used by classification heads only, and may be large
 _DROPPED_WITHOUT_HEAD = ("id2label", "label2id")
 
 _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -37,18 +37,18 @@ def find_directory(
     download_dir: str | None = None,
     patterns: Sequence[str] = (),
 ) -> str:
-    """The directory of a model or tokenizer: the one named, or the copy of a hub repository.
+    """The directory of a model or tokenizer: a local one, or the copy of a hub repository.
 
     Args:
-        flag: the flag that named it, for messages.
+        flag: the flag with the name, for messages.
         name: a directory, or a repository on the Hugging Face hub.
         revision: the version of the repository.
-        revision_flag: the flag that gave the revision, for messages.
-        download_dir: where repositories are kept; None: the hub's usual cache.
-        patterns: files that are needed; empty: all.
+        revision_flag: the flag with the revision, for messages.
+        download_dir: directory for repositories; None: the hub's default cache.
+        patterns: of the required files; empty: all.
 
     Raises:
-        ConfigError: neither a directory nor a repository that is in the cache or can be reached.
+        ConfigError: neither a directory nor a repository in the cache or on the hub.
     """
     path = pathlib.Path(name).expanduser()
     if path.is_dir():
@@ -72,7 +72,7 @@ def find_directory(
         return huggingface_hub.snapshot_download(
             name, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns) or None
         )
-    # the hub's errors are kinds of OSError and ValueError, those of the network below it of RuntimeError too
+    # errors of the hub are subclasses of OSError and ValueError, those of the HTTP client also of RuntimeError
     except (OSError, ValueError, RuntimeError) as err:
         reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise ConfigError(
@@ -82,7 +82,7 @@ def find_directory(
 
 
 def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with changes applied; objects inside are merged too."""
+    """A copy with changes applied; nested objects are merged."""
     result = dict(base)
     for key, value in changes.items():
         inner = result.get(key)
@@ -96,13 +96,13 @@ def _read_with_transformers(directory: str, raw: dict[str, Any], trust_remote_co
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         values = config.to_dict() | config.get_text_config().to_dict()
-    # a model's own code may raise anything
+    # a model's own code may raise any exception
     except Exception as err:
         kind = raw.get("model_type")
         raise ModelLoadError(
             f"{directory}/config.json: model type {shown(kind)} cannot be read: {one_line(err)}"
         ) from err
-    # a config's text part has no architectures of its own, or None
+    # the text part of a config has no `architectures`, or None
     if raw.get("architectures"):
         values["architectures"] = raw["architectures"]
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
@@ -110,7 +110,7 @@ def _read_with_transformers(directory: str, raw: dict[str, Any], trust_remote_co
 
 
 def _normalise_rope(config: dict[str, Any], scaling: Mapping[str, Any] | None, theta: float | None) -> None:
-    """Gathers all spellings of rotary parameters, and what the command line says, in `rope_parameters`."""
+    """Merges all spellings of rotary parameters, and those of the command line, in `rope_parameters`."""
     inner = dict(config.pop("rope_scaling", None) or config.get("rope_parameters") or {})
     outer_theta = config.pop("rope_theta", None)
     if scaling is not None:
@@ -131,22 +131,22 @@ def read_hf_config(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
 ) -> dict[str, Any]:
-    """config.json of a model, its text part, with every name that transformers would fill in.
+    """The text part of a model's config.json, with the defaults that transformers would add.
 
     Args:
-        directory: holds config.json.
-        trust_remote_code: the model's own configuration class may run.
+        directory: with config.json.
+        trust_remote_code: whether the model's own configuration class may run.
         overrides: of --hf-overrides.
         rope_scaling: of --rope-scaling; replaces the model's.
         rope_theta: of --rope-theta.
 
     Returns:
-        Plain JSON values. Rotary parameters stand in `rope_parameters` with `rope_type` and `rope_theta`,
-        whichever way the file spells them.
+        Plain JSON values. Rotary parameters are in `rope_parameters` with `rope_type` and `rope_theta`,
+        whatever their spelling in the file.
 
     Raises:
         ModelLoadError: the file is missing or broken, or its model type is unknown; names the file.
-        ConfigError: the model brings its own code and --trust-remote-code is not given.
+        ConfigError: the model has its own code and --trust-remote-code is not given.
     """
     path = pathlib.Path(directory) / "config.json"
     if not is_there(path):
@@ -171,7 +171,7 @@ def read_hf_config(
     check_rope_spellings(path, config)
     if model_type not in WITHOUT_ROPE or rope_scaling is not None or rope_theta is not None:
         changed = overrides or {}
-        # an override in the older spelling counts more than what the file says in the newer one
+        # an override in the older spelling takes precedence over the file's newer one
         scaling = rope_scaling if rope_scaling is not None else changed.get("rope_scaling")
         _normalise_rope(config, scaling, rope_theta or changed.get("rope_theta"))
     check_hf_config(path, config, is_known=defaults is not None)
@@ -186,15 +186,15 @@ def read_generation_config(source: str, model_directory: str, overrides: Mapping
 
     Args:
         source: of --generation-config: "auto", "vllm" or a directory.
-        model_directory: where the file is for "auto".
+        model_directory: with the file for "auto".
         overrides: of --override-generation-config.
 
     Returns:
-        The file's values; under "vllm" only its token ids, which end texts whatever the sampling defaults are.
+        The file's values; with "vllm" only its token ids, which end generation whatever the sampling defaults are.
         {} if the model has no such file.
 
     Raises:
-        ConfigError: a directory was named that has no generation_config.json.
+        ConfigError: the directory in `source` has no generation_config.json.
         ModelLoadError: the file is broken.
     """
     named = source not in ("auto", "vllm")
@@ -215,7 +215,7 @@ _WEIGHTS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt"), "npcache
 
 
 def find_model_directory(name: str, revision: str | None, download_dir: str | None, load_format: str) -> str:
-    """The directory of --model; from the hub only the files that the load format needs are taken.
+    """The directory of --model; only the files that the load format requires are downloaded.
 
     Raises:
         ConfigError: see `find_directory`.

@@ -1,4 +1,4 @@
-"""Values that follow from others: dtype, longest sequence, tokens per step."""
+"""Defaults that depend on other values: dtype, longest sequence, tokens per step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 _FALLBACK_LENGTH = 2048
 
-# above this a whole prompt needs so much memory for activations that prefill is chunked by default
+# above this length, prefill is chunked by default, to limit the memory of activations
 LONG_CONTEXT = 32768
 _CHUNK_BUDGET = 512
 _DECODE_PAUSE_S = 0.25
 _MIN_BUDGET = 2048
-# of the longest sequence: where a prompt begins to be long if several may be cut at a time
+# share of the longest sequence above which a prompt counts as long, if several may be chunked at a time
 _LONG_PREFILL_SHARE = 0.04
-# logits that a step computes for the log-probabilities of prompts: 32 MiB of them
+# most logits of a step for log-probabilities of prompts: 32 MiB
 _SCORED_LOGITS = 1 << 23
 _MIN_SCORED_TOKENS = 16
 
 
 def check_device(dtype: str, facts: DeviceFacts) -> None:
-    """Refuses devices that no model runs on, before a model is fetched or read.
+    """Refuses unsupported devices before a model is downloaded or read.
 
     Args:
-        dtype: the --dtype value; if it is wrong, that is reported instead.
+        dtype: value of --dtype; if it is invalid, that is reported instead.
         facts: of the device.
 
     Raises:
-        ConfigError: no model runs on it, or none in this dtype.
+        ConfigError: the device, or the dtype on it, is not supported.
     """
     if facts.refusal is None:
         return
@@ -47,19 +47,19 @@ def check_device(dtype: str, facts: DeviceFacts) -> None:
 def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str:
     """The dtype of weights and activations.
 
-    Under "auto" a checkpoint in float16 or bfloat16 keeps its dtype, and one in float32 (or of unknown dtype)
-    gets the device's preferred half type.
+    With "auto", a checkpoint in float16 or bfloat16 keeps its dtype, and one in float32 (or of unknown dtype)
+    gets the device's preferred 16-bit type.
 
     Args:
-        requested: of --dtype.
-        stored: of the checkpoint, by config.json; None: not known yet, and not asked for.
+        requested: value of --dtype.
+        stored: dtype of the checkpoint in config.json; None: not known yet, and not used.
         facts: of the device.
 
     Returns:
         "float32", "float16" or "bfloat16".
 
     Raises:
-        ConfigError: unknown, or not a dtype of the device.
+        ConfigError: unknown, or not supported by the device.
     """
     if requested == "auto":
         if stored not in DTYPE_BYTES:
@@ -68,7 +68,7 @@ def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str
         if stored == "float32":
             logger.info("The checkpoint is float32; running it in %s. --dtype float32 keeps full precision.", dtype)
     else:
-        # LLM(dtype=torch.float32) is as good as its name
+        # LLM(dtype=torch.float32) means "float32"
         name = str(requested).removeprefix("torch.")
         dtype = _DTYPE_NAMES.get(name, name)
         if dtype not in DTYPE_BYTES:
@@ -82,12 +82,12 @@ def resolve_max_model_len(requested: int | None, arch: ArchConfig, *, disable_sl
     """The longest sequence in tokens.
 
     Args:
-        requested: of --max-model-len; None: what the model allows.
-        arch: the model's, with its window.
-        disable_sliding_window: the window is off, so that longer sequences would change the model.
+        requested: value of --max-model-len; None: the model's limit.
+        arch: the model's, with its sliding window.
+        disable_sliding_window: limit the length to the window, as longer sequences would change the model.
 
     Raises:
-        ConfigError: more is requested than the model allows, and VLLM_ALLOW_LONG_MAX_MODEL_LEN is not set.
+        ConfigError: it exceeds the model's limit, and VLLM_ALLOW_LONG_MAX_MODEL_LEN is not set.
     """
     stated = arch.max_length
     if stated is None:
@@ -115,7 +115,7 @@ def resolve_max_model_len(requested: int | None, arch: ArchConfig, *, disable_sl
 
 
 def resolve_chunked_prefill(requested: bool | None, max_model_len: int, arch: ArchConfig) -> bool:
-    """Whether prompts are cut: as requested, else only for very long contexts without a sliding window."""
+    """Whether prefill is chunked: as requested, else only for very long contexts without a sliding window."""
     if requested is not None:
         return requested
     chunked = max_model_len > LONG_CONTEXT and arch.sliding_window is None
@@ -137,10 +137,10 @@ def resolve_max_num_batched_tokens(
     multi_step: bool = False,
     multiple_of: int = 1,
 ) -> int:
-    """The tokens of a step: as requested, else enough for the longest prompt and for every sequence.
+    """Most tokens of a step: as requested, else enough for the longest prompt and for every sequence.
 
-    Chunks are small, so that running answers keep flowing; several steps at once make the answers wait anyway, and
-    there chunks are as large as whole prompts.
+    With chunked prefill the default is small, to keep the pauses of decoding rows short; with multi-step
+    scheduling, where they wait anyway, chunks are as large as whole prompts.
     """
     if requested is not None:
         return requested
@@ -151,15 +151,15 @@ def resolve_max_num_batched_tokens(
 def resolve_max_decode_pause_s(
     requested_ms: float | None, *, chunked_prefill: bool, has_default: bool
 ) -> float | None:
-    """The seconds that running answers may pause for chunks of prompts; None: any time.
+    """The seconds for which chunks of prompts may delay decoding rows; None: no limit.
 
     Args:
-        requested_ms: milliseconds, 0 for any time; None: as without the flag.
-        chunked_prefill: prompts are cut.
-        has_default: without the flag the pause is limited: nobody has chosen the size of chunks.
+        requested_ms: milliseconds, 0: no limit; None: the flag is not given.
+        chunked_prefill: whether prefill is chunked.
+        has_default: limit the pause without the flag, too, as the size of chunks is not given by the user.
 
     Raises:
-        ConfigError: a pause is asked for and prompts are not cut.
+        ConfigError: a limit is requested and prefill is not chunked.
     """
     if requested_ms is None:
         return _DECODE_PAUSE_S if chunked_prefill and has_default else None
@@ -171,15 +171,15 @@ def resolve_max_decode_pause_s(
 
 
 def max_scored_tokens(vocab_size: int) -> int:
-    """The prompt tokens whose log-probabilities a step computes, each of which takes the logits of all tokens.
+    """Most prompt tokens per step whose log-probabilities are computed, which takes vocab_size logits each.
 
-    With few enough a step stays as short as those in which other requests decode.
+    The limit keeps such steps as short as decoding steps.
     """
     return max(_MIN_SCORED_TOKENS, _SCORED_LOGITS // vocab_size)
 
 
 def resolve_long_prefill_threshold(requested: int, max_num_partial_prefills: int, max_model_len: int) -> int:
-    """The tokens beyond which a prompt is long: as requested, else a share of the longest if several may be cut."""
+    """Tokens above which a prompt is long: as requested, else a share of max_model_len if several are chunked."""
     if requested or max_num_partial_prefills <= 1:
         return requested
     return int(max_model_len * _LONG_PREFILL_SHARE)

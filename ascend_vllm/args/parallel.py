@@ -1,4 +1,4 @@
-"""How many workers share the model and how they are run, from the flags and the model's config.json."""
+"""Decides how many workers share the model and how they are started, from flags and config.json."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = init_logger(__name__)
 
 
 def parallel_config(args: EngineFlags, arch: ArchConfig, device: str) -> ParallelConfig:
-    """The section of the configuration. A worker alone lives in the engine's process, unless Ray is to run it.
+    """The configuration's section for workers. A single worker runs in the engine's process unless Ray is requested.
 
     Raises:
-        ConfigError: there are fewer devices; the model's KV heads or layers cannot be shared so; or one process is to
-            hold several workers; or they cannot be on as many machines; or Ray is to run them and is not installed.
+        ConfigError: there are too few devices; KV heads or layers cannot be divided; one process would have
+            several workers; the workers cannot be divided among the machines; or Ray is not installed.
     """
     backend = _backend(args)
     _check_data_parallel(args, backend)
@@ -80,7 +80,7 @@ def _check_data_parallel(args: EngineFlags, backend: str) -> None:
 
 
 def _check_nodes(args: EngineFlags, backend: str) -> None:
-    """Checks --nnodes and its company, with vLLM's texts where it has some."""
+    """Checks --nnodes and related flags, with vLLM's texts if it has any."""
     nnodes, world_size = args.nnodes, args.tensor_parallel_size * args.pipeline_parallel_size
     if not 0 <= args.node_rank < nnodes:
         raise ConfigError(
@@ -109,15 +109,15 @@ def _check_nodes(args: EngineFlags, backend: str) -> None:
     if args.node_rank:
         require_secret(args.node_secret_file, args.node_rank)
     else:
-        # node 0 may make one later
+        # on node 0 the secret may be created later
         read_secret(args.node_secret_file)
 
 
 def _backend(args: EngineFlags) -> str:
-    """How workers are started; with one of them "mp" and "uni" mean the same.
+    """How workers are started; for a single one "mp" and "uni" mean the same.
 
     Raises:
-        ConfigError: the flags contradict each other, or Ray is wanted and not installed.
+        ConfigError: the flags contradict each other, or Ray is requested and not installed.
     """
     backend = args.distributed_executor_backend
     if args.worker_use_ray:
@@ -133,14 +133,14 @@ def _backend(args: EngineFlags) -> str:
 
 
 def _sizes(tp_size: int, pp_size: int) -> str:
-    """What asks for several workers."""
+    """The sizes above 1, as flags, for messages."""
     if pp_size == 1:
         return f"--tensor-parallel-size is {tp_size}"
     return f"--tensor-parallel-size {tp_size} with --pipeline-parallel-size {pp_size} needs {tp_size * pp_size}"
 
 
 def _flags_of_workers(config: ParallelConfig) -> str:
-    """The flags that say how many workers there are."""
+    """The flags that determine the number of workers, for messages."""
     flags = "--tensor-parallel-size"
     if config.nnodes > 1:
         flags = f"--nnodes {config.nnodes} with --tensor-parallel-size {config.tensor_parallel_size}"
@@ -156,10 +156,10 @@ def _flags_of_workers(config: ParallelConfig) -> str:
 
 
 def _stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage: as VLLM_PP_LAYER_PARTITION says, or as evenly as can be; () for one stage.
+    """Number of layers of each stage: VLLM_PP_LAYER_PARTITION, or divided as evenly as possible; () for one stage.
 
     Raises:
-        ConfigError: they do not fit the model, with vLLM's texts where it has some.
+        ConfigError: they do not match the model; with vLLM's texts if it has any.
     """
     if num_stages == 1:
         return ()

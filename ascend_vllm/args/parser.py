@@ -1,4 +1,4 @@
-"""Command lines: values of every kind, both spellings of a flag, and YAML files of flags."""
+"""The command-line parser: values of all kinds, both spellings of flags, and YAML files with flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ascend_vllm.args.fields import Flag, Kind, flags_of
 from ascend_vllm.errors import ConfigError
 
-# what --max-model-len auto and -1 stand for: as much as the KV cache holds
+# --max-model-len auto or -1: as long as fits in the KV cache
 AUTO_LENGTH = -1
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -27,7 +27,7 @@ class LoRAModule:
     """One entry of --lora-modules.
 
     Attributes:
-        name: what requests put in their model field.
+        name: value of the requests' field `model`.
         path: the directory of the adapter.
         base_model_name: the model it belongs to.
     """
@@ -38,12 +38,12 @@ class LoRAModule:
 
 
 def nullable_str(value: str) -> str | None:
-    """Text; an empty one and the word None mean that there is no value."""
+    """Text; "" and "None" mean no value."""
     return None if value in ("", "None") else value
 
 
 def boolean(value: str) -> bool:
-    """true or false, in small letters or capitalised.
+    """true or false, in lower case or capitalised.
 
     Raises:
         argparse.ArgumentTypeError: anything else.
@@ -57,7 +57,7 @@ def length(value: str) -> int:
     """A count with an optional unit: 4096, 4k = 4000, 4K = 4096, 1.5k = 1500; auto = -1.
 
     Raises:
-        argparse.ArgumentTypeError: not a count, or a fraction of a unit that is a power of two.
+        argparse.ArgumentTypeError: not a count, or a fraction of a binary unit.
     """
     if value in ("auto", "-1"):
         return AUTO_LENGTH
@@ -100,7 +100,7 @@ def json_list(value: str) -> list[Any]:
 
 
 def kvs(value: str) -> dict[str, Any] | None:
-    """Counts by name: `image=4,video=1`, or the same as a JSON object; an empty text means none."""
+    """Counts by name: `image=4,video=1`, or the same as a JSON object; "" means none."""
     if not value:
         return None
     if value.startswith("{"):
@@ -164,7 +164,7 @@ class _SwitchAction(argparse.Action):
         negated = option_string is not None and option_string.startswith("--no-")
         if negated and isinstance(values, str):
             parser.error(f"argument {option_string}: takes no value")
-        # the text is parsed here and not by `type`, which argparse would also apply to the bare flag's constant
+        # parsed here and not by `type`, which argparse would also apply to the constant of the bare flag
         try:
             value = boolean(values) if isinstance(values, str) else not negated
         except argparse.ArgumentTypeError as err:
@@ -180,17 +180,17 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses after underscores in the names of long flags have become dashes."""
+        """Replaces underscores in the names of long flags by dashes, then parses."""
         if args is None:
             import sys
 
             args = sys.argv[1:]
-        # what follows two dashes are no flags of this parser
+        # words after "--" are not flags
         end = args.index("--") if "--" in args else len(args)
         return super().parse_known_args([*map(_dashed, args[:end]), *args[end:]], namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with exit code 2 after one line that says what is wrong and where help is."""
+        """Exits with code 2 after one line with the error and a hint to --help."""
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help for every flag.\n")
 
 
@@ -217,8 +217,8 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     """Adds the flags that a dataclass declares, one group per section.
 
     Args:
-        parser: gets the flags; the names in the namespace are those of the fields.
-        owner: a dataclass whose fields were made by `fields.flag`.
+        parser: to add to; the names in the namespace are those of the fields.
+        owner: a dataclass with fields made by `fields.flag`.
     """
     groups: dict[str, Any] = {}
     for item in flags_of(owner):
@@ -242,7 +242,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 class _Choices(list[Any]):
-    """What argparse accepts: the choices that it shows, and those of installed packages."""
+    """Choices for argparse: those that it shows, and plug-ins of installed packages."""
 
     def __init__(self, values: list[Any], item: Flag) -> None:
         super().__init__(values)
@@ -253,7 +253,7 @@ class _Choices(list[Any]):
 
 
 class _AppendAction(argparse.Action):
-    """Gathers the values of a repeated flag, one or more each time; they replace the default."""
+    """Collects the values of a repeated flag, one or more per occurrence; they replace the default."""
 
     def __call__(
         self,
@@ -273,7 +273,7 @@ def fields_from_namespace(owner: type, namespace: argparse.Namespace) -> dict[st
 
 
 def _flag_words(item: Flag, value: Any) -> list[str]:
-    """The words of a command line that give a flag a value from YAML."""
+    """Converts a value from YAML to words of a command line."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -287,7 +287,7 @@ def _flag_words(item: Flag, value: Any) -> list[str]:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The flags of a YAML file: a flat mapping of names without dashes in front to values.
+    """Reads the flags in a YAML file: a flat mapping of names, without leading dashes, to values.
 
     Raises:
         ConfigError: the file is missing, of another type, broken or not flat.
@@ -317,15 +317,15 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def expand_config_file(args: Sequence[str], flags: Sequence[Flag]) -> list[str]:
-    """Replaces `--config FILE` by the file's flags, put in front so that the command line wins.
+    """Replaces `--config FILE` by the file's flags, at the start so that the command line takes precedence.
 
     Args:
         args: the words after the subcommand.
-        flags: those that the file may hold.
+        flags: that the file may contain.
 
     Raises:
-        ConfigError: see `read_config_file`; or --config has no value or is given twice; or the file holds another
-            name than those of flags.
+        ConfigError: see `read_config_file`; or --config has no value or is given twice; or the file contains
+            other flags.
     """
     words, path = _take_config_path(args)
     if path is None:
@@ -337,7 +337,7 @@ def expand_config_file(args: Sequence[str], flags: Sequence[Flag]) -> list[str]:
         if name not in by_name:
             raise ConfigError(f"--config {path}: there is no flag {name}.")
         expanded += _flag_words(by_name[name], value)
-    # a positional model comes first and must not be taken for one more value of a list at the end of the file
+    # a positional model stays first, so that it is not parsed as a value of a list at the end of the file
     if words and not words[0].startswith("-"):
         return [words[0], *expanded, *words[1:]]
     return [*expanded, *words]

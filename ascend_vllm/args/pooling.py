@@ -1,4 +1,4 @@
-"""Whether a model generates or pools, and how it pools: from flags, config.json and sentence-transformers' files."""
+"""Decides whether a model generates or pools, and how: from flags, config.json and sentence-transformers' files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, read_json, shown
 from ascend_vllm.pooling_params import POOLING_TASKS, PoolingTask
 
-# ends of architectures' names → what such a model is converted to
+# suffix of an architecture's name → default of --convert
 _CONVERSIONS = {"ForSequenceClassification": "classify", "Model": "embed"}
-# of --task → --convert; "none": generation
+# value of --task → value of --convert; "none": generation
 _TASKS = {"generate": "none", "embedding": "embed", "embed": "embed", "classify": "classify", "score": "classify"}
 _SEQ_POOLING_TYPES = ("CLS", "LAST", "MEAN")
 _POOLER_FIELDS = (
@@ -31,32 +31,32 @@ _POOLER_FIELDS = (
 _MODES = {"mean": "MEAN", "cls": "CLS", "lasttoken": "LAST"}
 _ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "identity", "Softmax": "softmax"}
 _PROBLEM_ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}
-# what transformers assumes when config.json says nothing
+# transformers' default if config.json has no labels
 _DEFAULT_NUM_LABELS = 2
 
 
 class _FilesPooling(NamedTuple):
-    """What sentence-transformers' files say."""
+    """Pooling according to sentence-transformers' files."""
 
     seq_pooling_type: str
     use_activation: bool
 
 
 def resolve_pooler(args: EngineFlags, hf_config: Mapping[str, Any], directory: str) -> PoolerConfig | None:
-    """How the model pools; None: it generates.
+    """Configuration of the pooler; None: the model generates.
 
-    The flags decide; without them an architecture that has no language-model head pools, and so does a model of
-    sentence-transformers.
+    The flags decide; without them, architectures without a language-model head pool, and models of
+    sentence-transformers, too.
 
     Args:
         args: with runner, convert, task, pooler_config and override_pooler_config.
-        hf_config: the model's, with overrides applied: labels and activations of heads, which are no part of
-            `ArchConfig`, since nothing but this result is made of them.
-        directory: the model's.
+        hf_config: the model's, with overrides applied, for labels and activations of heads, which are not part of
+            `ArchConfig`, as they are used only here.
+        directory: the model's directory.
 
     Raises:
         ConfigError: flags that contradict each other or the model.
-        ModelLoadError: the model's files ask for another kind of pooling.
+        ModelLoadError: the model's files require unsupported pooling.
     """
     files = read_sentence_transformers(directory)
     convert = _resolve_convert(args, str(hf_config["architectures"][0]), files is not None)
@@ -125,7 +125,7 @@ def _resolve_convert(args: EngineFlags, architecture: str, is_sentence_transform
 
 
 def _changes(args: EngineFlags) -> dict[str, Any]:
-    """--pooler-config, or its older spelling, as fields of `PoolerConfig`; what says nothing is left out.
+    """The fields of `PoolerConfig` in --pooler-config or its older spelling; unset ones are left out.
 
     Raises:
         ConfigError: an unknown or unsupported field or value; names it.
@@ -162,7 +162,7 @@ def _changes(args: EngineFlags) -> dict[str, Any]:
 
 
 def read_sentence_transformers(directory: str) -> _FilesPooling | None:
-    """What modules.json and the files it names say of pooling; None if the model is not of sentence-transformers.
+    """Reads pooling from modules.json and its files; None: the model is not from sentence-transformers.
 
     Raises:
         ModelLoadError: a file is broken, or asks for something that is not supported; names it.
@@ -205,8 +205,8 @@ def _labels(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(hf_config: Mapping[str, Any], num_labels: int) -> str:
-    """What makes probabilities of a head's outputs."""
-    # cross-encoders of sentence-transformers name a class of torch.nn
+    """The activation that converts a head's outputs to probabilities."""
+    # cross-encoders of sentence-transformers have the name of a class of torch.nn
     nested = hf_config.get("sentence_transformers") or {}
     named = nested.get("activation_fn") or hf_config.get("sbert_ce_default_activation_function")
     if named is not None:

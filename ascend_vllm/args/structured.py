@@ -10,25 +10,25 @@ from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.structured_outputs import BACKENDS
 
-# options behind the name of a backend, as vLLM 0.7 and later write them → field of the section
+# option in the backend's name ("name:option", as in vLLM 0.7 and later) → field of the section
 _OPTIONS = {
     "no-fallback": "disable_fallback",
     "disable-any-whitespace": "disable_any_whitespace",
     "no-additional-properties": "disable_additional_properties",
 }
-# the section's own, and vLLM's for what has a flag of its own here
+# keys of vLLM for which there is a separate flag here
 _OTHER_KEYS = ("reasoning_parser",)
 
 
 def structured_outputs_config(backend: str, settings: dict[str, Any] | None) -> StructuredOutputsConfig:
-    """The section.
+    """The configuration's section.
 
     Args:
         backend: a name, with options after a colon.
-        settings: fields of the section by name; they come before what `backend` says.
+        settings: fields of the section by name; they take precedence over `backend`.
 
     Raises:
-        ConfigError: there is no backend, option or setting of that name, or a value is of the wrong type.
+        ConfigError: an unknown backend, option or setting, or a value of the wrong type.
     """
     name, _, options = str(backend).partition(":")
     if name not in BACKENDS:
