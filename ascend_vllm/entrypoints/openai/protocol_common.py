@@ -251,7 +251,9 @@ class GenerationRequest(ApiRequest):
             RequestError: it is invalid, or set by several fields.
         """
         options = self.guided_decoding_backend, self.guided_whitespace_pattern
-        found: dict[str, StructuredOutputsParams | None] = {"guided_*": from_guided(self.guided(), *options)}
+        found: dict[str, StructuredOutputsParams | None] = {}
+        if guided := self.guided():
+            found["guided_*"] = from_guided(guided, *options)
         if self.structured_outputs is not None:
             found["structured_outputs"] = from_structured_outputs(self.structured_outputs)
         if self.response_format is not None:

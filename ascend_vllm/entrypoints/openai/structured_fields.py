@@ -121,21 +121,17 @@ def check_schema_text(name: str, value: Any) -> None:
             raise RequestError(str(error), name) from error
 
 
-def from_guided(
-    values: Mapping[str, Any], backend: str | None, whitespace: str | None
-) -> StructuredOutputsParams | None:
+def from_guided(values: Mapping[str, Any], backend: str | None, whitespace: str | None) -> StructuredOutputsParams:
     """The constraint in the `guided_*` fields.
 
     Args:
-        values: at most one of `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`.
+        values: one of `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`.
         backend: `guided_decoding_backend`.
         whitespace: `guided_whitespace_pattern`.
 
     Raises:
         RequestError: the schema is not JSON, or the constraint too large.
     """
-    if not values:
-        return None
     ((name, value),) = values.items()
     check_schema_text("guided_json", values.get("guided_json"))
     return checked_params(name, **{_GUIDED[name]: value}, backend=backend, whitespace_pattern=whitespace)
