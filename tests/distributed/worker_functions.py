@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import pathlib
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ascend_vllm.layers.base import Layer
+from ascend_vllm.ops.gemm import PackedLinear
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
 
@@ -27,9 +26,8 @@ def tokens_of_slots(worker: Worker) -> npt.NDArray[np.int32]:
 
 def table_size(worker: Worker) -> int:
     """Number of elements of this rank's embedding table."""
-    table: Layer = worker.get_model().embed_tokens  # type: ignore[attr-defined]
-    (slot,) = table.slots()
-    return math.prod(slot.target.shape)
+    table: PackedLinear = worker.get_model().embed_tokens._method._packed  # type: ignore[attr-defined]
+    return table.out_features * table.in_features
 
 
 def process_id(_worker: Worker) -> int:
