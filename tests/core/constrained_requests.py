@@ -1,4 +1,4 @@
-"""Constrained requests for the hash model: its vocabulary, and what such requests get alone."""
+"""Constrained requests for the hash model: its vocabulary, and the expected output of such requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
 from tests.core.memory_executor import EOS, VOCAB_SIZE, make_request, next_allowed_token
 
-# ids 1 … 39; 37 and 38 are longer, 39 is special as EOS is
+# of ids 0 … 39; 37 and 38 have two characters, 39 is a special token like EOS
 TEXTS = ["", *"abcdefghijklmnopqrstuvwxyz", *"0123456789", "ab", "no", ""]
 VOCABULARY = Vocabulary([text.encode() for text in TEXTS], {EOS: "<eos>", 39: "<x>"}, [EOS])
 assert VOCABULARY.size == VOCAB_SIZE
@@ -32,7 +32,7 @@ BACKENDS: dict[str, GrammarBackend] = {
 
 
 class SharedProcesses(GrammarProcesses):
-    """Processes for the engine cores of many tests, in threads that live as long as all of them.
+    """Processes that the engine cores of all tests share, in threads of their own.
 
     A process takes seconds to start, and ends with the thread that started it.
     """
@@ -65,7 +65,7 @@ def constrained(
 
 @dataclasses.dataclass
 class Alone:
-    """What a constrained request gets, worked out without an engine."""
+    """The expected output of a constrained request, computed without an engine."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -77,7 +77,7 @@ class Alone:
 
 
 def constrain_alone(request: EngineCoreRequest, max_num_computed: int = 64) -> Alone:
-    """Follows the rules of OutputConstraint, written the plain way: on sets of ids."""
+    """Computes it by the rules of OutputConstraint, implemented simply: with sets of ids."""
     params = request.sampling_params
     assert params.structured_outputs is not None
     constraint = make_constraint(params.structured_outputs, StructuredOutputsConfig())

@@ -1,4 +1,4 @@
-"""A pipeline stage that does not sample: what it knows of the rows comes from the diffs alone."""
+"""A pipeline stage that does not sample: it knows the rows only from the steps' diffs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ascend_vllm.types.step import SchedulerOutput
 
 
 class FirstStage:
-    """Takes steps as they are handed out, long before the last stage does.
+    """Processes steps when they are handed out, long before the last stage does.
 
     Attributes:
-        inputs: of each step that the last stage has not computed: slot → the tokens that its row has computed then.
+        inputs: for each step that the last stage has not computed: slot → all tokens of its row computed by then.
     """
 
     def __init__(self) -> None:
@@ -20,17 +20,17 @@ class FirstStage:
         self._num_computed: dict[int, int] = {}
 
     def take(self, step: SchedulerOutput) -> None:
-        """Applies a step's diff and notes what it computes.
+        """Applies a step's diff and records what it computes.
 
         Raises:
             KeyError: a slot is not taken.
-            AssertionError: a token is to be computed that nobody has told of.
+            AssertionError: a step computes a token that was not sent.
         """
         assert step.num_steps == 1
         for slot, token_id in step.sampled:
             self._token_ids[slot].append(token_id)
         for slot, _ in step.sampled:
-            # what was computed for wrong drafts is void
+            # KV of rejected drafts does not count
             self._num_computed[slot] = min(self._num_computed[slot], len(self._token_ids[slot]) - 1)
         for slot in step.freed_slots:
             del self._token_ids[slot], self._num_computed[slot]

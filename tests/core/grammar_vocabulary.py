@@ -10,7 +10,7 @@ from ascend_vllm.core.structured.grammar import Grammar
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 
 _WORDS = ["ab", "true", '{"', '":', '", "', "no", "yes", " 1", "\r\n", "é", "日本", "null", "}}", "00", "</think>"]
-# neither a multiple of 32 nor all of it tokens
+# not a multiple of 32; some ids have no token
 SIZE = 301
 EOS = 290
 SPECIAL = 291
@@ -24,7 +24,7 @@ def make_vocabulary(size: int = SIZE) -> Vocabulary:
 
 
 def allowed(grammar: Grammar, vocabulary: Vocabulary) -> set[int]:
-    """The tokens that a grammar's bitmask has."""
+    """The token ids in a grammar's bitmask."""
     row = np.full(vocabulary.num_words, -1, np.int32)
     grammar.fill_bitmask(row)
     bits = np.unpackbits(row.view(np.uint8), bitorder="little")
@@ -32,7 +32,7 @@ def allowed(grammar: Grammar, vocabulary: Vocabulary) -> set[int]:
 
 
 def spell(text: str, vocabulary: Vocabulary, *, longest: bool) -> list[int]:
-    """A text in tokens: the longest ones there are, or bytes."""
+    """A text's token ids, of the longest tokens or of single bytes."""
     data, ids = text.encode(), []
     known = {token: id_ for id_, token in reversed(list(enumerate(vocabulary.tokens))) if token}
     while data:
@@ -43,9 +43,9 @@ def spell(text: str, vocabulary: Vocabulary, *, longest: bool) -> list[int]:
 
 
 def matches(grammar: Grammar, text: str, vocabulary: Vocabulary, *, longest: bool = False) -> bool:
-    """Whether a text is accepted whole; on the way the bitmask must say of each token what accepting it does.
+    """Whether a whole text is accepted; checks that the bitmask agrees for each of its tokens.
 
-    Where a grammar leaves no choice, a library may mark one way only to write what must come.
+    Where only one text is possible, the bitmask may have only one of the ways to tokenize it.
     """
     for token_id in spell(text, vocabulary, longest=longest):
         marked = allowed(grammar, vocabulary)
@@ -60,7 +60,7 @@ def matches(grammar: Grammar, text: str, vocabulary: Vocabulary, *, longest: boo
 
 
 def random_text(grammar: Grammar, vocabulary: Vocabulary, rng: random.Random, max_tokens: int = 60) -> str | None:
-    """A text that a grammar lets pass, ended where it may end; None if it became too long."""
+    """A random text that a grammar accepts; None if it became too long."""
     data = b""
     for _ in range(max_tokens):
         if grammar.is_accepting and rng.random() < 0.5:
@@ -69,7 +69,7 @@ def random_text(grammar: Grammar, vocabulary: Vocabulary, rng: random.Random, ma
         if not ids:
             assert grammar.is_accepting and grammar.is_terminated
             return data.decode()
-        # printable bytes and longer tokens: bytes of characters rarely come to an end by chance
+        # printable bytes and longer tokens: random multi-byte characters are rarely complete
         token_id = rng.choice([id_ for id_ in ids if not 128 <= id_ < 256] or ids)
         assert grammar.accept_tokens([token_id])
         data += vocabulary.tokens[token_id]

@@ -10,7 +10,7 @@ Keys = list[tuple[int, str]]
 
 
 def make_request(request_id: str, prompt: list[int] | int, keys: Keys | None = None) -> Request:
-    """A request; an integer prompt is a length, of the same tokens for all."""
+    """A request; an integer prompt is a length, and gives equal tokens for all requests."""
     token_ids = list(range(prompt)) if isinstance(prompt, int) else prompt
     return Request(
         EngineCoreRequest(request_id, token_ids, SamplingParams(), None, 0.0, content_keys=keys or []), 64, 0
@@ -18,6 +18,6 @@ def make_request(request_id: str, prompt: list[int] | int, keys: Keys | None = N
 
 
 def append(request: Request, token_id: int) -> None:
-    """What a step does to a request that sampled."""
+    """Appends a sampled token, as a step does."""
     request.token_ids.append(token_id)
     request.num_tokens += 1

@@ -1,11 +1,11 @@
 """An executor whose model is a hash: a token follows from the seed and all tokens before it.
 
-It knows rows only from the diffs of SchedulerOutput, and keeps a paged "KV cache" of token ids that it reads
-back through its own block tables; swapped blocks are in a second one. Whatever goes wrong with slots, blocks, copies,
-diffs or recomputation changes tokens, or raises.
+It knows rows only from the diffs of SchedulerOutput, and has a paged "KV cache" of token ids that it reads through
+its own block tables, and a second one for swapped blocks. Mistakes with slots, blocks, copies, diffs or recomputation
+change tokens, or raise.
 
-With async_scheduling, and with pipeline stages, a step is computed when its result is asked for, as late as can be;
-the first stage takes it at once.
+With async_scheduling, and with pipeline stages, a step is computed as late as possible, when its result is awaited;
+the first stage computes it at once.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ EOS = 0
 
 
 def next_token(seed: int, token_ids: list[int]) -> int:
-    """What the "model" samples after a sequence."""
+    """The token that the "model" samples after a sequence."""
     data = struct.pack(f"<Q{len(token_ids)}H", seed, *token_ids)
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % VOCAB_SIZE
 
 
 def next_allowed_token(seed: int, token_ids: list[int], allowed: Sequence[int]) -> int:
-    """What it samples if only some tokens, in ascending order, are allowed; NO_TOKEN if none is."""
+    """The token that it samples of the allowed ones, in ascending order; NO_TOKEN if there are none."""
     data = struct.pack(f"<Q{len(token_ids)}H", seed, *token_ids)
     digest = hashlib.blake2b(data, digest_size=4).digest()
     return allowed[int.from_bytes(digest, "little") % len(allowed)] if allowed else NO_TOKEN
@@ -81,7 +81,7 @@ def most_likely(seed: int, token_ids: list[int], count: int) -> tuple[list[int],
 def generate_alone(
     request: EngineCoreRequest, seed: int, max_num_computed: int
 ) -> tuple[list[int], FinishReason, int | None]:
-    """Output, finish reason and stop reason of a request, worked out without an engine.
+    """Output, finish reason and stop reason of a request, computed without an engine.
 
     Args:
         request: what to generate.
@@ -120,19 +120,19 @@ class Slot:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the row's last token ends it, as a worker can know."""
+        """Whether the row's last token ends it, as far as a worker knows."""
         num_tokens = len(self.token_ids)
         can_stop = num_tokens >= self.num_prompt_tokens + self.params.min_tokens
         return num_tokens >= self.max_num_tokens or (can_stop and self.token_ids[-1] in self.stop_token_ids)
 
     @property
     def is_wasted(self) -> bool:
-        """Whether a step before ended the row; what it computes and samples from then on is dropped."""
+        """Whether an earlier step ended the row, so that its further tokens are dropped."""
         return len(self.token_ids) > self.num_prompt_tokens and self.has_ended
 
 
 class _LateFuture(Future[StepOutput]):
-    """A step that is computed when somebody asks for its result."""
+    """A step that is computed when its result is awaited."""
 
     def __init__(self, executor: MemoryExecutor) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _LateFuture(Future[StepOutput]):
 
 
 class MemoryExecutor(Executor):
-    """See the module. `steps` holds every step it was given."""
+    """See the module. `steps` has all steps that it was given."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, num_cpu_blocks: int = 0) -> None:
         super().__init__(config)
@@ -158,9 +158,9 @@ class MemoryExecutor(Executor):
         self.late: collections.deque[tuple[SchedulerOutput, Future[StepOutput]]] = collections.deque()
         self.steps: list[SchedulerOutput] = []
         self.first_stage = FirstStage() if config.parallel.pipeline_parallel_size > 1 else None
-        # slots of the step's rows that ended before it was made known to the core
+        # slots of the step's rows that had ended, which the core did not know when it made the step
         self.wasted: set[int] = set()
-        # constrained rows of the step → the tokens they may get
+        # slots of the step's constrained rows → allowed tokens
         self.allowed: dict[int, list[int]] = {}
         self.fail_next: Exception | None = None
         self.is_shut_down = False
@@ -249,11 +249,11 @@ class MemoryExecutor(Executor):
         for _ in range(step.num_steps - 1):
             assert sampled == step.slots
             assert set(step.num_scheduled_tokens) == {1}
-            going_on = [not self.slots[slot].has_ended for slot in sampled]
-            for slot, goes_on in zip(sampled, going_on, strict=True):
-                if goes_on:
+            active = [not self.slots[slot].has_ended for slot in sampled]
+            for slot, is_active in zip(sampled, active, strict=True):
+                if is_active:
                     assert self._compute(self.slots[slot], 1)
-            columns.append(self._sample(sampled, going_on))
+            columns.append(self._sample(sampled, active))
         output = self._output(step.step_id, sampled, columns)
         output.prompt_logprobs = scored
         return output
@@ -305,7 +305,7 @@ class MemoryExecutor(Executor):
         )
 
     def _compute(self, slot: Slot, count: int) -> bool:
-        """Stores a row's next tokens; whether it reaches its last."""
+        """Stores a row's next tokens; returns whether these include its last one."""
         assert count > 0
         end = slot.num_computed_tokens + count
         assert end <= len(slot.token_ids), "more tokens are to be computed than are known"
@@ -315,12 +315,12 @@ class MemoryExecutor(Executor):
         slot.num_computed_tokens = end
         return end == len(slot.token_ids)
 
-    def _sample(self, slot_ids: list[int], going_on: list[bool]) -> list[int]:
-        """A token for each row that goes on, 0 for the others."""
+    def _sample(self, slot_ids: list[int], active: list[bool]) -> list[int]:
+        """A token for each active row, 0 for the others."""
         tokens = []
-        for slot_id, goes_on in zip(slot_ids, going_on, strict=True):
+        for slot_id, is_active in zip(slot_ids, active, strict=True):
             slot = self.slots[slot_id]
-            if goes_on:
+            if is_active:
                 if slot_id not in self.wasted:
                     self._check_cache(slot)
                 if slot_id in self.allowed:
@@ -328,18 +328,18 @@ class MemoryExecutor(Executor):
                 else:
                     token = next_token(slot.seed, slot.token_ids)
                 slot.token_ids.append(max(token, 0))
-            tokens.append(token if goes_on else 0)
+            tokens.append(token if is_active else 0)
         return tokens
 
     def _check_cache(self, slot: Slot) -> None:
-        """All that a row's last token sees lies in its blocks."""
+        """Checks that a row's blocks have all tokens that its last one attends to."""
         count = slot.num_computed_tokens
         window = self.config.cache.sliding_window or count
         cached = self.cache[slot.block_ids].reshape(-1)[max(0, count - window) : count].tolist()
         assert cached == slot.token_ids[max(0, count - window) :], f"{slot.request_id}'s blocks hold other tokens"
 
     def _output_of_drafts(self, step_id: int, slot_ids: list[int], drafts: dict[int, list[int]]) -> StepOutput:
-        """What rows sample, some of them at several places."""
+        """The output of a step in which rows have drafts."""
         num_columns = 1 + max(map(len, drafts.values()))
         table = np.full((len(slot_ids), num_columns), PADDING_TOKEN, np.int64)
         for line, slot_id in zip(table, slot_ids, strict=True):
@@ -370,7 +370,7 @@ class MemoryExecutor(Executor):
         return StepOutput(step_id, np.array(slot_ids, np.int32), sampled, logprobs)
 
     def _add_candidates(self, logprobs: StepLogprobs, slot_ids: list[int]) -> None:
-        """Rows of beam searches, told by their ids, get log-probabilities that tokens can be chosen by."""
+        """Sets the candidates of beam searches' rows, which have "#" in their ids."""
         for index, slot_id in enumerate(slot_ids):
             slot = self.slots[slot_id]
             if "#" in slot.request_id:
@@ -380,7 +380,7 @@ class MemoryExecutor(Executor):
 
 
 def _allowed_tokens(step: SchedulerOutput) -> dict[int, list[int]]:
-    """The masks of a step's constrained rows."""
+    """Slot → tokens that the bitmasks of a step's constrained rows allow."""
     if step.bitmask is None:
         assert step.constrained_slots == []
         return {}
@@ -438,7 +438,7 @@ def make_config(
 
 
 def _prompt_logprobs(slot_id: int, slot: Slot, start: int, end: int) -> list[PromptLogprobs]:
-    """Of the prompt's tokens from `start` to before `end`, each alone."""
+    """Log-probabilities of the prompt's tokens from `start` to `end` - 1."""
     token_ids = np.array(slot.token_ids[start : min(end, slot.num_prompt_tokens)], np.int32)
     if not token_ids.size:
         return []
@@ -468,7 +468,7 @@ def make_request(
     message: dict[str, Any] | None = None,
     **params: object,
 ) -> EngineCoreRequest:
-    """A request; an integer prompt is a length. Unless told otherwise it ignores EOS and brings its own seed.
+    """A request; an integer prompt is a length. By default it ignores EOS and has a seed.
 
     `message` has further fields of EngineCoreRequest.
     """
@@ -493,7 +493,7 @@ class Collected:
 
 
 def step(core: EngineCore, into: dict[str, Collected]) -> None:
-    """One step; sorts its outputs by request, and checks that nothing follows an end."""
+    """Makes a step, adds its outputs to those of their requests, and checks that none follows a last one."""
     for output in core.step().outputs:
         collected = into.setdefault(output.request_id, Collected())
         assert collected.finish_reason is None, f"{output.request_id} has outputs after its end"
@@ -518,9 +518,9 @@ def run(core: EngineCore, max_steps: int = 10_000) -> dict[str, Collected]:
 
 
 def scheduled(executor: MemoryExecutor) -> list[dict[str, int]]:
-    """Of each step: request id of every row that computed → its tokens; beams count as their search's first row."""
+    """For each step: request id → number of tokens; beams count as their search's first row."""
     request_ids: dict[int, str] = {}
-    told = []
+    steps = []
     for made in executor.steps:
         for slot in made.freed_slots:
             del request_ids[slot]
@@ -529,19 +529,19 @@ def scheduled(executor: MemoryExecutor) -> list[dict[str, int]]:
         tokens: collections.Counter[str] = collections.Counter()
         for slot, count in zip(made.slots, made.num_scheduled_tokens, strict=True):
             tokens[request_ids[slot]] += count
-        told.append(dict(tokens))
-    return told
+        steps.append(dict(tokens))
+    return steps
 
 
 def entries(executor: MemoryExecutor, request_id: str) -> list[NewRow]:
-    """Each time a request entered a slot, as the workers were told."""
+    """The rows that the workers got for a request, one for each admission."""
     return [row for made in executor.steps for row in made.new_rows if row.request_id == request_id]
 
 
 def assert_tokens(
     results: dict[str, Collected], requests: Sequence[EngineCoreRequest], max_num_computed: int = 64
 ) -> None:
-    """Requests that bring a seed have the tokens and the end that they have alone."""
+    """Checks outputs and ends of requests with seeds against `generate_alone`."""
     for request in requests:
         result = results[request.request_id]
         expected = generate_alone(request, request.sampling_params.seed or 0, max_num_computed)
@@ -549,7 +549,7 @@ def assert_tokens(
 
 
 def assert_all_free(core: EngineCore) -> None:
-    """Every block and every slot is free."""
+    """Checks that every block and every slot is free."""
     audit = core.audit()
     assert audit["violations"] == []
     assert audit["num_free_blocks"] == audit["num_blocks"]

@@ -44,7 +44,7 @@ def table(seed: int, vocab_size: int) -> NextLogprobs:
 def plain_search(
     problem: Problem, next_logprobs: NextLogprobs, *, only_high_ranks_end: bool = False, stops: bool = True
 ) -> tuple[Sequences, int]:
-    """The same search written down plainly; returns the best sequences and the number of steps.
+    """A simple implementation of the search; returns the best sequences and the number of steps.
 
     Args:
         only_high_ranks_end: transformers' rule: a candidate ends only if it is among the `width` best of a step.
@@ -100,7 +100,7 @@ def assert_same(one: Sequences, other: Sequences, tolerance: float = 1e-9) -> No
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.7, 2.0])
-def test_wide_enough_it_finds_the_best_of_all_sequences(length_penalty: float) -> None:
+def test_a_wide_enough_search_finds_the_best_of_all_sequences(length_penalty: float) -> None:
     vocab_size, max_tokens = 4, 4
     next_logprobs = table(7, vocab_size)
     outputs = [
@@ -117,7 +117,7 @@ def test_wide_enough_it_finds_the_best_of_all_sequences(length_penalty: float) -
         return logprob(output) / (3 + len(output) - (output[-1] == EOS)) ** length_penalty
 
     expected = sorted(outputs, key=score, reverse=True)[:10]
-    # 3 tokens go on: 27 live beams at the end hold every output
+    # 3 tokens do not end: 27 live beams are all outputs
     problem = Problem(width=81, num_returned=10, length_penalty=length_penalty, max_tokens=4, early_stopping=None)
     assert_same(found(run(problem, next_logprobs)), [(output, logprob(output)) for output in expected])
 
@@ -155,7 +155,7 @@ def test_equals_a_plain_implementation(case: tuple[Problem, NextLogprobs]) -> No
         assert_same(found(search), expected)
         assert search.num_output_tokens == num_steps
     else:
-        # nothing may follow, since all tokens end and none may
+        # no token is allowed: all of them end the sequence, which min_tokens forbids
         assert [(sequence.token_ids, sequence.finish_reason) for sequence in search.best()] == [([], LENGTH)]
 
 
@@ -171,7 +171,7 @@ def test_rules_of_early_stopping(case: tuple[Problem, NextLogprobs]) -> None:
     assert steps == sorted(steps)
     if problem.length_penalty <= 0.0:
         assert found(runs["never"]) == found(runs[False])
-    # "never" gives up only what could not have been returned: it finds the same as going on to the end
+    # "never" drops only beams that could not be returned: the result is that of continuing to the end
     if len(next_logprobs(())) > len(problem.end_ids):
         patient = dataclasses.replace(problem, early_stopping="never")
         assert_same(found(runs["never"]), plain_search(patient, next_logprobs, stops=False)[0])
@@ -185,7 +185,7 @@ def test_rules_of_early_stopping(case: tuple[Problem, NextLogprobs]) -> None:
 
 @given(problems())
 @settings(max_examples=100, deadline=None)
-def test_what_is_returned_on_the_way(case: tuple[Problem, NextLogprobs]) -> None:
+def test_best_sequences_before_the_end(case: tuple[Problem, NextLogprobs]) -> None:
     problem, next_logprobs = case
     search = problem.make()
     assert search.best() == [BeamSequence([], 0.0)]
@@ -226,13 +226,13 @@ def check_sequence(problem: Problem, sequence: BeamSequence, num_steps: int, is_
 
 
 def logs(**probabilities: float) -> tuple[list[int], list[float]]:
-    """Candidates by hand: `_3=0.5` is token 3 with probability 0.5."""
+    """Candidates: `_3=0.5` is token 3 with probability 0.5."""
     return [int(name[1:]) for name in probabilities], [math.log(value) for value in probabilities.values()]
 
 
 @pytest.mark.parametrize(("rule", "num_steps"), [(True, 1), (False, 2), ("never", 3), (None, 5)])
 def test_when_each_rule_stops(rule: bool | str | None, num_steps: int) -> None:
-    """The penalty divides by the third power of the length, so that unlikely but long beams keep their hopes."""
+    """The penalty divides by the third power of the length, so that unlikely but long beams may still win."""
     problem = Problem(1, 1, 3.0, rule, num_prompt_tokens=1, max_tokens=5, max_model_len=6)
     search = problem.make()
     steps = [
@@ -274,8 +274,8 @@ def test_more_ends_need_more_candidates() -> None:
     assert [(sequence.token_ids, sequence.stop_reason) for sequence in search.best()] == [([8], 8), ([0], None)]
 
 
-def test_wide_searches_with_many_ends_take_their_steps_soon() -> None:
-    """Candidates were sorted as tuples of Python, 2 s for a thousand beams, and each end was kept by itself."""
+def test_steps_of_wide_searches_with_many_ends_are_fast() -> None:
+    """Sorting candidates as Python tuples took 2 s for a thousand beams, and ends were added one by one."""
     vocab_size = 20_000
     generator = np.random.default_rng(0)
     for width, num_ends in ((1024, 1), (16, 2048)):
@@ -287,7 +287,7 @@ def test_wide_searches_with_many_ends_take_their_steps_soon() -> None:
             start = time.thread_time()
             search.advance(candidates)
         assert search.num_live == width
-        # of the processor
+        # CPU time
         assert time.thread_time() - start < 1.0
 
 
@@ -301,7 +301,7 @@ def test_ties_go_to_the_better_parent_then_the_lower_id() -> None:
     assert [sequence.token_ids for sequence in search.best()] == [[0], [3, 0]]
 
 
-def test_no_room_to_go_on() -> None:
+def test_finishing_the_live_beams() -> None:
     search = Problem(2, 2).make()
     search.advance([logs(_1=0.6, _2=0.4)])
     search.finish_live()
@@ -354,12 +354,12 @@ def test_equals_transformers_where_nothing_ends_early(name: str, width: int) -> 
 
 @pytest.mark.parametrize("rule", [True, False, "never"])
 def test_equals_transformers_with_ends(rule: bool | str) -> None:
-    """Transformers lets only the `width` best candidates of a step end; that seldom touches the best sequence."""
+    """Only the `width` best candidates of a step may end in transformers; that rarely changes the best sequence."""
     name, width = "qwen2-tied", 4
     num_equal = num_equal_best = num_stopped = 0
     for prompt in PROMPTS:
         next_logprobs = functools.partial(model_logprobs, name, tuple(prompt))
-        # a token of the likeliest sequence as the end: sequences end at several lengths
+        # a token of the likeliest sequence is the end token, so that sequences end at several lengths
         endless = Problem(width, 1, 0.0, False, len(prompt), 10, frozenset(), None)
         eos_id = run(endless, next_logprobs).best()[0].token_ids[2]
         problem = Problem(width, width, 0.0, rule, len(prompt), 10, frozenset({eos_id}), eos_id)

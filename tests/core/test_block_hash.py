@@ -12,14 +12,14 @@ Keys = list[tuple[int, str]]
 
 
 def hashes_of(token_ids: list[int], keys: Keys | None = None, block_size: int = 4) -> list[bytes]:
-    """Hashes of all blocks that the tokens fill."""
+    """Hashes of all full blocks."""
     hashes: list[bytes] = []
     extend_block_hashes(hashes, len(token_ids) // block_size, token_ids, keys or [], block_size)
     return hashes
 
 
 def num_equal(first: list[bytes], second: list[bytes]) -> int:
-    """Blocks that two sequences can share; nothing behind the first difference may be equal."""
+    """The number of blocks that two sequences can share; checks that all later hashes differ."""
     equal = [a == b for a, b in zip(first, second, strict=True)]
     assert equal == sorted(equal, reverse=True)
     return sum(equal)
@@ -28,14 +28,14 @@ def num_equal(first: list[bytes], second: list[bytes]) -> int:
 TOKENS = list(range(100, 116))
 
 
-def test_a_changed_token_changes_its_block_and_those_behind_it() -> None:
+def test_a_changed_token_changes_its_block_and_later_ones() -> None:
     for position in range(16):
         changed = TOKENS.copy()
         changed[position] = 7
         assert num_equal(hashes_of(TOKENS), hashes_of(changed)) == position // 4
 
 
-def test_equal_blocks_at_different_places_differ() -> None:
+def test_equal_blocks_at_different_positions_differ() -> None:
     assert len(set(hashes_of([5] * 16))) == 4
 
 
@@ -53,7 +53,7 @@ def test_a_later_key_leaves_earlier_blocks_shareable(position: int, num_shared: 
 
 
 def test_keys_are_kept_apart() -> None:
-    """Where one key ends, the next begins, and where each lies all count."""
+    """Boundaries between keys and their positions matter."""
     variants: list[Keys] = [
         [],
         [(0, "")],
@@ -74,7 +74,7 @@ def test_keys_are_kept_apart() -> None:
     block_size=st.sampled_from([1, 2, 5, 16]),
     data=st.data(),
 )
-def test_growing_in_pieces_gives_the_same(
+def test_appending_hashes_step_by_step_gives_the_same(
     token_ids: list[int], keys: Keys, block_size: int, data: st.DataObject
 ) -> None:
     hashes: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Blocks: taken once, given back once, shared by reference count, found by what they hold."""
+"""Blocks: allocated and released once, shared by reference count, found by hash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pool_without_blocks() -> None:
     assert pool.violations([]) == []
 
 
-def test_released_blocks_are_taken_again_in_the_same_order() -> None:
+def test_released_blocks_are_allocated_again_in_the_same_order() -> None:
     pool = BlockPool(8)
     blocks = pool.allocate(3)
     pool.release(blocks)
@@ -72,7 +72,7 @@ def test_violations_are_found() -> None:
 
 
 def cached_pool(num_blocks: int, num_cached: int) -> tuple[BlockPool, list[int]]:
-    """A pool with one sequence whose blocks, all cached, were given back."""
+    """A pool with one sequence whose blocks, all cached, have been released."""
     pool = BlockPool(num_blocks)
     blocks = pool.allocate(num_cached)
     for block_id in blocks:
@@ -81,14 +81,14 @@ def cached_pool(num_blocks: int, num_cached: int) -> tuple[BlockPool, list[int]]
     return pool, blocks
 
 
-def test_cached_blocks_are_found_until_they_are_taken() -> None:
+def test_cached_blocks_are_found_until_they_are_allocated() -> None:
     pool, blocks = cached_pool(5, 3)
     hashes = [b"0", b"1", b"2"]
     assert (pool.num_free, pool.num_cached, pool.usage) == (5, 3, 0.0)
     assert pool.find(hashes) == blocks
     assert pool.find([b"0", b"other", b"2"]) == [0]
     assert pool.find([b"other", b"0"]) == []
-    # what is not cached goes first, then the sequence's last block
+    # blocks that are not cached come first, then the sequence's last block
     assert pool.allocate(2) == [3, 4]
     assert pool.find(hashes) == blocks
     assert pool.allocate(1) == [2]
@@ -105,7 +105,7 @@ def test_allocation_can_take_both_kinds_of_free_blocks() -> None:
     assert pool.violations([[1, 2, 3]]) == []
 
 
-def test_least_recently_used_contents_go_first() -> None:
+def test_least_recently_used_blocks_are_allocated_first() -> None:
     pool, (first, second, third) = cached_pool(3, 3)
     # used again in another order
     for block_id in (second, third, first):
@@ -128,7 +128,7 @@ def test_a_found_block_is_held_like_any_other() -> None:
     assert pool.violations([]) == []
 
 
-def test_contents_have_one_block_and_a_block_one_hash() -> None:
+def test_a_hash_has_one_block_and_a_block_one_hash() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.cache(first, b"a")
@@ -154,7 +154,7 @@ def test_only_a_held_block_is_cached_or_written() -> None:
     assert pool.violations([[0]]) == []
 
 
-def test_all_contents_are_forgotten() -> None:
+def test_uncaching_all_blocks() -> None:
     pool, blocks = cached_pool(4, 3)
     pool.retain(blocks[:1])
     pool.uncache_all()

@@ -1,4 +1,4 @@
-"""Requests get their blocks, share them and give them back; nobody writes what another one reads."""
+"""Allocating, sharing and freeing blocks; no request writes a block that another one reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COPY, SWAP_OUT, SWAP_IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 
 
 def compute(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> None:
-    """Gives a request its blocks, and computes its tokens up to a number."""
+    """Allocates a request's blocks, and computes its first tokens."""
     num_tokens = request.num_tokens if num_tokens is None else num_tokens
     assert manager.allocate_slots(request, num_tokens) is not None
     request.num_computed_tokens = num_tokens
@@ -21,7 +21,7 @@ def compute(manager: KVCacheManager, request: Request, num_tokens: int | None = 
 
 
 def admit(manager: KVCacheManager, request: Request) -> int:
-    """Admits a request with what it finds in the prefix cache; returns how many blocks that was."""
+    """Admits a request with its cached blocks; returns their number."""
     shared = manager.find_cached_blocks(request)
     assert manager.allocate_slots(request, request.num_tokens, shared=shared) == request.block_ids
     request.num_computed_tokens = len(shared) * manager.block_size
@@ -29,7 +29,7 @@ def admit(manager: KVCacheManager, request: Request) -> int:
 
 
 def computed_pair(num_tokens: int, num_computed: int, **kwargs: int) -> tuple[KVCacheManager, Request, Request]:
-    """A manager (8 blocks of 4), a computed request and one forked off it."""
+    """A manager (8 blocks of 4), a computed request and a fork of it."""
     manager = KVCacheManager(8, 4, **kwargs)
     parent, child = make_request("p", num_tokens), make_request("c", num_tokens)
     compute(manager, parent)
@@ -184,7 +184,7 @@ def test_a_chunk_may_need_less_than_was_found() -> None:
     assert len(request.block_ids) == 3
 
 
-def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:
+def test_a_sequences_last_blocks_are_uncached_before_its_first() -> None:
     manager = KVCacheManager(4, 4, enable_prefix_caching=True)
     first = make_request("a", 16)
     compute(manager, first)
@@ -208,7 +208,7 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     assert request.block_ids[:2] == blocks[:2]
 
 
-def test_hashes_are_worked_out_once() -> None:
+def test_hashes_are_computed_once() -> None:
     manager = KVCacheManager(4, 4, enable_prefix_caching=True)
     request = make_request("a", 13)
     manager.find_cached_blocks(request)
@@ -220,7 +220,7 @@ def test_hashes_are_worked_out_once() -> None:
     assert len(first) == 3
 
 
-def test_reset_forgets_everything() -> None:
+def test_reset_empties_the_prefix_cache() -> None:
     manager = KVCacheManager(8, 4, enable_prefix_caching=True)
     first, second = make_request("a", 8), make_request("b", [5] * 8)
     compute(manager, first)
@@ -278,7 +278,7 @@ def test_a_fork_that_does_not_fit_changes_nothing() -> None:
     assert manager.fork(child, parent, 9, 10, num_reserved_blocks=1)
 
 
-def test_only_a_request_without_blocks_takes_those_of_others() -> None:
+def test_only_a_request_without_blocks_can_share_others() -> None:
     manager, parent, child = computed_pair(8, 8, enable_prefix_caching=True)
     with pytest.raises(ValueError, match="request c holds blocks and cannot share others"):
         manager.share_all(child, parent)
@@ -301,7 +301,7 @@ def test_a_beam_copies_the_block_it_writes() -> None:
     assert manager.make_writable(second, 1) == (1, second.block_ids[1])
     assert manager.take_moves() == [(COPY, old, second.block_ids[1])]
     assert first.block_ids == [second.block_ids[0], old]
-    # both have their own now
+    # now neither block is shared
     assert manager.make_writable(first, 1) is None
     assert manager.make_writable(second, 1) is None
     assert manager.violations([first, second], copies_pending=False) == []
@@ -328,7 +328,7 @@ def test_a_copy_without_a_free_block_is_an_error() -> None:
     assert manager.make_writable(second, 1) is None
 
 
-def test_a_block_that_is_written_again_is_not_found() -> None:
+def test_a_block_that_will_be_written_is_not_found() -> None:
     manager = KVCacheManager(4, 4, enable_prefix_caching=True)
     first, second = make_request("a", 8), make_request("b", 8)
     compute(manager, first)
@@ -355,7 +355,7 @@ def test_a_copy_of_a_cached_block_is_not_in_the_cache() -> None:
 def test_a_fork_does_not_take_over_hashes_of_tokens_it_does_not_have() -> None:
     manager = KVCacheManager(8, 4, enable_prefix_caching=True)
     parent, child = make_request("p", 9), make_request("c", [0, 1, 2, 3, 9, 9, 9, 9, 9])
-    # hashes of all its tokens, of which some are computed
+    # it has hashes of all its tokens, but only some are computed
     assert manager.find_cached_blocks(parent) == []
     compute(manager, parent, 4)
     assert manager.fork(child, parent, 4, 9)
@@ -385,7 +385,7 @@ def test_a_beam_does_not_take_over_hashes_of_tokens_it_may_not_have() -> None:
 # ---- swapping ----------------------------------------------------------------------------------------------
 
 
-def test_requests_leave_and_return_together() -> None:
+def test_requests_are_swapped_together() -> None:
     manager, parent, child = computed_pair(10, 9, num_cpu_blocks=4)
     manager.take_moves()
     device = [parent.block_ids, child.block_ids]
@@ -442,7 +442,7 @@ def test_swapping_in_needs_room_for_the_extra_blocks() -> None:
     assert manager.num_free_blocks == 2
 
 
-def test_moves_are_told_in_the_order_in_which_blocks_change_hands() -> None:
+def test_moves_are_in_the_order_in_which_blocks_are_allocated_again() -> None:
     manager = KVCacheManager(2, 4, num_cpu_blocks=4)
     first, second, third = (make_request(name, 6) for name in "abc")
     compute(manager, first)
@@ -458,12 +458,12 @@ def test_moves_are_told_in_the_order_in_which_blocks_change_hands() -> None:
     compute(manager, third)
     moves = manager.take_moves()
     assert [kind for kind, _, _ in moves] == [SWAP_OUT, SWAP_OUT, SWAP_IN, SWAP_IN, SWAP_IN, SWAP_IN]
-    # the first request comes to where the second one was, and after it has left
+    # the first request gets the blocks of the second one, which is swapped out before
     assert {source for _, source, _ in moves[:2]} == {target for _, _, target in moves[2:4]} == set(device)
     assert [source for _, source, _ in moves[2:4]] == cpu
 
 
-def test_a_swapped_request_gives_its_cpu_blocks_back() -> None:
+def test_the_cpu_blocks_of_a_swapped_request_are_freed() -> None:
     manager, parent, child = computed_pair(10, 9, num_cpu_blocks=4)
     manager.swap_out([parent, child])
     manager.free(parent)
@@ -491,7 +491,7 @@ def test_swapped_contents_are_found_and_cached_again() -> None:
 # ---- sliding window ----------------------------------------------------------------------------------------
 
 
-def test_blocks_behind_the_window_are_given_back() -> None:
+def test_blocks_that_left_the_window_are_freed() -> None:
     manager, request = KVCacheManager(8, 4, sliding_window=5), make_request("r", 20)
     manager.allocate_slots(request, 20)
     blocks = list(request.block_ids)
@@ -501,7 +501,7 @@ def test_blocks_behind_the_window_are_given_back() -> None:
         manager.free_out_of_window(request)
         held.append(sum(block_id != NULL_BLOCK for block_id in request.block_ids))
         assert manager.violations([request]) == []
-    # a token at position 8 sees 4 … 8, so that the first block is of no use from there on
+    # a token at position 8 attends to 4 … 8, so that the first block is not needed from there on
     assert held == [5] * 8 + [4] * 4 + [3] * 4 + [2] * 4 + [1]
     assert request.block_ids == [NULL_BLOCK] * 4 + blocks[4:]
     assert manager.allocate_slots(request, 21) is not None
@@ -517,8 +517,8 @@ def test_without_a_window_all_blocks_stay() -> None:
     assert NULL_BLOCK not in request.block_ids
 
 
-def test_given_back_places_stay_where_they_are() -> None:
-    """Through swapping, forking and sharing."""
+def test_null_blocks_keep_their_positions() -> None:
+    """They survive swapping, forking and sharing."""
     manager = KVCacheManager(8, 4, num_cpu_blocks=4, sliding_window=5)
     parent, fork, beam = make_request("p", 14), make_request("f", 14), make_request("b", 14)
     compute(manager, parent)
@@ -528,7 +528,7 @@ def test_given_back_places_stay_where_they_are() -> None:
     assert (parent.cpu_block_ids[:2], manager.cpu_usage) == ([NULL_BLOCK] * 2, 0.5)
     assert manager.swap_in([parent], 0)
     manager.share_all(beam, parent)
-    # a token at position 11 sees 7, which has left
+    # a token at position 11 attends to 7, whose block is freed
     assert not manager.can_fork(parent, 11)
     assert not manager.fork(fork, parent, 11, 14)
     assert manager.fork(fork, parent, 13, 14)

@@ -1,4 +1,4 @@
-"""Random traffic over a tiny KV cache: whoever reads a block finds what it would have written itself."""
+"""Random traffic over a tiny KV cache: blocks have the contents that their readers would have written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.kv_cache_requests import Keys, append, make_request
 
 COPY, SWAP_OUT, SWAP_IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 
-# how often each is drawn
+# action → relative frequency
 WEIGHTS = {
     "step": 5,
     "arrive": 3,
@@ -30,10 +30,10 @@ ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Does what a scheduler does, in any order, over a cache that remembers what was written where.
+    """Does what a scheduler does, in any order, with a cache that records what was written where.
 
-    A place of the cache holds the tokens and content keys up to it, which is what KV depends on. Moves are carried
-    out when the next step computes, as workers do.
+    Each position of a block has a hash of all tokens and content keys up to it, on which KV depends. Moves are
+    carried out when the next step computes, as workers do.
     """
 
     manager: KVCacheManager
@@ -66,7 +66,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         return make_request(f"r{self.num_made}", token_ids, keys)
 
     def kv(self, request: Request, end: int) -> list[int]:
-        """What each of the first places holds once it is computed: a number for everything up to it."""
+        """The expected contents of the first `end` positions: a number for all tokens and keys up to each."""
         values = []
         value = 0
         for position, token_id in enumerate(request.token_ids[:end]):
@@ -85,7 +85,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             stores[MoveKind(kind)][1][target] = list(stores[MoveKind(kind)][0][source])
 
     def check_contents(self) -> None:
-        """Every request can read what it needs for the next token."""
+        """Checks that every request finds the KV that its next token attends to."""
         for request in [*self.running, *self.swapped]:
             store, table = (
                 (self.device, request.block_ids) if request.block_ids else (self.cpu, request.cpu_block_ids)
@@ -99,13 +99,13 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=8))
     def act(self, data: st.DataObject, actions: list[str]) -> None:
-        """One rule for all: of several, Hypothesis leaves some out for a whole run, and nothing might be computed."""
+        """One rule for all actions: of several rules Hypothesis omits some during a whole run."""
         for action in actions:
             getattr(self, action)(data)
             self.accounts_balance()
 
     def arrive(self, data: st.DataObject) -> None:
-        """Prompts begin alike, and go on so unless one token is another one."""
+        """Adds a request; prompts are equal except for at most one token."""
         token_ids = [position % 3 for position in range(data.draw(st.integers(1, 16)))]
         other = data.draw(st.none() | st.integers(0, len(token_ids) - 1))
         if other is not None:
@@ -140,7 +140,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.check_contents()
 
     def step(self, data: st.DataObject) -> None:
-        """All running requests, or some of them, compute the tokens they miss, or some of them."""
+        """Some or all running requests compute some or all tokens that they miss."""
         if not self.running:
             return
         rows = self.running
