@@ -1,4 +1,4 @@
-"""What short constraints ask for, counted before a library sees them."""
+"""Sizes of constraints, computed before a library compiles them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 LIMIT = 10**9
-# 97 bytes; the library took gigabytes, and all threads for a minute
+# 97 bytes, for which the library took gigabytes, and a minute on all threads
 LARK_97 = "start: a{1000}\na: b{1000}\nb: /x{1000}/{1000}"
 GBNF_97 = 'root ::= a{1000}\na ::= b{1000}\nb ::= "x"{1000}'
 DEEP_ARRAY: dict[str, Any] = {"type": "array", "minItems": 2000, "items": {"type": "array", "maxItems": 2000,
@@ -78,7 +78,7 @@ def check(**fields: Any) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_asks_for_too_much_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_too_large_constraints_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)) as error:
         check(**fields)
     assert error.value.param == "structured_outputs"
@@ -92,13 +92,13 @@ def test_what_asks_for_too_much_is_refused(fields: dict[str, Any], message: str)
         {"json": {"type": "array", "minItems": 1e3, "maxItems": 1e999}},
         {"grammar": "start: line{1,1000}\nline: /[^\\n]{1,1000}/"},
         {"grammar": 'root ::= line{1,1000}\nline ::= [^\\n]{1,1000} "\\n"'},
-        # recursion is what grammars are for
+        # recursion is allowed in grammars
         {"grammar": 'root ::= "(" root{0,1000} ")"'},
         {"structural_tag": json.dumps({"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]})},
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_large_but_sane_is_let_pass(fields: dict[str, Any]) -> None:
+def test_large_constraints_within_the_limits_pass(fields: dict[str, Any]) -> None:
     check(**fields)
 
 
@@ -144,7 +144,7 @@ def test_sizes_of_schemas() -> None:
     assert schema_size({"minItems": 3, "maxItems": 5, "items": [{}, {"maxLength": 4}]}, LIMIT) == 1 + 5 * 5
     assert schema_size({"properties": {"items": {"minLength": 9}, "a": {"pattern": "x{7}"}}}, LIMIT) == 1 + 9 + 7
     assert schema_size({"maxProperties": 6, "additionalProperties": {"anyOf": [{}, {}]}}, LIMIT) == 1 + 6 * 3
-    # what contains itself counts once in itself; what is not used does not count
+    # recursive definitions count once, unused ones not at all
     own = {
         "$ref": "#/$defs/n",
         "$defs": {"n": {"maxItems": 9, "items": {"$ref": "#/$defs/n"}}, "x": {"minLength": 99}},
@@ -165,7 +165,7 @@ def test_sizes_of_schemas() -> None:
         ({"$ref": 5}, None),
         ({"properties": {"$ref": {"type": "null"}}}, None),
         ({"enum": [{"$ref": "#"}]}, None),
-        # two ways to the same place are no cycle
+        # two references to the same definition are not a cycle
         ({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {}}}, None),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, ["#/properties/a"]),
         ({"items": [{}, {"$ref": "#/items/1"}]}, ["#/items/1"]),
@@ -175,11 +175,11 @@ def test_sizes_of_schemas() -> None:
     ],
     ids=str,
 )
-def test_references_that_come_back(schema: dict[str, Any], cycle: list[str] | None) -> None:
+def test_cycles_of_references(schema: dict[str, Any], cycle: list[str] | None) -> None:
     assert find_reference_cycle(schema) == cycle
 
 
-def test_the_order_of_what_refers_to_each_other() -> None:
+def test_post_order_of_references() -> None:
     within = {"a": "bc", "b": "c", "c": "", "d": "e", "e": "d"}
     assert "".join(postorder("aad", within.__getitem__)) in ("cbaed", "edcba")
     # deeper than Python's stack
@@ -193,11 +193,11 @@ def test_the_order_of_what_refers_to_each_other() -> None:
         *("%json ", "%json{", '%json {"a":"', "x: x\n", "x: ((a){9})\n", "x ::= x{9}\n"),
     ],
 )
-def test_counting_takes_time_in_proportion_to_the_text(letters: str) -> None:
+def test_counting_takes_linear_time(letters: str) -> None:
     for count in (lark_size, gbnf_size):
         started = time.thread_time()
         count(letters * (100_000 // len(letters)), LIMIT)
-        # a tenth of it; what looks at each letter for each letter takes minutes
+        # it takes a tenth of that; a quadratic algorithm would take minutes
         assert time.thread_time() - started < 3.0
 
 

@@ -1,4 +1,4 @@
-"""The thread a worker computes in: order, errors, and an end that comes whatever happens."""
+"""The thread in which a worker computes: order of calls, errors, and its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_calls_are_made_in_order_in_one_thread(kind: type[ComputeThread]) -> Non
 
 
 @pytest.mark.parametrize("kind", [CallersThread, DeviceThread])
-def test_an_error_travels_through_the_future_and_harms_no_other_call(kind: type[ComputeThread]) -> None:
+def test_an_error_is_set_on_its_future_only(kind: type[ComputeThread]) -> None:
     thread = kind()
     failing, fine = thread.submit(int, "no number"), thread.submit(int, "7")
     with pytest.raises(ValueError, match="no number"):
@@ -51,7 +51,7 @@ def test_not_even_an_exit_ends_the_thread() -> None:
     thread.close(lambda: None)
 
 
-def test_the_end_lets_the_call_finish_that_is_being_made_and_fails_the_others() -> None:
+def test_closing_finishes_the_current_call_and_fails_the_others() -> None:
     thread = DeviceThread(TIMEOUT_S)
     begun, may_end = threading.Event(), threading.Event()
     log: list[str] = []
@@ -67,7 +67,7 @@ def test_the_end_lets_the_call_finish_that_is_being_made_and_fails_the_others() 
     assert not running.done()
     closer = threading.Thread(target=thread.close, args=(lambda: log.append("last"),))
     closer.start()
-    # calls are still taken until the end has begun, and none of them is made
+    # calls are accepted until closing has begun, but not made
     late = [thread.submit(log.append, "never")]
     while not late[-1].done():
         late.append(thread.submit(log.append, "never"))
@@ -82,7 +82,7 @@ def test_the_end_lets_the_call_finish_that_is_being_made_and_fails_the_others() 
     assert log == ["slow", "last"]
 
 
-def test_what_the_last_call_raises_reaches_who_closes() -> None:
+def test_closing_raises_what_the_last_call_raised() -> None:
     thread = DeviceThread()
 
     def fail() -> None:

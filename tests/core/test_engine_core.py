@@ -1,4 +1,4 @@
-"""The engine core's own duties: utilities, audits, failures, the size of the KV cache."""
+"""The engine core: utilities, audits, failures, the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_idle_core_has_nothing_to_do() -> None:
     assert executor.steps == []
 
 
-def test_start_tells_blocks_and_concurrency(package_log: pytest.LogCaptureFixture) -> None:
+def test_start_logs_blocks_and_concurrency(package_log: pytest.LogCaptureFixture) -> None:
     package_log.set_level(logging.INFO)
     make_core(num_blocks=24, block_size=4, max_model_len=64)
     assert "24 blocks of 4 tokens. Maximum concurrency for 64 tokens per request: 1.50x" in package_log.text
@@ -151,7 +151,7 @@ def test_unknown_executor_is_named() -> None:
 
 
 class TwentyBlocks(MemoryExecutor):
-    """As the table makes executors: from the configuration alone."""
+    """An executor that is made from the configuration alone, as the table requires."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, num_blocks=20)

@@ -1,4 +1,4 @@
-"""Both grammar libraries behind their seam: which texts they let pass, and what they refuse."""
+"""Both grammar libraries: which texts they accept, and which constraints they refuse."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_texts_that_pass(backend: GrammarBackend, name: str) -> None:
 @pytest.mark.parametrize(
     "regex", [r"(ab|c)+\d{2,3}\.?", r"[^a-z\s]*x?", "(yes|no)(, (yes|no)){0,3}", r"\w{1,8}@[a-c]{1,3}"]
 )
-def test_what_is_written_at_random_matches_the_expression(backend: GrammarBackend, regex: str) -> None:
+def test_random_texts_match_the_expression(backend: GrammarBackend, regex: str) -> None:
     grammar, rng = compiled(backend, regex=regex), random.Random(regex)
     texts = [random_text(grammar.start(), VOCABULARY, rng) for _ in range(20)]
     assert sum(text is not None for text in texts) >= 15
     assert [text for text in texts if text is not None and re.fullmatch(regex, text) is None] == []
 
 
-def test_what_is_written_at_random_is_of_the_schema(backend: GrammarBackend) -> None:
+def test_random_texts_match_the_schema(backend: GrammarBackend) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -198,7 +198,7 @@ def test_tokens_that_do_not_fit_change_nothing(backend: GrammarBackend) -> None:
     assert grammar.is_terminated and allowed(grammar, VOCABULARY) == set()
 
 
-def test_sequences_of_one_grammar_do_not_meet(backend: GrammarBackend) -> None:
+def test_sequences_of_one_grammar_are_independent(backend: GrammarBackend) -> None:
     grammar = compiled(backend, regex="a+b?")
     first, second = grammar.start(), grammar.start()
     assert first.accept_tokens([ord("a"), ord("b")])
@@ -216,7 +216,7 @@ def test_masks_are_filled_by_the_batch(backend: GrammarBackend) -> None:
         alone = np.zeros(VOCABULARY.num_words, np.int32)
         grammar.fill_bitmask(alone)
         assert bitmask[row].tolist() == alone.tolist()
-    # the others are nobody's
+    # the other rows of the array are not used
     assert (bitmask[[2, 5]] == 5).all()
 
 
@@ -252,7 +252,7 @@ def test_any_size_of_the_vocabulary(size: int) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_compiled_says_why(backend: GrammarBackend, fields: dict[str, Any]) -> None:
+def test_errors_of_constraints_that_cannot_be_compiled(backend: GrammarBackend, fields: dict[str, Any]) -> None:
     with pytest.raises(GrammarError) as failure:
         compiled(backend, **fields)
     text = str(failure.value)
@@ -286,7 +286,7 @@ def test_what_cannot_be_compiled_says_why(backend: GrammarBackend, fields: dict[
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_no_library_sees(fields: dict[str, Any], message: str) -> None:
+def test_constraints_that_are_refused_before_any_library(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)):
         check_constraint(make_constraint(StructuredOutputsParams(**fields), CONFIG))
 
@@ -308,7 +308,7 @@ def test_equal_schemas_share_a_grammar() -> None:
 def test_xgrammar_names_the_keywords_that_it_would_not_enforce() -> None:
     schema = {
         "type": "object",
-        # names of properties are no keywords
+        # property names are not keywords
         "properties": {"not": {"multipleOf": 3}, "if": {"enum": [{"uniqueItems": 1}]}},
         "allOf": [{"required": ["not"]}, {"dependentRequired": {"if": ["not"]}}],
         "items": {"pattern": "a+", "maxLength": 4},

@@ -1,4 +1,4 @@
-"""The processes that compile grammars first: what comes out of them, and what hostile grammars come to."""
+"""The limited processes that compile grammars: their results, and their limits for hostile grammars."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from tests.core.memory_executor import (
 )
 from tests.server import wait_until
 
-# 3 million symbols: few enough not to be refused, but the library takes gigabytes and minutes for the first mask
+# 3 million symbols: not refused by size, but the library takes gigabytes and minutes for the first mask
 HOSTILE = "start: a{100}\na: /x{100}/{300}"
-# every way to split a text is a way to read it
+# a text has as many parses as there are ways to split it
 AMBIGUOUS = 'root ::= a\na ::= a a | a a a | [a-c] | ""'
 
 
-# each letter may be the middle one: a mask takes time in proportion to the square of the text
+# each letter may be the middle one: a mask takes quadratic time
 SLOWER_AND_SLOWER = 'root ::= a\na ::= [a-z] a [a-z] | [a-z] a | ""'
 
 
@@ -58,7 +58,7 @@ def constraint_of(**fields: Any) -> Constraint:
 
 @contextlib.contextmanager
 def processes_with(**limits: Any) -> Iterator[GrammarProcesses]:
-    """Processes of which none is left in the end."""
+    """Processes; checks that none is left at the end."""
     processes = GrammarProcesses(
         VOCABULARY, msgspec.structs.replace(QUICK, **limits), msgspec.structs.replace(SLOW, **limits)
     )
@@ -71,8 +71,8 @@ def processes_with(**limits: Any) -> Iterator[GrammarProcesses]:
     assert not any(map(psutil.pid_exists, seen))
 
 
-def test_a_hostile_grammar_comes_to_a_limit_and_others_go_on() -> None:
-    """The library could not be ended before: its thread and its memory stayed after the refusal."""
+def test_a_hostile_grammar_reaches_a_limit_and_others_still_compile() -> None:
+    """In a thread the library could not be stopped: it went on computing and kept its memory."""
     with processes_with(cpu_s=1, wall_s=300.0) as processes:
         with pytest.raises(TooSlowError, match="took more than 1 s of CPU time"):
             processes.try_out(Job(), "guidance", constraint_of(grammar=HOSTILE), slow=False)
@@ -85,14 +85,14 @@ def test_a_hostile_grammar_comes_to_a_limit_and_others_go_on() -> None:
         processes.try_out(Job(), "guidance", constraint_of(grammar=HOSTILE), slow=False)
 
 
-def test_who_gives_up_ends_the_process_at_once() -> None:
+def test_cancelling_ends_the_process_at_once() -> None:
     job, threads = Job(), concurrent.futures.ThreadPoolExecutor(1)
     with processes_with(wall_s=300.0, cpu_s=60) as processes:
         answer = threads.submit(processes.try_out, job, "guidance", constraint_of(grammar=HOSTILE), slow=True)
         assert wait_until(lambda: processes.pids)
         (pid,) = processes.pids
         busy = psutil.Process(pid)
-        # it is ready once its standard input is no longer the socket
+        # it is ready once its standard input is not the socket any more
         assert wait_until(lambda: str(pathlib.Path(f"/proc/{pid}/fd/0").readlink()) == os.devnull)
         assert wait_until(lambda: busy.nice() == min(19, psutil.Process().nice() + SLOW.niceness))
         used = busy.cpu_times().user
@@ -117,7 +117,7 @@ def test_the_process_is_small() -> None:
         processes.try_out(Job(), "xgrammar", constraint_of(regex="a"), slow=False)
         for pid in processes.pids:
             process = psutil.Process(pid)
-            # nothing but its socket, and nothing in the place of the standard streams
+            # only its socket, and /dev/null for the standard streams
             assert wait_until(lambda process=process: process.num_fds() == 4 and process.cpu_times().user > 0.1)
 
 
@@ -126,7 +126,7 @@ def test_the_process_is_small() -> None:
     [{"regex": "[a-z]{100}x?"}, {"json": {"type": "array", "items": {"enum": ["a", "bc", 7]}}}],
     ids=str,
 )
-def test_what_is_packed_is_the_same_grammar(fields: dict[str, Any]) -> None:
+def test_a_serialised_grammar_is_the_same(fields: dict[str, Any]) -> None:
     vocabulary = make_vocabulary()
     backend, other = XGrammarBackend(vocabulary, 1), XGrammarBackend(vocabulary, 1)
     compiled = backend.compile(constraint_of(**fields))
@@ -177,7 +177,7 @@ def test_grammars_with_slow_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert "a mask of it takes" in (try_out(constraint, backend, vocabulary).error or "")
 
 
-def test_what_took_long_and_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammars_that_cannot_be_serialised_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_process, "_AFFORDABLE_S", 0.0)
     vocabulary = make_vocabulary()
     for name, make in BACKENDS.items():
@@ -187,8 +187,8 @@ def test_what_took_long_and_cannot_be_packed_is_refused(monkeypatch: pytest.Monk
         assert (trial.packed is None) == (name == "guidance")
 
 
-def test_a_grammar_that_becomes_slow_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its masks took longer and longer, up to seconds, and all other requests waited for them."""
+def test_a_grammar_that_becomes_slow_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks took longer and longer, up to seconds, which delayed all other requests."""
     monkeypatch.setattr(output_constraint, "_BURST_S", 0.02)
     monkeypatch.setattr(output_constraint, "_TIMED_BELOW_S", 0.016)
     monkeypatch.setattr(output_constraint, "_TOKEN_S", 0.0002)
@@ -211,8 +211,8 @@ def test_a_grammar_that_becomes_slow_ends_its_request_alone(monkeypatch: pytest.
     assert_all_free(core)
 
 
-def test_the_core_looks_at_constraints_quickly() -> None:
-    """Counting a grammar's rules took minutes for 250,000 letters, in the loop that makes the steps."""
+def test_the_core_checks_constraints_quickly() -> None:
+    """Counting a grammar's rules took minutes for 250,000 letters, during which no step was made."""
     size = 250_000
     hostile: list[dict[str, Any]] = [
         *(
@@ -230,5 +230,5 @@ def test_the_core_looks_at_constraints_quickly() -> None:
     for fields in hostile:
         started = time.thread_time()
         constraint_of(**fields)
-        # a tenth of it on a quiet machine
+        # it takes a tenth of that on a quiet machine
         assert time.thread_time() - started < 0.2, str(fields)[:40]

@@ -1,4 +1,4 @@
-"""Pausing and sleeping: what runs, what waits, and that nobody notices afterwards."""
+"""Pausing and sleep mode: which requests run or wait, and that their tokens are the same afterwards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_kept_requests_stay_and_new_ones_are_held(async_scheduling: bool) -> Non
     assert_all_free(core)
 
 
-def test_draining_ends_what_was_there_and_holds_the_rest() -> None:
+def test_draining_runs_earlier_requests_to_their_end_and_holds_new_ones() -> None:
     core, _ = make_sleeper()
     first = add(core, "abcdef")
     collected: dict[str, Collected] = {}
@@ -73,7 +73,7 @@ def test_draining_ends_what_was_there_and_holds_the_rest() -> None:
     second = add(core, "xyz")
     finish(core, collected)
     assert set(collected) == set("abcdef")
-    # one that is held may be aborted as any other
+    # a held request can be aborted
     core.abort_requests(["y"])
     core.call_utility("resume", [])
     finish(core, collected)
@@ -124,7 +124,7 @@ def test_swapped_requests_are_computed_again_after_sleeping() -> None:
     assert_all_free(core)
 
 
-def test_beams_begin_anew_after_sleeping() -> None:
+def test_beam_searches_restart_after_sleeping() -> None:
     found = []
     for sleeps in (False, True):
         core, _ = make_sleeper()
@@ -205,7 +205,7 @@ def test_level_0_only_pauses() -> None:
     assert executor.calls == []
 
 
-def test_an_engine_sleeps_only_if_it_may() -> None:
+def test_sleep_needs_sleep_mode() -> None:
     executor = MemoryExecutor(make_config(), 8)
     core = EngineCore(executor.config, executor)
     with pytest.raises(RequestError, match="Please use --enable-sleep-mode to enable it"):

@@ -106,7 +106,7 @@ class LoopThread:
         self.exit_code = CoreLoop(self.core, self._inbound, self._outbound).run()
 
     def join(self) -> int | None:
-        """Waits for the loop's end."""
+        """Waits until the loop has ended."""
         self._thread.join(TIMEOUT_MS / 1000)
         assert not self._thread.is_alive()
         return self.exit_code
@@ -181,7 +181,7 @@ def test_unreadable_call_is_answered(loop: LoopThread) -> None:
 
 
 def test_sequences_of_a_request(loop: LoopThread) -> None:
-    """Each is generated as if it had come by itself."""
+    """Each gets the tokens that it would get as a single request."""
     first = make_request("a", 5, max_tokens=6, seed=1)
     alone = [make_request(name, 5, max_tokens=6, seed=seed) for name, seed in (("b", 2), ("c", None))]
     for request in alone:
@@ -211,8 +211,8 @@ def test_unreadable_sequences_are_answered(loop: LoopThread) -> None:
     assert (message.outputs[0].request_id, message.outputs[0].finish_reason) == ("a", FinishReason.ERROR)
 
 
-def test_what_runs_goes_on_while_many_messages_come(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that had come was taken in before the next step."""
+def test_requests_keep_running_while_many_messages_arrive(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages that had arrived were handled before the next step."""
     added: list[str] = []
     add = loop.core.add_request
 
@@ -244,7 +244,7 @@ def test_failing_utility_is_answered(loop: LoopThread) -> None:
     assert loop.peer.call("check_health").error is None
 
 
-def test_failing_step_answers_everyone_and_ends(loop: LoopThread) -> None:
+def test_a_failing_step_ends_all_requests_and_the_loop(loop: LoopThread) -> None:
     loop.executor.fail_next = MemoryError("no room")
     for name in "abc":
         loop.peer.send(make_request(name, 5))
@@ -254,7 +254,7 @@ def test_failing_step_answers_everyone_and_ends(loop: LoopThread) -> None:
         seen |= {output.request_id: (output.finish_reason, output.error) for output in message.outputs}
         message = loop.peer.receive()
     text = "The engine core failed: MemoryError: no room"
-    # a request that comes after the failure belongs to the parent
+    # the parent answers requests that arrive after the failure
     assert set(seen.values()) == {(FinishReason.ERROR, text)}
     assert "a" in seen
     assert message == EngineFailed("EngineDeadError", text)
@@ -381,14 +381,14 @@ def test_stdin_without_a_configuration(process: Process) -> None:
     process.feed((10).to_bytes(4, "big") + b"abc")
     assert process.process.stdin is not None
     process.process.stdin.close()
-    # the parent is gone: a line in the log is enough
+    # the parent has died: a line in the log is enough
     code, log = process.wait()
     assert code == 1
     assert "The engine core does not start: the configuration on stdin ends early" in log
     assert "Traceback" not in log
 
 
-def test_configuration_survives_the_wire(config: EngineConfig, tmp_path: pathlib.Path) -> None:
+def test_configuration_survives_serialisation(config: EngineConfig, tmp_path: pathlib.Path) -> None:
     payload = msgspec.msgpack.encode(config)
     path = tmp_path / "config"
     path.write_bytes(len(payload).to_bytes(4, "big") + payload)

@@ -1,4 +1,4 @@
-"""The policies' orders of waiting and running, held against sorted lists."""
+"""The policies' orders of waiting and running requests, compared with sorted lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make(request_id: str, priority: int = 0, arrival_time: float = 0.0) -> Reque
 
 
 def ids(queue: RequestQueue) -> str:
-    """Empties a queue; the order in which its requests came."""
+    """Empties a queue; returns its requests in order."""
     return "".join(queue.pop().request_id for _ in range(len(queue)))
 
 
@@ -50,7 +50,7 @@ def test_an_empty_queue_has_no_next(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_who_does_not_wait_cannot_be_removed(policy: str) -> None:
+def test_only_waiting_requests_can_be_removed(policy: str) -> None:
     a, b = make("a"), make("b")
     queue = fill(QUEUES[policy](), a)
     with pytest.raises(KeyError):
@@ -102,7 +102,7 @@ def test_a_preempted_request_stays_behind_those_of_lower_value_and_earlier_arriv
     assert [queue.pop().request_id for _ in range(4)] == ["urgent", "early", "preempted", "late"]
 
 
-def test_running_ones_are_ordered_by_what_they_matter() -> None:
+def test_running_requests_are_ordered_by_priority() -> None:
     queue = PriorityQueue()
     running: list[Request] = []
     for request in (make("c", 1, 1.0), make("a", 0, 5.0), make("d", 1, 2.0), make("b", 0, 6.0), make("e", 1, 2.0)):
@@ -118,7 +118,7 @@ def test_only_a_lower_value_outranks() -> None:
 
 
 class Model:
-    """A queue as a list that is sorted whenever it is asked."""
+    """A queue implemented as a list that is sorted for each call."""
 
     def __init__(self, policy: str) -> None:
         self.by_priority = policy == "priority"
@@ -151,7 +151,7 @@ class Model:
 )
 def test_equals_a_sorted_list(policy: str, calls: list[tuple[str, int, int]]) -> None:
     queue, model = QUEUES[policy](), Model(policy)
-    # few ids, so that they come again after they have left
+    # few ids, so that removed ones are added again
     free_ids = list("abcdefgh")
     for what, priority, number in calls:
         order = model.order()

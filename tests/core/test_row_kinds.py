@@ -1,5 +1,5 @@
-"""The seams of the scheduler, proven by kinds of rows and a connector that exist here only."""
-# ruff: noqa: ARG002 - kinds take what `RowKind` gives them
+"""The scheduler's interfaces, tested with row kinds and a connector that exist only here."""
+# ruff: noqa: ARG002 - methods have the parameters of `RowKind`'s
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOST_DRAFTS = 4
 
 
 class EndsAtMultiple(RowKind):
-    """Ends a text at the first token that DIVISOR divides."""
+    """Ends a sequence at the first token that DIVISOR divides."""
 
     may_run_ahead = False
 
@@ -60,7 +60,7 @@ class EndsAtMultiple(RowKind):
 
 
 class Duel(RowKind):
-    """Two rows that draw with different seeds; both go on with the greater token of the two."""
+    """Two rows with different seeds; both continue with the greater one of their tokens."""
 
     may_run_ahead = False
     title = "A duel"
@@ -114,7 +114,7 @@ class Duel(RowKind):
 
 
 class Drafting(RowKind):
-    """Knows the hash that is its model, and drafts up to MOST_DRAFTS tokens by it, of which some are wrong."""
+    """Drafts up to MOST_DRAFTS tokens with the hash model itself, and makes some of them wrong."""
 
     may_run_ahead = False
     title = "A draft"
@@ -194,7 +194,7 @@ def add(core: EngineCore, name: str, kind: Callable[[Request], RowKind] | None, 
 
 
 def texts(**mode: Any) -> dict[str, tuple[list[int], FinishReason | None]]:
-    """What plain requests, those that end by a rule of their own, and duels come to beside one another."""
+    """Outputs of ordinary requests and of all kinds here, which run together: id → (tokens, finish reason)."""
     core, _ = make_core(**mode)
     duels = {}
     for number in range(4):
@@ -210,7 +210,7 @@ def texts(**mode: Any) -> dict[str, tuple[list[int], FinishReason | None]]:
     return found | {name: (kind.text, found[name][1]) for name, kind in duels.items()}
 
 
-def test_kinds_decide_what_becomes_of_sampled_tokens() -> None:
+def test_kinds_decide_what_sampled_tokens_are_appended() -> None:
     found = texts()
     reasons = {found[f"ends{number}"][1] for number in range(4)}
     assert FinishReason.STOP in reasons
@@ -224,7 +224,7 @@ def test_kinds_decide_what_becomes_of_sampled_tokens() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_kinds_come_to_the_same_whatever_goes_on(mode: str) -> None:
+def test_outputs_of_kinds_do_not_depend_on_the_mode(mode: str) -> None:
     assert texts(**MODES[mode]) == texts()
 
 
@@ -259,8 +259,8 @@ def test_rows_advance_by_as_many_drafts_as_are_right(mode: str) -> None:
         assert num_steps < len(results["draft0"].token_ids)
 
 
-def test_drafts_give_way_to_rows_and_lengths() -> None:
-    """Where blocks are short a row decodes without drafts, and nothing is computed behind the last token."""
+def test_drafts_are_limited_by_blocks_and_lengths() -> None:
+    """If blocks are short a row decodes without drafts, and nothing is computed after the last token."""
     core, executor = make_core(num_blocks=6, max_num_seqs=2, max_model_len=16)
     for number in range(2):
         add(core, f"draft{number}", Drafting, 5, number)
@@ -270,7 +270,7 @@ def test_drafts_give_way_to_rows_and_lengths() -> None:
     assert_all_free(core)
 
 
-def test_requests_wait_for_a_connector_while_others_go_on() -> None:
+def test_requests_wait_for_a_connector_while_others_run() -> None:
     config, gate = make_config(), Gate()
     core = EngineCore(config, MemoryExecutor(config, 64), connectors=[gate])
     for name in ("no gate", "g1", "free", "g-late", "g2", "g-left"):
