@@ -1,4 +1,4 @@
-"""Copies of whole KV blocks: within the device's cache, and between it and a pool in CPU memory.
+"""Copies whole KV blocks: within the device's cache, and between it and a pool in CPU memory.
 
 Letters: P blocks of a cache, C blocks copied at once.
 """
@@ -14,8 +14,8 @@ import torch
 from ascend_vllm.attention.backend import AttentionBackend, LayerCache
 from ascend_vllm.types.step import MoveKind
 
-# A move's contents pass through a buffer of a layer's blocks; this bounds it.
-_MOST_AT_ONCE = 64
+# blocks are copied through a buffer of this many blocks of a layer
+_MAX_BLOCKS_PER_COPY = 64
 
 
 class _Pool(NamedTuple):
@@ -25,10 +25,10 @@ class _Pool(NamedTuple):
 
 
 class BlockMover:
-    """Carries out a step's block moves in all layers.
+    """Copies the blocks of a step's block moves in all layers.
 
     Args:
-        backend: knows how a layer's cache is laid out.
+        backend: knows the layout of the caches.
         kv_caches: one per layer, on the device.
         cpu_caches: one per layer, in CPU memory; empty if there is no swapping.
         device: that of `kv_caches`.
@@ -60,8 +60,8 @@ class BlockMover:
             moves: as SchedulerOutput.block_moves: (MoveKind, source block, target block).
 
         Raises:
-            ValueError: a move swaps, and there is no CPU pool; or a kind of move is unknown.
-            IndexError, RuntimeError: a block is none of its pool.
+            ValueError: a move swaps and there is no CPU pool, or the kind of a move is unknown.
+            IndexError, RuntimeError: a block is not in its pool.
         """
         for kind, sources, targets in batches(moves):
             if kind not in self._pools:
@@ -85,13 +85,12 @@ class BlockMover:
 
 
 def batches(moves: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Cuts moves into runs whose sources may all be read before a target is written.
+    """Splits moves into batches whose sources can all be read before a target is written.
 
-    A run ends before a move of another kind, one that reads what the run writes, and one that writes what the
-    run writes. The loop is over moves, each of which copies a block in every layer.
+    A batch ends before a move of another kind, or one that reads or writes a target of the batch.
 
     Returns:
-        kind, source blocks and target blocks of each run.
+        kind, source blocks and target blocks of each batch.
 
     Example::
 
@@ -102,9 +101,9 @@ def batches(moves: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[i
     written: set[int] = set()
     current = -1
     for kind, source, target in moves:
-        # a swap reads one pool and writes the other
+        # swaps read one pool and write the other
         reads_written = kind == MoveKind.COPY and source in written
-        if kind != current or reads_written or target in written or len(sources) == _MOST_AT_ONCE:
+        if kind != current or reads_written or target in written or len(sources) == _MAX_BLOCKS_PER_COPY:
             if sources:
                 yield current, sources, targets
             current, sources, targets, written = kind, [], [], set()

@@ -1,4 +1,4 @@
-"""What compiled graphs on disk were made for, so that those of another model or other arguments are made anew."""
+"""The cache of compiled graphs on disk, which is emptied if they were compiled for another model or other flags."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.index.json")
 
 
 def fingerprint(config: EngineConfig, backend: AttentionBackend, versions: Mapping[str, str]) -> dict[str, str]:
-    """Everything that a compiled graph depends on, by the names that a log line has for it.
+    """Everything that compiled graphs depend on, by its name in log messages.
 
     Args:
         config: of the engine.
         backend: computes attention.
-        versions: of what the platform compiles with.
+        versions: of the platform's compiler, see `GraphCompiler.versions`.
     """
     model, graphs = config.model, config.graphs
     directory = pathlib.Path(model.model)
@@ -62,8 +62,8 @@ class GraphCache:
     """A directory of compiled graphs that all have one fingerprint.
 
     Args:
-        directory: made when it is needed. Whatever else is in it goes when the fingerprint differs.
-        wanted: `fingerprint` of the graphs to be run.
+        directory: created if needed. All files in it are deleted if the fingerprint differs.
+        wanted: `fingerprint` of the graphs to run.
     """
 
     def __init__(self, directory: pathlib.Path, wanted: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class GraphCache:
         self._wanted = dict(wanted)
 
     def prepare(self) -> bool:
-        """Empties the directory if its graphs are others; returns whether they can be used as they are."""
+        """Returns whether the graphs on disk can be used; empties the directory if not."""
         found = self._read()
         if found == self._wanted:
             logger.info("Compiled graphs are taken from %s", self.directory)
@@ -88,13 +88,13 @@ class GraphCache:
         return False
 
     def keep(self) -> None:
-        """Records that the directory has all graphs."""
+        """Writes the fingerprint, which marks the graphs in the directory as complete."""
         partial = self.directory / f"{_FILE}.partial"
         partial.write_text(json.dumps(self._wanted, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.directory / _FILE)
 
     def _read(self) -> dict[str, str] | None:
-        """What the directory has graphs of; None if there are none, or not all."""
+        """Fingerprint of the graphs in the directory; None if there are none, or they are incomplete."""
         try:
             loaded = json.loads((self.directory / _FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""The worker's memory of the running rows: persistent slots, and a step's batch read out of them.
+"""The worker's state of the running rows: persistent slots, from which each step's batch is built.
 
-Letters: M slots, L most tokens of a sequence, B most blocks of a sequence, R rows of a step, T tokens of a
-step, S sampling rows of a step, P places at which they sample: one each, and one for each draft.
+Letters: M slots, L maximum tokens of a sequence, B maximum blocks of a sequence, R rows of a step, T tokens of a
+step, S sampling rows of a step, P positions at which they sample: one per row, and one for each draft.
 
-Everything here is on the host, where a step's indices are computed. `upload` makes tensors of it: on CPU they
-share its memory.
+All arrays are on the host, where a step's indices are computed. `upload` makes tensors of them, which share their
+memory on CPU.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ascend_vllm.worker.sampling.columns import SamplingColumns
 Int32Array = npt.NDArray[np.int32]
 
 
-# where tensors begin that are uploaded together: operators read memory in pieces of up to so many bytes
+# of tensors that are uploaded together, in bytes: operators read memory in blocks of at most this size
 _ALIGNMENT = 512
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array as a tensor on a device: a copy nobody waits for, or on CPU no copy at all."""
+    """An array as a tensor on a device: copied asynchronously, or on CPU not copied."""
     return upload_all([array], device)[0]
 
 
 def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Several arrays as tensors with one copy, which nobody waits for; on CPU without any.
+    """Several arrays as tensors, with one asynchronous copy; on CPU they are not copied.
 
-    The copy leaves from pinned memory: from any other the device would make the host wait, or might read it when it
-    has been used for something else. The tensors share their memory on the device.
+    The source of the copy is pinned memory: copies from other memory would block the host, or might read it after it
+    has been reused. The tensors share one allocation on the device.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -53,7 +53,7 @@ def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list
         staging_np[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     memory = staging.to(device, non_blocking=True)
     return [
-        # from_numpy of an empty array: it knows torch's name of the dtype
+        # from_numpy of an empty array gives torch's dtype
         memory[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for start, array in zip(starts, arrays, strict=False)
     ]
@@ -62,14 +62,14 @@ def upload_all(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list
 def place_values(
     row_state: RowState, values: dict[str, npt.NDArray[Any]], device: torch.device
 ) -> Mapping[str, torch.Tensor]:
-    """Writes a step's values to the memory of step state; the tensors that layers see."""
+    """Writes a step's values to the memory of the step state; returns the tensors for `ForwardBatch.state`."""
     uploaded = dict(zip(values, upload_all(list(values.values()), device), strict=True))
     return row_state.state.write(uploaded)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's batch on the host; the fields of ForwardBatch, and which slots sample where."""
+    """A step's batch on the host: the fields of ForwardBatch, and the slots that sample."""
 
     # [T] int64
     input_ids: Int64Array
@@ -87,11 +87,11 @@ class HostBatch:
     logits_indices: Int64Array
     # [S] int64
     sampling_slots: Int64Array
-    # [S] int64: at how many places each of them samples; None: at one
+    # [S] int64: number of positions at which each of them samples; None: one
     num_places: Int64Array | None
     max_query_len: int
     max_seq_len: int
-    # name → [T, …] or [R, …]; None: no layer has declared any
+    # name → [T, …] or [R, …]; None: no layer has declared step state
     row_values: dict[str, npt.NDArray[Any]] | None
     row_state: RowState
 
@@ -128,14 +128,14 @@ class HostBatch:
 class InputBatch:
     """State of every slot: tokens, computed length, KV blocks, sampling parameters.
 
-    Slots are claimed lazily: the big arrays come from calloc, so a slot costs no memory until it is used.
+    The large arrays come from calloc, so that a slot needs no memory until it is used.
 
     Args:
         num_slots: M, the scheduler's max_num_seqs.
         max_model_len: L.
         block_size: tokens of a KV block.
         vocab_size: rows of the embedding.
-        step_state: what the model's layers have declared; None: nothing.
+        step_state: declared by the model's layers; None: there is none.
     """
 
     def __init__(
@@ -150,16 +150,16 @@ class InputBatch:
         self.row_state = RowState(step_state or StepState(0, 0, torch.device("cpu")), num_slots)
         self._max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
-        # [M, L+1] int32, host: prompt, then output; what is behind num_tokens is void. One more than L, for the
-        # token sampled from a full sequence.
+        # [M, L+1] int32, host: prompt, then output; undefined after num_tokens. One more than L, for the token that
+        # is sampled after a sequence of maximum length.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
-        # [M, B] int32, host: KV blocks in order; what is behind num_blocks is void
+        # [M, B] int32, host: KV blocks in order; undefined after num_blocks
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         # [M] int64, host
         self.prompt_lens = np.zeros(num_slots, np.int64)
         # [M] int64, host
         self.num_blocks = np.zeros(num_slots, np.int64)
-        # [M] int64, host: tokens at which the row ends whatever they are
+        # [M] int64, host: number of tokens at which the row ends
         self.max_num_tokens = np.zeros(num_slots, np.int64)
         # [2, M] int64, host: the next two, in one array because every step reads both
         self._lengths = np.zeros((2, num_slots), np.int64)
@@ -167,19 +167,19 @@ class InputBatch:
         self.num_computed_tokens = self._lengths[0]
         # [M] int64, host: tokens known, sampled ones included
         self.num_tokens = self._lengths[1]
-        # [M] int64, host: drafts behind them, in `token_ids`, that the step at hand computes; None: no row has any
+        # [M] int64, host: drafts after them, in `token_ids`, that the current step computes; None: no row has any
         self.num_drafts: Int64Array | None = None
         self.sampling = SamplingColumns(num_slots, vocab_size)
-        # 0, 1, … M: where decoding rows begin
+        # 0, 1, … M: query_start of decoding rows
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Brings the slots up to date with a step's diff.
+        """Updates the slots by a step's diff.
 
         The loops are over rows that enter, leave or grow by a block, not over all rows of the step.
 
         Raises:
-            ValueError: a row is longer than a slot, or a block is to be replaced that it does not have.
+            ValueError: a row is longer than a slot, or a replaced block does not exist.
         """
         for slot in step.freed_slots:
             self.sampling.clear(slot)
@@ -196,7 +196,7 @@ class InputBatch:
             self._place_drafts(step.drafts)
 
     def build(self, slots: Int64Array, num_scheduled: Int64Array) -> HostBatch:
-        """The batch in which some slots compute their next tokens.
+        """Builds the batch in which the slots compute their next tokens.
 
         Args:
             slots: [R], each at most once.
@@ -253,10 +253,10 @@ class InputBatch:
         self.token_ids[slots, ends] = token_ids
         self.num_tokens[slots] = ends + 1
 
-    def append_told(self, slots: Int64Array, token_ids: Int64Array) -> None:
-        """Adds tokens that have been sampled elsewhere, [n] each, in the order of `slots`, which may be repeated.
+    def append_received(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Adds tokens that the last pipeline stage sampled, [n] each, in the order of `slots`, which may be repeated.
 
-        What was computed behind a wrong draft counts no more.
+        Tokens computed after a rejected draft count as not computed.
         """
         order = slots.argsort(kind="stable")
         rows, counts = np.unique(slots, return_counts=True)
@@ -265,12 +265,12 @@ class InputBatch:
         self.num_computed_tokens[rows] = np.minimum(self.num_computed_tokens[rows], self.num_tokens[rows] - 1)
 
     def accept(self, slots: Int64Array, num_places: Int64Array, sampled: Int64Array) -> Int64Array:
-        """Adds what rows with drafts sampled, up to the first token that is not the draft in its place.
+        """Adds the sampled tokens of rows with drafts, up to the first one that differs from the draft.
 
         Args:
             slots: [S], whose drafts have been computed.
-            num_places: [S] at how many places each sampled.
-            sampled: [P], place by place.
+            num_places: [S] number of positions at which each sampled.
+            sampled: [P], in order of position.
 
         Returns:
             [S, N] as `StepOutput.sampled_token_ids` has it.
@@ -280,12 +280,12 @@ class InputBatch:
         table = np.full(has_place.shape, PADDING_TOKEN)
         table[has_place] = sampled
         ends = self.num_tokens[slots]
-        # rows without drafts may end with the table
+        # clipped for rows without drafts at the end of the table
         places = np.minimum(ends[:, None] + numbers[:-1], self.token_ids.shape[1] - 1)
         is_right = (table[:, :-1] == self.token_ids[slots[:, None], places]) & has_place[:, 1:]
         counts = 1 + is_right.cumprod(axis=1).sum(axis=1)
         is_taken = numbers < counts[:, None]
-        # where all tokens were forbidden the row ends, but the next step may be under way already
+        # -1 where all tokens were forbidden: the row ends, but the next step may already be scheduled
         taken = table[is_taken].clip(min=0)
         self.token_ids[np.repeat(slots, counts), ragged_arange(ends, counts)] = taken
         self.num_tokens[slots] = ends + counts
@@ -294,12 +294,12 @@ class InputBatch:
         return table
 
     def append_several(self, slots: Int64Array, token_ids: Int64Array, counts: Int64Array) -> None:
-        """Adds sampled tokens to rows that missed one, and as many to what they have computed.
+        """Adds sampled tokens to rows with one token to compute, and as many to their computed tokens.
 
         Args:
             slots: [R], each at most once.
             token_ids: [R, N].
-            counts: [R] how many of them each row takes, 1 … N.
+            counts: [R] number of them that each row gets, 1 … N.
         """
         places = ragged_arange(self.num_tokens[slots], counts)
         taken = np.arange(token_ids.shape[1]) < counts[:, None]
@@ -307,7 +307,7 @@ class InputBatch:
         self._lengths[:, slots] += counts
 
     def describe(self, slots: Int64Array, seq_lens: Int64Array) -> str:
-        """Some rows, [R], and up to which length, [R], a step wants to compute them, for the text of an error."""
+        """Describes rows, [R], and the lengths, [R], up to which a step computes them, for an error message."""
         rows = [
             f"slot {slot}: to be computed from {self.num_computed_tokens[slot]} up to {end}, "
             f"{self.num_tokens[slot]} tokens known, {self.num_blocks[slot]} blocks of {self.block_size}"
@@ -325,7 +325,7 @@ class InputBatch:
         self.num_tokens[row.slot] = length
         self.prompt_lens[row.slot] = row.num_prompt_tokens
         self.num_computed_tokens[row.slot] = row.num_computed_tokens
-        # one more than max_model_len: a full sequence samples a last token
+        # one more than max_model_len: a sequence of maximum length samples a last token
         self.max_num_tokens[row.slot] = min(row.max_num_tokens, self._max_model_len + 1)
         self.num_blocks[row.slot] = 0
         self._append_blocks(row.slot, row.block_ids)
@@ -333,10 +333,10 @@ class InputBatch:
         self.row_state.enter(row)
 
     def _fork(self, targets: Int64Array, sources: Int64Array, token_ids: Int64Array) -> None:
-        """Makes rows copies of others up to their computed tokens, each with another token behind them."""
+        """Copies rows up to their computed tokens, and appends a token to each copy."""
         ends = self.num_computed_tokens[sources]
         moved = targets != sources
-        # assignments by index read everything before they write
+        # indexed assignments read all sources before they write
         to, of = targets[moved], sources[moved]
         if len(to):
             width, num_blocks = int(ends[moved].max()), int(self.num_blocks[of].max())
@@ -351,7 +351,7 @@ class InputBatch:
 
     def _place_drafts(self, drafts: Sequence[tuple[int, list[int]]]) -> None:
         self.num_drafts = np.zeros_like(self.num_tokens)
-        # a turn for each row that has some: they are lists of all lengths
+        # a loop, since the lists have different lengths
         for slot, token_ids in drafts:
             end = self.num_tokens[slot]
             if end + len(token_ids) > self._max_model_len:

@@ -1,4 +1,4 @@
-"""Memory of the KV cache: how many blocks fit, and the caches of all layers, on the device and in CPU memory."""
+"""Memory of the KV cache: number of blocks, and the caches of all layers, on the device and in CPU memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GIB = 1 << 30
 
 
 class KVMemory:
-    """Sizes and allocates the KV cache of a model. A block has a part in each layer, as large as the layer reports.
+    """Sizes and allocates the KV cache of a model. A block has a part in each layer, whose size the layer reports.
 
     Args:
         config: of the engine.
         platform: of the device.
-        device: where the model is.
+        device: of the model.
         layers: of the model, in the order of their caches.
-        backend: serves all of them.
+        backend: computes attention in all of them.
 
     Attributes:
         block_bytes: of one block in all layers.
@@ -53,14 +53,14 @@ class KVMemory:
     def num_blocks(self, other_bytes: int) -> int:
         """Number of blocks that the device has memory for; 1 or more.
 
-        A size that nobody asked for is cut at what all slots can fill, unless blocks that are free go on being of
-        use (prefix caching).
+        A default size is limited to the blocks that all slots can fill, unless free blocks are useful for prefix
+        caching.
 
         Args:
-            other_bytes: memory that is not allocated now and will be needed beside the cache.
+            other_bytes: memory that is not allocated now but will be needed for other things.
 
         Raises:
-            ConfigError: there is no room for a block, or the size asked for is not there.
+            ConfigError: there is no memory for one block, or for the configured size.
         """
         cache = self._config.cache
         num_bytes = max(0, self._platform.kv_cache_bytes(cache, other_bytes))
@@ -83,16 +83,16 @@ class KVMemory:
         return int(self._config.cache.swap_space_gib * GIB) // self.block_bytes
 
     def cache_bytes(self, num_blocks: int) -> int:
-        """Memory that `allocate` takes for so many blocks."""
+        """Memory that `allocate` needs for this number of blocks."""
         return (num_blocks + self.num_spare_blocks) * self.block_bytes
 
     def allocate(self, num_blocks: int, what: str, flags: str) -> list[LayerCache]:
-        """A cache on the device for each layer, with spare blocks, that the backend is told of.
+        """Allocates a cache with spare blocks on the device for each layer, and binds them to the backend.
 
         Args:
             num_blocks: without spare ones.
-            what: the caches are, for the text of an error.
-            flags: that size them, for the same.
+            what: name of the caches, for error messages.
+            flags: that set their size, for error messages.
 
         Raises:
             ConfigError: the memory is not there.
@@ -102,7 +102,7 @@ class KVMemory:
         return kv_caches
 
     def allocate_swap_pool(self, num_blocks: int) -> list[LayerCache]:
-        """A cache in CPU memory for each layer; none if there are no blocks.
+        """Allocates a cache in CPU memory for each layer; an empty list if there are no blocks.
 
         Raises:
             ConfigError: the memory is not there.
@@ -128,5 +128,5 @@ class KVMemory:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the tables that follow."""
+    """First line of an error's message, without the tables that follow."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""The largest step there can be, for measuring what memory steps need."""
+"""The largest possible step, to measure the memory that steps need."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput
 
-# what a sampler needs most memory for
+# the parameters for which the sampler needs most memory
 _SAMPLING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
 
 def make_largest_step(config: SchedulerConfig, block_size: int, *, pools: bool) -> SchedulerOutput:
-    """All slots enter; as few prompts as possible fill the budget of tokens, in blocks 0, 1, …
+    """A step in which all slots get a row, and as few prompts as possible use the token budget, in blocks 0, 1, …
 
     Args:
-        config: says how many tokens and sequences a step may have, and how long one may be.
+        config: limits of the tokens and sequences of a step, and of the length of a sequence.
         block_size: tokens of a KV block.
-        pools: the model pools.
+        pools: it is a pooling model.
     """
     missing = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     step = SchedulerOutput(-1, [], [], [], [], [])
@@ -27,7 +27,7 @@ def make_largest_step(config: SchedulerConfig, block_size: int, *, pools: bool) 
     for slot in range(config.max_num_seqs):
         length = min(missing, config.max_model_len)
         missing -= length
-        # a slot that computes nothing has a token and parameters all the same: it samples
+        # rows without scheduled tokens have a token and parameters, too, since they sample
         blocks = list(range(num_blocks, num_blocks + math.ceil(length / block_size)))
         num_blocks += len(blocks)
         row = NewRow(slot, f"largest-{slot}", [0] * max(1, length), max(1, length), 0, blocks, _SAMPLING, slot, [])

@@ -1,4 +1,4 @@
-"""One step on the device: diff in, batch, forward, logits, samples, output."""
+"""Runs one step on the device: applies the diff, builds the batch, computes logits, samples."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ascend_vllm.worker.stage_runner import StageForward
 
 
 class DecodeGraphs(Protocol):
-    """What computes decoding steps faster than operator by operator."""
+    """Computes decoding steps faster than operator by operator."""
 
     def capture(self) -> None:
-        """Called once before the first step, for what is to be made at start."""
+        """Called once before the first step, to capture or compile graphs."""
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """[T, H] of a batch's tokens, valid until the next call; None if this is no batch for graphs."""
+        """[T, H] of a batch's tokens, valid until the next call; None if there is no graph for the batch."""
 
 
 class ModelRunner:
-    """Runs steps; the only owner of the slots.
+    """Runs the steps of a model that generates; owns the batch slots.
 
     Args:
         model: on `device`.
-        backend: serves all layers of the model.
+        backend: computes attention in all layers.
         kv_caches: one per layer, made by the backend.
         mover: copies their blocks.
         batch: empty slots.
         logprobs_mode: see `Sampler`.
-        device: where everything computes.
+        device: of the model.
         host_memory: tensors on the device are in host memory, see `Platform.shares_host_memory`.
-        link: to the other stages, of which this is the last; None: there are none.
+        link: to the earlier pipeline stages; None: there are none.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ModelRunner:
             batch,
             model.compute_logits,
             device,
-            tells_logits=logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS),
+            reports_logits=logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS),
             processed=logprobs_mode in (PROCESSED_LOGPROBS, PROCESSED_LOGITS),
         )
         self._device = device
@@ -77,7 +77,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Lets graphs of `compute_hidden` compute the steps that they serve."""
+        """Computes steps by these graphs of `compute_hidden` where possible."""
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -105,9 +105,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute_largest(self, step: SchedulerOutput) -> None:
-        """Computes a step whose rows all sample, though only some of them compute tokens, and forgets the rows.
+        """Computes a step in which all rows sample, though only some of them compute tokens, and frees the rows.
 
-        It takes the memory that the largest step of all takes, without the KV cache that its rows would need.
+        It needs as much memory as the largest possible step, except for the KV cache of the rows.
 
         Args:
             step: of `make_largest_step`.
@@ -122,7 +122,7 @@ class ModelRunner:
         self._batch.apply(SchedulerOutput(step.step_id, [row.slot for row in step.new_rows], [], [], [], []))
 
     def _forward_and_sample(self, step: SchedulerOutput, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
-        """Computes the rows' next tokens and samples for those that have no more."""
+        """Computes the rows' next tokens, and samples for rows whose known tokens are all computed."""
         host_batch = self._batch.build(slots, num_scheduled)
         batch = host_batch.to_device(self._device)
         hidden = self._hidden(batch)
@@ -134,7 +134,7 @@ class ModelRunner:
         if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._model.compute_logits(hidden)
-        # [P] the slot of each place, and the tokens before it
+        # [P] the slot of each sampled position, and the number of tokens before it
         slots, num_tokens = sampling_slots, self._batch.num_tokens[sampling_slots]
         num_places = host_batch.num_places
         if num_places is not None:
@@ -147,7 +147,7 @@ class ModelRunner:
         token_ids = sampled.token_ids.cpu().numpy()
         logprobs = collect([(plan.asking, sampled.logprobs)], len(slots), 1)
         if num_places is None:
-            # the next step may be under way already: it must find a token where there is none
+            # -1 where all tokens were forbidden: the next step may already be scheduled and needs a valid id
             self._batch.append(slots, token_ids.clip(min=0) if plan.needed & MASKS else token_ids)
             table = token_ids[:, None]
         else:
@@ -162,7 +162,7 @@ class ModelRunner:
         )
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of the step's tokens; what graphs computed is valid until they run again."""
+        """[T, H] of the step's tokens; results of graphs are valid until the graphs run again."""
         hidden = None if self._graphs is None else self._graphs.run(batch)
         return self.compute_hidden(batch) if hidden is None else hidden
 
@@ -176,7 +176,7 @@ class ModelRunner:
 
 
 def _places_of(wanted: Int64Array, slots: Int64Array) -> Int64Array:
-    """Where in `slots` each of some of them stands: the n-th time that one is wanted, its n-th place."""
+    """Indices in `slots` of the wanted slots; the n-th occurrence in `wanted` gets the n-th index."""
     order, wanted_order = slots.argsort(kind="stable"), wanted.argsort(kind="stable")
     wanted = wanted[wanted_order]
     times = np.arange(len(wanted)) - np.searchsorted(wanted, wanted)

@@ -1,11 +1,12 @@
-"""Several decoding steps in a run: sampled ids are fed back where they are, nobody waits for them in between.
+"""Several decoding passes in one step: sampled ids are fed back on the device, without waiting for them on the host.
 
-All that does not depend on which tokens come is made before the first pass: positions, lengths and where keys go,
-for every pass. Between passes only the ids move on, and rows that a stop id ended are masked. Ids are fetched
-when all passes are on their way. Where the device's memory is the host's there is nothing to wait for; there,
-rows that ended leave the batch and cost nothing.
+Everything that does not depend on the sampled tokens is computed before the first pass: positions, lengths and KV
+slots of all passes. Between passes only the ids change, and rows that a stop id ended are masked. The ids are fetched
+after all passes have been launched. If the device shares the host's memory, there is nothing to wait for, and ended
+rows are removed from the batch.
 
-Letters: R rows of the step, of which r are still in; N passes; B most blocks of a row; W most stop ids of a row.
+Letters: R rows of the step, r rows that have not ended, N passes, B maximum blocks of a row, W maximum stop ids of a
+row.
 """
 
 from __future__ import annotations
@@ -26,22 +27,21 @@ from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.plan import SamplingPlan
 from ascend_vllm.worker.sampling.sampler import Sampled, Sampler
 
-# beside no id of a vocabulary
+# padding of stop ids: no id of a vocabulary
 _NO_ID = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _HostRows:
-    """What is known of the rows before the first pass, on the host."""
+    """Data of the rows before the first pass, on the host."""
 
     # [R]
     slots: Int64Array
     # [R] passes until the row ends by its length
     num_passes: Int64Array
-    # [N, R] int64: tokens the row has in each pass, the one that it samples not counted. Behind its end a row
-    # stays where it was.
+    # [N, R] int64: tokens of the row in each pass, without the one that it samples; constant after its end
     num_tokens: Int64Array
-    # [N, R] int64: where each pass's keys go; -1 behind the row's end
+    # [N, R] int64: KV slot of each pass; -1 after the row's end
     slot_mapping: Int64Array
     # [R, B] int32
     block_table: npt.NDArray[np.int32]
@@ -51,7 +51,7 @@ class _HostRows:
     may_stop: npt.NDArray[np.bool_]
 
     def counts(self, sampled: Int64Array) -> Int64Array:
-        """How many of the sampled ids, [R, N], each row took before it ended; the last one included."""
+        """Number of sampled ids, of [R, N], that each row has up to its end, the last one included."""
         stops = (sampled[:, :, None] == self.stop_ids[:, None, :]).any(2) & self.may_stop.T
         first = np.where(stops.any(1), stops.argmax(1) + 1, sampled.shape[1])
         counts: Int64Array = np.minimum(first, self.num_passes)
@@ -60,9 +60,9 @@ class _HostRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows that are still in, on the device: see _HostRows."""
+    """The rows that have not ended, on the device; see `_HostRows`."""
 
-    # [r] host: their places in the step
+    # [r] host: their indices in the step
     index: Int64Array
     plan: SamplingPlan
     # [r+1] int32 and [N, r] int32, host: query_start and seq_lens
@@ -88,7 +88,7 @@ class _Rows:
     may_stop: torch.Tensor
     # [r] bool: rows that a stop id has ended
     stopped: torch.Tensor
-    # what layers declared, see ForwardBatch: the same in all passes
+    # see ForwardBatch; the same in all passes
     state: Mapping[str, torch.Tensor]
 
     def batch(self, number: int, input_ids: torch.Tensor, max_seq_len: int) -> ForwardBatch:
@@ -110,21 +110,21 @@ class _Rows:
         )
 
     def stop(self, number: int, token_ids: torch.Tensor) -> None:
-        """Marks the rows that what a pass sampled, [r], has ended."""
+        """Marks the rows that are ended by the ids that a pass sampled, [r]."""
         if self.stop_ids is not None:
             hits = (self.stop_ids == token_ids[:, None]).any(1)
             self.stopped.logical_or_(hits.logical_and_(self.may_stop.select(0, number)))
 
 
 class MultiStepDecoder:
-    """Runs several decoding steps in a row.
+    """Runs several decoding passes in a step.
 
     Args:
         batch: the slots.
         sampler: of the same slots.
         forward: batch → logits of its tokens, [T, V].
-        device: where it computes.
-        host_memory: tensors on the device are the host's memory.
+        device: of the model.
+        host_memory: tensors on the device are in host memory.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class MultiStepDecoder:
         """Decodes up to num_steps tokens of each row; a row ends at a stop id or at its max_num_tokens.
 
         Args:
-            slots: [R], each at most once; each misses one token.
+            slots: [R], each at most once; each has one token to compute.
             num_steps: N.
 
         Returns:
-            [R, N] sampled ids, void behind a row's end, and log-probabilities of the same shape, if a row asked.
+            [R, N] sampled ids, undefined after a row's end, and log-probabilities of the same shape, if requested.
 
         Raises:
-            ValueError: a row misses another number of tokens, or its blocks do not last.
+            ValueError: a row has another number of tokens to compute, or too few blocks.
         """
         host = self._look_ahead(slots, num_steps)
         passes = self._run_passes(host)
@@ -161,23 +161,23 @@ class MultiStepDecoder:
         for number, (index, _, sampled) in enumerate(passes):
             token_ids[index, number] = sampled.token_ids.cpu().numpy()
         counts = host.counts(token_ids[:, : len(host.num_tokens)])
-        # where all tokens were forbidden the row ends, but the next step may be under way already
+        # -1 where all tokens were forbidden: the row ends, but the next step may already be scheduled
         self._batch.append_several(slots, token_ids.clip(min=0), counts)
         reports = [(index[asking], sampled.logprobs) for index, asking, sampled in passes]
         return token_ids, collect(reports, len(slots), num_steps)
 
     def _run_passes(self, host: _HostRows) -> list[tuple[Int64Array, Int64Array, Sampled]]:
-        """Of each pass: the rows' places in the step, which of them asked for log-probabilities, their tokens."""
+        """Of each pass: the rows' indices in the step, those that requested log-probabilities, the sampled tokens."""
         rows = self._upload(host, np.arange(len(host.slots)))
         newest = self._batch.token_ids[host.slots, host.num_tokens[0] - 1].astype(np.int64)
         input_ids = upload(newest, self._device)
-        # of the rows as they began: later passes may have shorter ones
+        # of all rows; those of later passes may be shorter
         max_seq_lens: list[int] = host.num_tokens.max(axis=1).tolist()
         passes = []
         for number, max_seq_len in enumerate(max_seq_lens):
             batch = rows.batch(number, input_ids, max_seq_len)
             num_tokens = rows.num_tokens.select(0, number)
-            # no name for the logits, which would keep their memory from those of the next pass
+            # a variable for the logits would keep their memory allocated during the next pass
             sampled = self._sampler.sample(self._forward(batch), rows.plan, num_tokens, number)
             passes.append((rows.index, rows.plan.asking, sampled))
             if number + 1 == len(max_seq_lens):
@@ -211,7 +211,7 @@ class MultiStepDecoder:
         positions = num_tokens - 1
         block_table = batch.block_table[slots, : -(-int(longest.max()) // block_size)]
         blocks = block_table[np.arange(len(slots)), positions // block_size].astype(np.int64)
-        # a stop id counts as one if the row has at least min_tokens with it
+        # a stop id ends the row if it has at least min_tokens with it
         earliest = batch.prompt_lens[slots] + batch.sampling.min_tokens[slots]
         return _HostRows(
             slots=slots,
@@ -224,7 +224,7 @@ class MultiStepDecoder:
         )
 
     def _upload(self, host: _HostRows, index: Int64Array) -> _Rows:
-        """Some of the rows, none of which has ended."""
+        """Uploads the rows of `index`, none of which has ended."""
         device, num_rows = self._device, len(index)
         num_tokens_np = host.num_tokens.take(index, axis=1)
         num_tokens, slot_mapping, block_table, stop_ids, may_stop = upload_all(

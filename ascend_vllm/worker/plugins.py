@@ -1,6 +1,6 @@
-"""The implementations a worker chooses from, as tables of "module:Class".
+"""The attention backends that a worker chooses from, as "module:Class".
 
-A class is imported when its turn comes; a new backend is a file and a row here.
+Classes are imported when they are considered; a new backend is a file and a row here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ascend_vllm.attention.backend import AttentionBackend
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.attention import Attention
 
-# device type → attention backends, the preferred one first
+# device type → attention backends in order of preference
 ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("ascend_vllm.attention.cpu:CpuAttention",),
     "npu": ("ascend_vllm.attention.ascend:AscendAttention",),
@@ -24,16 +24,16 @@ ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
 def select_attention_backend(
     device_type: str, layers: Sequence[Attention], dtype: torch.dtype, block_size: int
 ) -> type[AttentionBackend]:
-    """The first backend of a device that serves all attention layers of a model.
+    """The first backend of a device that supports all attention layers of a model.
 
     Args:
         device_type: a key of ATTENTION_BACKENDS.
-        layers: of the model; equal ones are asked about once.
+        layers: of the model.
         dtype: of queries, keys and values.
         block_size: tokens of a KV block.
 
     Raises:
-        ConfigError: none does; the text gives each one's reason.
+        ConfigError: there is none; the message has the reason of each.
     """
     kinds = dict.fromkeys((layer.spec, layer.kv_cache_spec(block_size)) for layer in layers)
     refusals = []

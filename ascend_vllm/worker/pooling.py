@@ -1,4 +1,4 @@
-"""Steps of a pooling model: prompts in, pooled hidden states out. Nothing is sampled.
+"""Steps of a pooling model: hidden states of prompts are pooled, and nothing is sampled.
 
 Letters: M slots, T tokens of a step, R rows, S rows whose prompts end in the step, H hidden, P tokens of a prompt.
 """
@@ -21,7 +21,7 @@ from ascend_vllm.worker.stage_runner import StageForward
 
 
 class Gatherer(abc.ABC):
-    """Collects hidden states of prompts, which may come in pieces.
+    """Collects hidden states of prompts, which may be computed in chunks.
 
     Args:
         num_slots: M.
@@ -35,12 +35,12 @@ class Gatherer(abc.ABC):
         self.device = device
 
     def enter(self, rows: Sequence[NewRow]) -> None:
-        """Rows have got their slots; what was in these before is void, which most collectors need not know."""
+        """Prepares the slots of new rows; most subclasses need not do anything."""
         del rows
 
     @abc.abstractmethod
     def gather(self, batch: HostBatch, slots: Int64Array, hidden: torch.Tensor) -> tuple[torch.Tensor, Int64Array]:
-        """Takes in a step.
+        """Collects the states of a step.
 
         Args:
             batch: of the step.
@@ -48,7 +48,7 @@ class Gatherer(abc.ABC):
             hidden: [T, H], of its tokens.
 
         Returns:
-            [N, H] states of the S rows that end, and [S] how many each of them has, N together.
+            [N, H] states of the S rows whose prompts end, and [S] their number per row, N in total.
         """
 
 
@@ -56,7 +56,7 @@ class LastToken(Gatherer):
     """The state of a prompt's last token."""
 
     def gather(self, batch: HostBatch, slots: Int64Array, hidden: torch.Tensor) -> tuple[torch.Tensor, Int64Array]:
-        """See `Gatherer.gather`; pieces before the last one need nothing."""
+        """See `Gatherer.gather`; only the last chunk has states to collect."""
         del slots
         ends = batch.logits_indices
         return hidden[upload(ends, self.device)], np.ones(len(ends), np.int64)
@@ -80,7 +80,7 @@ class FirstToken(Gatherer):
 
 
 class MeanOfTokens(Gatherer):
-    """The mean of the states of a prompt's tokens; added up in the order of the tokens, whatever the pieces are."""
+    """The mean of the states of a prompt's tokens, added in the order of the tokens however it is chunked."""
 
     def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
         super().__init__(num_slots, width, device)
@@ -96,7 +96,7 @@ class MeanOfTokens(Gatherer):
         slot_of_token = np.repeat(slots, np.diff(batch.query_start))
         self._sums.index_add_(0, upload(slot_of_token, self.device), hidden.float())
         ended = batch.sampling_slots
-        # where the last of a row's tokens stands, there its prompt ends
+        # the position of a row's last token is the last one of its prompt
         lengths = (batch.positions[batch.logits_indices] + 1).astype(np.float32)
         sums = self._sums[upload(ended, self.device)]
         return sums / upload(lengths, self.device)[:, None], np.ones(len(ended), np.int64)
@@ -108,29 +108,29 @@ class EveryToken(Gatherer):
     def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
         super().__init__(num_slots, width, device)
         # by slot, of prompts that are not complete
-        self._pieces: dict[int, list[torch.Tensor]] = {}
+        self._chunks: dict[int, list[torch.Tensor]] = {}
 
     def enter(self, rows: Sequence[NewRow]) -> None:
         """See `Gatherer.enter`."""
         for row in rows:
-            self._pieces.pop(row.slot, None)
+            self._chunks.pop(row.slot, None)
 
     def gather(self, batch: HostBatch, slots: Int64Array, hidden: torch.Tensor) -> tuple[torch.Tensor, Int64Array]:
         """See `Gatherer.gather`."""
         ended = set(batch.sampling_slots.tolist())
         complete: list[torch.Tensor] = []
         counts: list[int] = []
-        # a turn per row: prompts are of all lengths, and each brings far more memory than the turn costs
+        # a loop over rows, since prompts have different lengths; copying the states costs far more than the loop
         for slot, first, last in zip(
             slots.tolist(), batch.query_start[:-1].tolist(), batch.query_start[1:].tolist(), strict=True
         ):
-            piece = hidden[first:last]
+            chunk = hidden[first:last]
             if slot not in ended:
-                self._pieces.setdefault(slot, []).append(piece.clone())
+                self._chunks.setdefault(slot, []).append(chunk.clone())
                 continue
-            pieces = [*self._pieces.pop(slot, []), piece]
-            complete += pieces
-            counts.append(sum(map(len, pieces)))
+            chunks = [*self._chunks.pop(slot, []), chunk]
+            complete += chunks
+            counts.append(sum(map(len, chunks)))
         states = torch.cat(complete) if complete else hidden[:0]
         return states, np.array(counts, np.int64)
 
@@ -139,7 +139,7 @@ _GATHERERS: dict[str, type[Gatherer]] = {"LAST": LastToken, "CLS": FirstToken, "
 
 
 def make_gatherer(config: PoolerConfig, num_slots: int, width: int, device: torch.device) -> Gatherer:
-    """What collects the states that a pooler reads."""
+    """Makes the object that collects the states for a pooler."""
     kind = EveryToken if config.task.startswith("token_") else _GATHERERS[config.seq_pooling_type]
     return kind(num_slots, width, device)
 
@@ -149,11 +149,11 @@ class PoolingRunner:
 
     Args:
         model: with a pooler, on `device`.
-        forward: through its layers.
-        mover: copies their blocks.
+        forward: the pass through its layers.
+        mover: copies KV blocks.
         batch: empty slots.
-        gatherer: collects the hidden states that the pooler reads.
-        device: where everything computes.
+        gatherer: collects the hidden states for the pooler.
+        device: of the model.
 
     Raises:
         ValueError: the model has no pooler.
@@ -183,7 +183,7 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepOutput:
-        """Applies the step's diff, computes its tokens and pools the prompts that end.
+        """Applies the step's diff, computes its tokens and pools the prompts that end in it.
 
         Raises:
             ValueError: the step does not fit its rows.
@@ -219,7 +219,7 @@ class PoolingRunner:
             self._dimensions[row.slot] = params.dimensions or 0
 
     def _pool(self, slots: Int64Array, states: torch.Tensor, counts: Int64Array) -> list[RowResult]:
-        """Results of the rows in some slots, [S], which have so many states, [S], each."""
+        """Results of the rows in `slots`, [S], of which each has `counts`, [S], states."""
         dimensions = self._dimensions[slots]
         use_activation = np.repeat(self._use_activation[slots], counts)
         limits: torch.Tensor | None = None
@@ -230,7 +230,7 @@ class PoolingRunner:
         if self._pooler.config.task.startswith("token_"):
             parts = np.split(results, np.cumsum(counts)[:-1])
             return [RowResult(slot, part) for slot, part in zip(slots.tolist(), parts, strict=True)]
-        # a turn per request that ends: each result goes its own way
+        # a loop, since the results have different lengths
         return [
             RowResult(slot, result[: size or None])
             for slot, result, size in zip(slots.tolist(), results, dimensions.tolist(), strict=True)

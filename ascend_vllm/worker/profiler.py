@@ -1,4 +1,4 @@
-"""Traces of what a worker computes, for chrome://tracing, Perfetto or TensorBoard."""
+"""Traces of a worker's steps, for chrome://tracing, Perfetto or TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = init_logger(__name__)
 class WorkerProfiler:
     """PyTorch's profiler around the steps of one worker.
 
-    It sees the thread that starts it: the one that computes.
+    It traces the thread that calls `start`, which must be the one that computes.
 
     Args:
-        directory: where traces are written, one file for each pair of start and stop; None: there is no profiling.
-        rank: of the worker, part of the files' names.
+        directory: of the traces, one file for each pair of start and stop; None: profiling is disabled.
+        rank: of the worker, for the file names.
     """
 
     def __init__(self, directory: str | None, rank: int) -> None:
@@ -30,10 +30,10 @@ class WorkerProfiler:
         self._num_traces = 0
 
     def start(self) -> None:
-        """Begins a trace; does nothing if one has begun.
+        """Starts a trace; does nothing if one is running.
 
         Raises:
-            RequestError: there is no directory for it.
+            RequestError: profiling is disabled.
         """
         if self._directory is None:
             raise RequestError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a directory for its traces.")
@@ -42,10 +42,10 @@ class WorkerProfiler:
             self._profile.start()
 
     def stop(self) -> None:
-        """Ends the trace and writes its file; does nothing if none has begun.
+        """Ends the trace and writes its file; does nothing if none is running.
 
         Raises:
-            RequestError: there is no directory for it.
+            RequestError: profiling is disabled.
             OSError: the file cannot be written.
         """
         if self._directory is None:

@@ -1,4 +1,4 @@
-"""Lists of different lengths, one per slot, read many at a time without a loop over them."""
+"""Lists of different lengths, one per slot, read without a Python loop over the slots."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def ragged_arange(starts: npt.NDArray[np.integer[Any]], counts: Int64Array) -> I
 
 
 class RaggedTable:
-    """For each slot a list of token ids, with a number beside each.
+    """A list of token ids for each slot, with a value for each id.
 
-    Lists lie one after another in an arena that is compacted when it is full, so that memory follows what is
-    in use and not the longest list times the number of slots.
+    Lists are stored one after another in an arena that is compacted when it is full. So its size depends on the
+    lists in use, not on the longest list times the number of slots.
 
     Args:
-        num_slots: slots 0 … num_slots-1, all empty at first.
+        num_slots: number of slots, whose lists are empty at first.
     """
 
     def __init__(self, num_slots: int) -> None:
-        # [num_slots] place in the arena, and length, of each slot's list
+        # [num_slots] start in the arena, and length, of each slot's list
         self._start = np.zeros(num_slots, np.int64)
         self._count = np.zeros(num_slots, np.int64)
-        # [capacity]; [0, _end) has been written, by lists in use or not
+        # [capacity]; [0, _end) is taken by lists, which may no longer be in use
         self._ids = np.zeros(_SMALLEST_ARENA, np.int64)
         self._values = np.zeros(_SMALLEST_ARENA, np.float32)
         self._end = 0
@@ -66,7 +66,7 @@ class RaggedTable:
         self._end = span.stop
 
     def copy(self, sources: Int64Array, targets: Int64Array) -> None:
-        """Gives some slots the lists of others. They share memory: a list is replaced, never changed."""
+        """Copies lists to other slots. The copies share memory, since lists are replaced, never modified."""
         self._start[targets] = self._start[sources]
         self._count[targets] = self._count[sources]
 
@@ -88,7 +88,7 @@ class RaggedTable:
 
         Args:
             slots: [R].
-            padding: what fills the rest of a row.
+            padding: id at the end of shorter rows.
 
         Returns:
             [R, longest list]; without columns if all are empty.
@@ -100,7 +100,7 @@ class RaggedTable:
         return matrix
 
     def _compact(self, room: int) -> None:
-        """Moves all lists to the front of an arena with room for one more and as much again."""
+        """Moves all lists in use to the front of a new arena with at least `room` free entries."""
         live = np.flatnonzero(self._count)
         _, ids, values = self.gather(live)
         capacity = max(_SMALLEST_ARENA, 2 * (len(ids) + room))

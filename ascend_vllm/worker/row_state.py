@@ -1,4 +1,4 @@
-"""The values of step state by row, and a step's tensors made of them. See `layers.step_state`."""
+"""Values of the step state by slot, from which each step's tensors are built. See `layers.step_state`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RowState:
     """A value of each slot's row for each tensor that layers declared.
 
     Args:
-        state: of the model, when all layers have declared theirs.
-        num_slots: slots 0 … num_slots-1.
+        state: of the model; all layers have declared theirs.
+        num_slots: number of slots.
     """
 
     def __init__(self, state: StepState, num_slots: int) -> None:
@@ -35,12 +35,12 @@ class RowState:
         return not self._columns
 
     def enter(self, row: NewRow) -> None:
-        """Takes the values that a row brings."""
+        """Stores the values of a new row."""
         for name, column in self._columns.items():
             column[row.slot] = row.state.get(name, self.state.specs[name].fill)
 
     def copy(self, sources: Int64Array, targets: Int64Array) -> None:
-        """Gives some slots the values of others."""
+        """Copies values to other slots."""
         for column in self._columns.values():
             column[targets] = column[sources]
 

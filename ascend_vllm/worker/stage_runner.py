@@ -1,4 +1,4 @@
-"""Steps of a pipeline stage: its layers between the stage before and the next. Letters: T tokens, H hidden."""
+"""Steps of a pipeline stage that is not the last one. Letters: T tokens, H hidden."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ascend_vllm.worker.input_batch import InputBatch
 
 
 class StageForward:
-    """The forward pass through this worker's layers; they are all layers, unless there are stages.
+    """The forward pass through this worker's layers: all layers, or those of its pipeline stage.
 
     Args:
         model: on the device.
-        backend: serves all its layers.
+        backend: computes attention in all its layers.
         kv_caches: one per layer, made by the backend.
         link: to the other stages.
     """
@@ -39,16 +39,16 @@ class StageForward:
 
 
 class StageRunner:
-    """Runs steps of a stage that others follow: the counterpart of `ModelRunner` and `PoolingRunner` of the last.
+    """Runs the steps of a pipeline stage before the last, whose runner is a `ModelRunner` or a `PoolingRunner`.
 
-    Nothing is sampled here. Which tokens the rows got is in the step that goes on with them.
+    Nothing is sampled here. The tokens that the last stage sampled come with a later step.
 
     Args:
         forward: through this stage's layers.
         link: to the next stage.
         mover: copies blocks of the layers' caches.
         batch: empty slots.
-        device: where everything computes.
+        device: of the model.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class StageRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepOutput:
-        """Applies the step's diff, computes its tokens and hands them on.
+        """Applies the step's diff, computes its tokens and sends their hidden states to the next stage.
 
         Returns:
-            An output without contents: the last stage tells.
+            An empty output: the last stage returns the results.
 
         Raises:
             ValueError: the step does not fit its rows.
         """
         if step.sampled:
             slots, token_ids = np.array(step.sampled, np.int64).T
-            self._batch.append_told(slots, token_ids)
+            self._batch.append_received(slots, token_ids)
         self._mover.move(step.block_moves)
         self._batch.apply(step)
         if step.slots:

@@ -1,9 +1,8 @@
-"""Decoding by tapes, on CPU: a step of R rows, each of q tokens, is recorded when it comes for the first time and
-replayed from then on.
+"""Decoding by tapes, on CPU: the first step of a shape (R rows with q tokens each) is recorded, later ones replay it.
 
-What is computed is the same to the last bit, as are the kernels and what they read. Tapes are the CPU's counterpart
-of the graphs in `worker.graph_runner`; recording costs no more than the step itself, so that there is one for each
-number of rows and query length, and none is padded.
+Results are bitwise the same as without tapes, since the kernels and their inputs are the same. Tapes are the CPU's
+counterpart of the graphs in `worker.graph_runner`. Recording costs no more than the step itself, so that there is a
+tape for each shape, and no padding.
 
 Letters: R rows of a step, q tokens of each, H hidden size.
 """
@@ -22,7 +21,7 @@ from ascend_vllm.worker.graph_runner import Forward, Shape, StaticInputs, shape_
 
 logger = init_logger(__name__)
 
-# with more rows what is computed takes so long that calling it does not matter
+# with more rows the overhead of Python calls is negligible
 MOST_ROWS = 64
 
 
@@ -30,9 +29,9 @@ class TapeRunner:
     """Records decoding steps, and replays them.
 
     Args:
-        forward: what is recorded.
-        max_num_seqs: most rows of a step.
-        blocks_per_row: most KV blocks of a row.
+        forward: the function to record.
+        max_num_seqs: maximum rows of a step.
+        blocks_per_row: maximum KV blocks of a row.
         step_state: of the model.
         query_lens: tokens that each row of a recorded step may have, 1 among them.
     """
@@ -50,18 +49,18 @@ class TapeRunner:
         self._query_lens = query_lens
         self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens)
         self._tapes = Tapes()
-        # by R and q: [R*q, H], what every replay writes
+        # by R and q: [R*q, H], written by replays
         self._hidden: dict[Shape, torch.Tensor] = {}
 
     def capture(self) -> None:
-        """Nothing: a step is recorded when it comes for the first time."""
+        """Does nothing: the first step of each shape is recorded when it runs."""
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Computes a decoding step.
 
         Returns:
-            [R*q, H], valid until the next run; None if there are prompts or too many rows, or the model computes
-            with something else than kernels.
+            [R*q, H], valid until the next run; None if there are prompts or too many rows, or the model uses
+            operators that cannot be recorded.
         """
         shape = shape_of(batch, self._query_lens)
         if shape is None or shape[0] > self._most_rows:

@@ -1,4 +1,4 @@
-"""A worker: one model (or one rank's part of it) on one device, from loading to the last step.
+"""A worker: runs one model, or one rank's part of it, on one device.
 
 The composition root of everything below the executor: here the platform, the model and the attention backend are
 chosen and handed to each other; `worker.runner_choice` makes the runner.
@@ -46,7 +46,7 @@ logger = init_logger(__name__)
 
 _WARM_UP_TOKENS = 16
 
-# what `wake_up` can bring back
+# tags of `wake_up`
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 
@@ -56,8 +56,8 @@ class Worker:
 
     Args:
         config: the engine's configuration.
-        rank: number of the worker among all of the engine; those of a stage are neighbours.
-        rendezvous: where it meets the other workers; None for a worker alone.
+        rank: number of the worker in the engine; workers of a pipeline stage have consecutive numbers.
+        rendezvous: where the workers connect with each other; None for a single worker.
 
     Raises:
         ConfigError: the device cannot be used, or not with this dtype.
@@ -103,11 +103,11 @@ class Worker:
         self._profiler = WorkerProfiler(envs.torch_profiler_dir(), rank)
 
     def load_model(self) -> None:
-        """Reads the weights and picks the attention backend.
+        """Reads the weights and chooses the attention backend.
 
         Raises:
-            ModelLoadError: the model's directory is at fault.
-            ConfigError: no attention backend serves this model with this block size and dtype.
+            ModelLoadError: the model directory cannot be loaded.
+            ConfigError: no attention backend supports this model with this block size and dtype.
         """
         config = self._config
         load_native_library()
@@ -123,7 +123,7 @@ class Worker:
             step_state=step_state,
         )
         try:
-            # all ranks would draw their bars over each other
+            # the progress bars of all ranks would overwrite each other
             load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and self._parallel.rank == 0)
             model = load_model(config.model, load, context)
         except torch.OutOfMemoryError as error:
@@ -148,7 +148,7 @@ class Worker:
         self._log_ops()
 
     def _make_step_state(self) -> StepState:
-        """Where layers may declare tensors with room for any step, or any graph's padded batch."""
+        """Memory for the step state that layers declare, with room for any step or padded batch of a graph."""
         scheduler, graphs = self._config.scheduler, self._config.graphs
         num_rows = max(scheduler.max_num_seqs, *graphs.capture_sizes, 0)
         num_tokens = max(scheduler.max_num_batched_tokens, num_rows * max(graphs.query_lens))
@@ -158,7 +158,7 @@ class Worker:
         """Number of KV blocks that this device has memory for; 1 or more. --num-gpu-blocks-override decides if given.
 
         Raises:
-            ConfigError: there is no room for a block, or the size asked for is not there.
+            ConfigError: there is no memory for one block, or for the configured size.
         """
         override = self._config.cache.num_gpu_blocks_override
         if override is not None:
@@ -167,17 +167,17 @@ class Worker:
         return self._kv_memory().num_blocks(other_bytes)
 
     def determine_num_cpu_blocks(self) -> int:
-        """Number of blocks that --swap-space has room for in CPU memory; 0 if no row is ever swapped."""
+        """Number of blocks that --swap-space has room for in CPU memory; 0 if rows are never swapped."""
         if self._config.scheduler.preemption_mode == "recompute":
             return 0
         return self._kv_memory().num_cpu_blocks()
 
     def initialize_cache(self, num_blocks: int, num_cpu_blocks: int = 0) -> None:
-        """Allocates the KV cache and runs the model once, so that the first request finds everything warm.
+        """Allocates the KV cache, and runs the model once to warm it up.
 
         Args:
-            num_blocks: on the device.
-            num_cpu_blocks: of the pool that preempted rows are swapped to. Its memory is taken as it is written.
+            num_blocks: of the KV cache on the device.
+            num_cpu_blocks: of the pool that preempted rows are swapped to. Its pages are allocated when written.
 
         Raises:
             ConfigError: the memory is not there.
@@ -203,7 +203,7 @@ class Worker:
 
     @property
     def output_rank(self) -> int:
-        """Number of the worker that tells what steps gave."""
+        """Number of the worker that returns the results of steps."""
         return self._config.parallel.output_rank
 
     def execute_model(self, step: SchedulerOutput) -> StepOutput:
@@ -216,12 +216,12 @@ class Worker:
         """The model.
 
         Raises:
-            RuntimeError: its weights are not there.
+            RuntimeError: the weights are not loaded.
         """
         return self._model_in_use.model
 
     def apply_model(self, function: Callable[[CausalLM], Any]) -> Any:
-        """What a function makes of the model."""
+        """Calls a function with the model, and returns its result."""
         return function(self.get_model())
 
     def profile(self, is_start: bool = True) -> None:
@@ -236,7 +236,7 @@ class Worker:
             self._profiler.stop()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives memory back until `wake_up`. No row may be in a slot, and what the KV cache holds is lost.
+        """Frees memory until `wake_up`. No slot may be in use; the contents of the KV cache are lost.
 
         Args:
             level: 1: the KV cache and the swap pool; 2: the weights, too.
@@ -244,21 +244,21 @@ class Worker:
         before = self._platform.free_bytes()
         if level >= 2:
             self._loaded = None
-        self._let_go_of_caches()
+        self._free_caches()
         self._platform.release_memory()
         native.release_memory()
         logger.info("Asleep at level %d: %.2f GiB given back", level, (self._platform.free_bytes() - before) / GIB)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes memory again: reads weights that are not there, allocates the KV cache.
+        """Allocates memory again: loads the weights if they were freed, and allocates the KV cache.
 
         Args:
             tags: "weights", "kv_cache" or both; None: both. The weights come first.
 
         Raises:
-            RuntimeError: the KV cache is wanted and the weights are not there.
+            RuntimeError: the KV cache is to be allocated without weights.
             ConfigError: the memory is not there.
-            ModelLoadError: the weights cannot be read any more.
+            ModelLoadError: the weights can no longer be read.
         """
         wanted = (WEIGHTS, KV_CACHE) if tags is None else tags
         if WEIGHTS in wanted and self._loaded is None:
@@ -269,7 +269,7 @@ class Worker:
             self.initialize_cache(self._cache_size.num_blocks, self._cache_size.num_cpu_blocks)
 
     def shutdown(self) -> None:
-        """Lets go of the model and the cache."""
+        """Frees the model and the cache."""
         self._runner = None
         self._loaded = None
 
@@ -289,7 +289,7 @@ class Worker:
         return KVMemory(self._config, self._platform, self._device, loaded.model.attention_layers, loaded.backend)
 
     def _warm_up(self, runner: Runner, num_blocks: int) -> None:
-        """A prompt and one decoding step in slot 0, with random sampling; the slot is free again afterwards."""
+        """Runs a prompt and one decoding step in slot 0, with random sampling, and frees the slot."""
         config = self._config
         start = time.monotonic()
         room = min(num_blocks * config.cache.block_size, config.scheduler.max_model_len)
@@ -302,13 +302,13 @@ class Worker:
             row.pooling_params = PoolingParams()
         runner.execute(SchedulerOutput(-1, [], [row], [0], [length], []))
         if config.model.pooler is None:
-            # stages that do not sample go on with any token
+            # stages that do not sample continue with an arbitrary token
             runner.execute(SchedulerOutput(-1, [], [], [0], [1], [], sampled=[(0, 0)]))
         runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
         logger.info("Warmed up in %.2f s", time.monotonic() - start)
 
     def _peak_bytes(self) -> int:
-        """Memory that steps need beside the weights and the KV cache, as far as the platform wants it measured.
+        """Memory that steps need beside the weights and the KV cache; 0 if the platform does not measure it.
 
         Raises:
             ConfigError: the largest step does not fit in the memory of the device.
@@ -316,10 +316,10 @@ class Worker:
         config = self._config
         step = make_largest_step(config.scheduler, config.cache.block_size, pools=config.model.pooler is not None)
         cache_bytes = self._kv_memory().cache_bytes(num_blocks_of(step))
-        return max(0, self._platform.peak_bytes(lambda: self._run_alone(step)) - cache_bytes)
+        return max(0, self._platform.peak_bytes(lambda: self._run_largest_step(step)) - cache_bytes)
 
-    def _run_alone(self, step: SchedulerOutput) -> None:
-        """Computes a step of `make_largest_step` in a KV cache of its own."""
+    def _run_largest_step(self, step: SchedulerOutput) -> None:
+        """Computes a step of `make_largest_step` with a temporary KV cache."""
         flags = "--max-num-batched-tokens or --max-num-seqs"
         kv_caches = self._kv_memory().allocate(num_blocks_of(step), "KV cache for the largest step", flags)
         try:
@@ -331,13 +331,13 @@ class Worker:
             ) from error
         finally:
             del kv_caches
-            self._let_go_of_caches()
+            self._free_caches()
 
     def _graph_bytes(self) -> int:
-        """Memory that graphs keep: the largest one's, in which the others work, too, and what each of them returns.
+        """Memory of the graphs: that of the largest one, which all share, and the outputs of the others.
 
         Raises:
-            ConfigError: there is no memory for it.
+            ConfigError: there is not enough memory.
         """
         if self._config.graphs.mode in (GraphMode.EAGER, GraphMode.RECORDED):
             return 0
@@ -356,14 +356,14 @@ class Worker:
             return before - self._platform.free_bytes() + graphs.output_bytes()
         finally:
             del graphs, runner, runners, kv_caches
-            self._let_go_of_caches()
+            self._free_caches()
             self._platform.release_memory()
 
-    def _let_go_of_caches(self) -> None:
-        """Frees the KV cache and what works with it."""
+    def _free_caches(self) -> None:
+        """Frees the KV cache and the objects that refer to it."""
         self._runner = None
         if self._loaded is not None:
-            # a backend may keep the caches that it was told of
+            # a backend may refer to the caches that were bound to it
             backend = type(self._loaded.backend)(self._config.cache.block_size)
             self._loaded = dataclasses.replace(self._loaded, backend=backend)
         # a runner is part of a cycle of references

@@ -149,7 +149,7 @@ def test_stages_that_do_not_sample_go_back_behind_wrong_drafts() -> None:
     slots, counts = np.array([0, 1]), np.array([3, 1])
     batch.build(slots, counts)
     batch.advance(slots, counts)
-    batch.append_told(np.array([0, 1, 0]), np.array([20, 44, 99]))
+    batch.append_received(np.array([0, 1, 0]), np.array([20, 44, 99]))
     assert batch.token_ids[0, :5].tolist() == [10, 10, 10, 20, 99]
     assert batch.num_tokens[:2].tolist() == [5, 5]
     assert batch.num_computed_tokens[:2].tolist() == [4, 4]

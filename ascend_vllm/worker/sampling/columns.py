@@ -19,8 +19,8 @@ from ascend_vllm.sampling_params import SAMPLING_EPS
 from ascend_vllm.types.step import NewRow
 from ascend_vllm.worker.ragged import Int64Array, RaggedTable, ragged_arange
 
-# What a row needs beyond the arg-max of its logits, as bits: the union over a step's rows decides what the
-# sampler does at all. Plain integers, since they meet numpy columns every step.
+# Features that a row needs beyond the arg-max of its logits, as bits. The union over a step's rows decides which
+# parts of the sampler run. Plain integers, since they are combined with numpy columns in every step.
 RANDOM = 1
 PENALTIES = 2
 LOGIT_BIAS = 4
@@ -28,10 +28,10 @@ ALLOWED_IDS = 8
 MIN_TOKENS = 16
 LOGPROBS = 32
 BAD_WORDS = 64
-# not of a row but of a step: it brings a mask for the row's next token
+# of a step, not of a row: the step has a mask for the row's next token
 CONSTRAINED = 128
 PROCESSORS = 256
-# what may leave a row no token at all
+# features that may forbid all tokens of a row
 MASKS = ALLOWED_IDS | MIN_TOKENS | BAD_WORDS | CONSTRAINED
 
 NO_LOGPROBS = -1
@@ -39,16 +39,16 @@ NO_LOGPROBS = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadWordTable:
-    """Sequences that a row's output must not contain, one behind the other, so that a long one widens no other.
+    """Sequences that a row's output must not contain, concatenated, so that short ones need no padding.
 
-    Letters: E sequences, P tokens of all of them but the last one of each.
+    Letters: E sequences, P tokens of all of them without the last one of each.
     """
 
-    # [P] int64: what comes before the last tokens
+    # [P] int64: the tokens before the last ones
     prefixes: Int64Array
-    # [P] int64: how far each of them is before the token that would complete its sequence
+    # [P] int64: distance of each of them from the last token of its sequence
     distances: Int64Array
-    # [E] int64: how many of them are each sequence's
+    # [E] int64: number of them in each sequence
     counts: Int64Array
     # [E] int64: the last tokens
     last: Int64Array
@@ -68,19 +68,19 @@ class BadWordTable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitsProcessor:
-    """A function of the user's that changes a row's logits."""
+    """A function of the user that modifies a row's logits."""
 
     function: Callable[..., torch.Tensor]
-    # it is given the prompt's ids, too
+    # it takes the prompt's ids, too
     takes_prompt: bool
 
     @classmethod
     def of(cls, function: Callable[..., torch.Tensor]) -> LogitsProcessor:
-        """From what a request has."""
+        """From the function in a request."""
         return cls(function, len(inspect.signature(function).parameters) == 3)
 
     def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """The logits, [V], that the function makes of a row's."""
+        """Calls the function with a row's logits, [V]; returns the new ones."""
         if self.takes_prompt:
             return self.function(prompt_ids, output_ids, logits)
         return self.function(output_ids, logits)
@@ -114,20 +114,20 @@ class SamplingColumns:
         self.presence_penalty = np.zeros(num_slots, np.float32)
         # [M] int64, host: key of the row's random stream
         self.seed = np.zeros(num_slots, np.int64)
-        # [M] int32, host: the row cannot end before it has generated as many
+        # [M] int32, host: minimum tokens that the row generates
         self.min_tokens = np.zeros(num_slots, np.int32)
         # [M] int32, host: most likely tokens to report beside the sampled one; NO_LOGPROBS: report nothing
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        # ids that end the row, forbidden below min_tokens; ids and what is added to their logits
+        # ids that end the row, forbidden below min_tokens; ids and the values to add to their logits
         self.stop_ids = RaggedTable(num_slots)
         self.logit_bias = RaggedTable(num_slots)
-        # [M, ceil(V / 32)] int32, host: ids allowed alone, of the rows that have some: bit t % 32 of word t // 32 is
-        # token t's. A slot takes memory when it first has some, a bit for an id however many there are.
+        # [M, ceil(V / 32)] int32, host: allowed ids of rows that have a list; bit t % 32 of word t // 32 is that of
+        # token t. A slot takes memory when it first has a list.
         self.allowed_ids = np.zeros((num_slots, -(-vocab_size // 32)), np.int32)
-        # slot → sequences of ids that the output must not contain, of the rows that have some
+        # slot → sequences of ids that the output must not contain
         self.bad_words: dict[int, BadWordTable] = {}
         self._last_words: tuple[list[list[int]], BadWordTable] | None = None
-        # slot → the user's own functions, of the rows that have some
+        # slot → logits processors
         self.processors: dict[int, list[LogitsProcessor]] = {}
         self._tables = (self.stop_ids, self.logit_bias)
         # all of the above but the tables
@@ -146,7 +146,7 @@ class SamplingColumns:
         )
 
     def set(self, row: NewRow) -> None:
-        """Takes over the parameters of a row that enters its slot."""
+        """Stores the parameters of a new row."""
         slot, params = row.slot, row.sampling_params
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
@@ -175,7 +175,7 @@ class SamplingColumns:
         self.features[slot] = self._features_of(row, has_bias=bool(known.any()), has_stop_ids=len(stop_ids) > 0)
 
     def clear(self, slot: int) -> None:
-        """Forgets a row that has left its slot."""
+        """Removes the row of a slot."""
         self.features[slot] = 0
         self.bad_words.pop(slot, None)
         self.processors.pop(slot, None)
@@ -183,7 +183,7 @@ class SamplingColumns:
             table.set(slot, ())
 
     def copy(self, sources: Int64Array, targets: Int64Array) -> None:
-        """Gives some slots the parameters of others; all are read before one is written."""
+        """Copies parameters to other slots; all are read before one is written."""
         if (self.features[sources] & ALLOWED_IDS).any():
             self.allowed_ids[targets] = self.allowed_ids[sources]
         for column in self._columns:
@@ -200,7 +200,7 @@ class SamplingColumns:
                     self.bad_words[target] = words
 
     def _bad_word_table(self, words: list[list[int]]) -> BadWordTable:
-        """The sequences of a request enter one after the other with the same words, and share their table."""
+        """The table of bad words; rows of the same request, which are added one after another, share it."""
         if self._last_words is None or self._last_words[0] != words:
             self._last_words = (words, BadWordTable.of(words))
         return self._last_words[1]

@@ -1,6 +1,6 @@
-"""Log-probabilities that go back to the client.
+"""Log-probabilities that are returned to clients.
 
-Letters: S rows, A rows that asked, V vocabulary, K most likely tokens reported, N forward passes of a step.
+Letters: S rows, A rows that requested them, V vocabulary, K most likely tokens reported, N forward passes of a step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def filtered_logits(
 
     Args:
         logits: [S, V] float32, with biases, masks and penalties applied.
-        temperature: [S] float32; 0 leaves the logits as they are, for a greedy row has no temperature.
+        temperature: [S] float32; 0 leaves the logits unchanged, since greedy rows have no temperature.
         top_k: [S] int32; 0 or less is off.
         top_p: [S] float32; 1 is off.
         min_p: [S] float32; 0 is off.
 
     Returns:
-        [S, V] float32, -inf for tokens that are filtered out. Tokens as likely as the last one kept stay.
+        [S, V] float32, -inf for tokens that are filtered out. Tokens as likely as the last kept one are kept, too.
     """
     logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     best = logits.max(-1, keepdim=True).values
@@ -45,7 +45,7 @@ def filtered_logits(
     num_kept = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     in_top_k = torch.arange(vocab_size, device=logits.device) < num_kept[:, None]
     ordered = ordered.masked_fill(~in_top_k, -torch.inf)
-    # a token stays if those before it do not reach top_p: the smallest set that reaches it
+    # a token is kept if those before it do not reach top_p: the smallest set that reaches it
     probs = ordered.softmax(-1)
     in_top_p = (probs.cumsum(-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
     last = (in_top_p & (ordered > -torch.inf)).sum(-1, keepdim=True) - 1
@@ -55,7 +55,7 @@ def filtered_logits(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """What a forward pass says of the sampled tokens, still on the device."""
+    """Log-probabilities of the tokens that a forward pass sampled, on the device."""
 
     # [A, 1+K] int64: the sampled token, then the K most likely ones
     token_ids: torch.Tensor
@@ -65,16 +65,16 @@ class LogprobTensors:
     ranks: torch.Tensor
 
 
-def report(logits: torch.Tensor, sampled: torch.Tensor, num_logprobs: int, *, tells_logits: bool) -> LogprobTensors:
+def report(logits: torch.Tensor, sampled: torch.Tensor, num_logprobs: int, *, reports_logits: bool) -> LogprobTensors:
     """Looks up the sampled tokens and the most likely ones.
 
     Args:
-        logits: [A, V] float, of the rows that asked.
-        sampled: [A] int64, the ids they drew.
-        num_logprobs: the most any of them asked for; K is V if that is less.
-        tells_logits: the logits themselves are told in place of log-probabilities.
+        logits: [A, V] float.
+        sampled: [A] int64, the sampled ids.
+        num_logprobs: the largest number that any row requested; K is V if that is less.
+        reports_logits: report logits instead of log-probabilities.
     """
-    if not tells_logits:
+    if not reports_logits:
         return LogprobTensors(*token_logprobs(logits, sampled, num_logprobs))
     logits = logits.float()
     ids = sampled[:, None]
@@ -88,7 +88,7 @@ def report(logits: torch.Tensor, sampled: torch.Tensor, num_logprobs: int, *, te
 
 
 def by_place(logprobs: StepLogprobs, num_places: Int64Array) -> StepLogprobs:
-    """Reports of P places, [P, 1, …], as those of rows, [S, N, …], which have `num_places`, [S], of them each."""
+    """Reshapes reports of P positions, [P, 1, …], to rows, [S, N, …]; `num_places`, [S], is the positions per row."""
     has_place = np.arange(num_places.max()) < num_places[:, None]
 
     def spread(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -102,12 +102,12 @@ def by_place(logprobs: StepLogprobs, num_places: Int64Array) -> StepLogprobs:
 def collect(
     passes: Sequence[tuple[Int64Array, LogprobTensors | None]], num_rows: int, num_steps: int
 ) -> StepLogprobs | None:
-    """Brings the reports of a step's forward passes to the host.
+    """Copies the reports of a step's forward passes to the host.
 
     Args:
-        passes: of each, which of the step's rows its report is about, and the report.
-        num_rows: S, all sampling rows; those that did not ask get zeros.
-        num_steps: N, as many passes or more; those that were not needed are zeros too.
+        passes: of each, the indices of the reported rows in the step, and the report.
+        num_rows: S, all sampling rows; those without a request get zeros.
+        num_steps: N, at least the number of passes; passes that were not needed are zeros.
 
     Returns:
         None if no pass has a report.

@@ -1,7 +1,7 @@
-"""What the sampler needs to know of a step's rows, gathered once and good for all tokens they get in the step.
+"""The sampler's parameters of a step's rows, gathered once for all tokens that are sampled in the step.
 
-Letters: S sampling rows of a step, A rows that asked for log-probabilities, E entries of all rows' lists,
-P tokens of bad words but for the last one of each.
+Letters: S sampling rows of a step, A rows that requested log-probabilities, E entries of all rows' lists,
+P tokens of bad words without the last one of each.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NEED_HISTORY = columns.PENALTIES | columns.BAD_WORDS | columns.PROCESSORS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class History:
-    """The rows' tokens, for what depends on them."""
+    """The rows' tokens, for penalties, bad words and logits processors."""
 
-    # [rows, more than the longest row] int32: tokens of each row; the sampled ones are added here
+    # [rows, more than the longest row] int32: tokens of each row; sampled tokens are added
     token_ids: torch.Tensor
     # [S] int64: row of the table
     table_rows: torch.Tensor
@@ -46,13 +46,13 @@ class Penalties:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadWords:
-    """Sequences that must not come about, and the P tokens that come before the last one of each."""
+    """Sequences that must not be generated, and the P tokens before the last one of each."""
 
     # [E]: row, and last id, of each sequence
     index: Index
     # [P] int64: the tokens before the last ones
     prefixes: torch.Tensor
-    # [P] int64: sequence of each of them, its row, and how far it is behind the end of the row's tokens
+    # [P] int64: sequence of each of them, its row, and its distance from the end of the row's tokens
     sequences: torch.Tensor
     rows: torch.Tensor
     distances: torch.Tensor
@@ -60,17 +60,17 @@ class BadWords:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForbiddenIds:
-    """Ids that rows may not get while they are young."""
+    """Ids that are forbidden until rows have a minimum length."""
 
     # [E]: row and id of each entry
     index: Index
-    # [E] int64: tokens with which the row may get the id
+    # [E] int64: number of tokens from which the id is allowed
     below: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitBias:
-    """What is added to logits."""
+    """Values to add to logits."""
 
     # [E]: row and id of each entry
     index: Index
@@ -80,7 +80,7 @@ class LogitBias:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The only tokens that some rows may get."""
+    """Masks of the allowed tokens of some rows."""
 
     # [G] int64: those rows
     rows: torch.Tensor
@@ -90,7 +90,7 @@ class TokenMasks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draws:
-    """Random numbers made on the host, and what it knows of the filters: arguments of `draw_tokens`."""
+    """Random numbers drawn on the host, and bounds of the filters: arguments of `draw_tokens`."""
 
     # [N, S] float32: of each token that the rows get in the step
     uniforms: torch.Tensor
@@ -100,19 +100,19 @@ class Draws:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Sampling parameters of some rows on the device. What no row needs is None."""
+    """Sampling parameters of rows on the device. Fields that no row needs are None."""
 
     # the union of the rows' features
     needed: int
-    # [A] int64, host: rows that asked for log-probabilities
+    # [A] int64, host: rows that requested log-probabilities
     asking: Int64Array
-    # the same on the device; None if all rows asked, or none
+    # the same on the device; None if it is all rows, or none
     asking_index: torch.Tensor | None
-    # most likely tokens to report beside the sampled one, the most that any row asked for
+    # most likely tokens to report beside the sampled one: the largest number that any row requested
     num_logprobs: int
     # [S] each: temperature, top_k, top_p, min_p
     filters: Filters | None = None
-    # of random rows: [S] int64 where the device's memory is the host's, and draws elsewhere
+    # of random rows: [S] int64 seeds if the device shares the host's memory, otherwise draws
     seeds: torch.Tensor | None = None
     draws: Draws | None = None
     allowed: TokenMasks | None = None
@@ -120,7 +120,7 @@ class SamplingPlan:
     bias: LogitBias | None = None
     penalties: Penalties | None = None
     bad_words: BadWords | None = None
-    # rows that have functions of the user's, and those
+    # rows with logits processors, and the processors
     processors: list[tuple[int, list[columns.LogitsProcessor]]] | None = None
     # set if there are penalties, bad words or processors
     history: History | None = None
@@ -129,7 +129,7 @@ class SamplingPlan:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits change before tokens are drawn from them."""
+        """Whether logits are modified before sampling."""
         masks = (self.constraints, self.allowed, self.bad_words, self.forbidden)
         return any(part is not None for part in (*masks, self.bias, self.penalties, self.processors))
 
@@ -139,9 +139,9 @@ class Planner:
 
     Args:
         batch: the slots.
-        device: where the sampler computes.
-        raw_logprobs: log-probabilities are those of the model, so that they need no parameters.
-        host_memory: tensors on the device are the host's memory, so that the slots' tokens need no upload.
+        device: of the sampler.
+        raw_logprobs: log-probabilities are computed of the raw logits, without sampling parameters.
+        host_memory: tensors on the device are in host memory, so that the slots' tokens need no upload.
     """
 
     def __init__(self, batch: InputBatch, device: torch.device, *, raw_logprobs: bool, host_memory: bool) -> None:
@@ -154,12 +154,12 @@ class Planner:
         self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
 
     def make(self, slots: Int64Array, num_steps: int = 1, num_tokens: Int64Array | None = None) -> SamplingPlan:
-        """The plan of some rows for as many tokens as a step gives them.
+        """Makes the plan of rows for all tokens that they sample in a step.
 
         Args:
-            slots: [S]; one that samples at several places is repeated.
-            num_steps: most tokens that each row samples.
-            num_tokens: [S] tokens before the place at which each samples, drafts among them; None: all that it has.
+            slots: [S]; a slot that samples at several positions is repeated.
+            num_steps: maximum tokens that a row samples.
+            num_tokens: [S] tokens before the position at which each samples, drafts included; None: all tokens.
         """
         if num_tokens is None:
             num_tokens = self._batch.num_tokens[slots]
@@ -190,7 +190,7 @@ class Planner:
         )
 
     def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: npt.NDArray[np.int32]) -> SamplingPlan:
-        """A plan for one token, with masks for some rows of it.
+        """Adds masks for some rows to a plan for one token.
 
         Args:
             plan: of S rows.
@@ -207,12 +207,12 @@ class Planner:
         return temperature, top_k, top_p, min_p
 
     def _draws(self, slots: Int64Array, num_tokens: Int64Array, num_steps: int) -> Draws:
-        """They depend on seeds and places alone, which the host knows: no device has to compute them."""
+        """Random numbers. They depend only on seeds and positions, so that they are computed on the host."""
         params = self._params
         places = num_tokens + np.arange(num_steps)[:, None]
         seeds = np.tile(params.seed[slots], num_steps)
         numbers: torch.Tensor = philox_uniform(torch.from_numpy(seeds), torch.from_numpy(places.ravel()))
-        # rounded down to what float32 holds, since rounding up may make 1
+        # rounded down to float32, since rounding up may give 1
         uniforms = ((numbers * 2**24).floor() * 2.0**-24).float().view(places.shape)
         return Draws(
             upload(uniforms.numpy(), self._device),
@@ -227,9 +227,8 @@ class Planner:
     def _forbidden(self, slots: Int64Array, num_tokens: Int64Array, features: Features) -> ForbiddenIds | None:
         rows = np.flatnonzero(features & columns.MIN_TOKENS)
         below = self._batch.prompt_lens[slots[rows]] + self._params.min_tokens[slots[rows]]
-        # rows that have generated enough are out for good
-        young = num_tokens[rows] < below
-        rows, below = rows[young], below[young]
+        too_short = num_tokens[rows] < below
+        rows, below = rows[too_short], below[too_short]
         if len(rows) == 0:
             return None
         index, ids, _ = self._params.stop_ids.gather(slots[rows])
@@ -247,7 +246,7 @@ class Planner:
 
     def _bad_words(self, slots: Int64Array, features: Features) -> BadWords:
         rows = np.flatnonzero(features & columns.BAD_WORDS)
-        # a turn for each row that has bad words: their tables are of all sizes
+        # a loop over rows with bad words, since their tables have different sizes
         tables = [self._params.bad_words[slot] for slot in slots[rows].tolist()]
         counts = np.concatenate([table.counts for table in tables])
         index = np.repeat(rows, [len(table.last) for table in tables])
@@ -262,7 +261,7 @@ class Planner:
         return BadWords(self._index(index, last), *upload_all(parts, self._device))
 
     def _processors(self, slots: Int64Array, features: Features) -> list[tuple[int, list[columns.LogitsProcessor]]]:
-        # a turn for each row that has some: they are Python functions
+        # a loop over rows with processors, which are Python functions
         rows = np.flatnonzero(features & columns.PROCESSORS).tolist()
         return [(row, self._params.processors[int(slots[row])]) for row in rows]
 

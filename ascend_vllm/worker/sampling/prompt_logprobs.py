@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts, for the rows that ask for them.
+"""Log-probabilities of prompts, for the rows that request them.
 
-Letters: T tokens of a step, H hidden, V vocabulary, P prompt tokens of a row that a step tells of, K most likely
+Letters: T tokens of a step, H hidden, V vocabulary, P prompt tokens of a row that a step reports, K most likely
 tokens reported.
 """
 
@@ -16,17 +16,17 @@ from ascend_vllm.types.step import NewRow, PromptLogprobs, SchedulerOutput
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, upload
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
 
-# logits of so many tokens are held at a time: those of a whole prompt would need gigabytes
-_TOKENS_AT_ONCE = 256
+# number of tokens whose logits are computed at once: those of a long prompt would need gigabytes
+_CHUNK_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Wish:
-    """What a row asks for.
+class _Request:
+    """The prompt log-probabilities that a row requests.
 
     Attributes:
         num_logprobs: K.
-        start: first prompt token to tell of.
+        start: index of the first prompt token to report.
         end: the prompt's length.
     """
 
@@ -37,12 +37,12 @@ class _Wish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptReport:
-    """Of P prompt tokens of a row, still on the device.
+    """Log-probabilities of P prompt tokens of a row, on the device.
 
     Attributes:
         slot: of the row.
-        start: index of the first of them in the prompt.
-        parts: of at most _TOKENS_AT_ONCE tokens each.
+        start: index of the first token in the prompt.
+        parts: chunks of at most _CHUNK_TOKENS tokens.
     """
 
     slot: int
@@ -50,7 +50,7 @@ class PromptReport:
     parts: list[LogprobTensors]
 
     def fetch(self) -> PromptLogprobs:
-        """The same on the host."""
+        """Copies the report to the host."""
         return PromptLogprobs(
             self.slot,
             self.start,
@@ -61,19 +61,18 @@ class PromptReport:
 
 
 class PromptScorer:
-    """Tells how likely the tokens of prompts are, each given those before it.
+    """Computes the log-probability of each prompt token, given those before it.
 
-    They are the model's own probabilities, whatever a row's sampling parameters are, unless `processed`. A row's
-    prompt may come in pieces; nothing is left of a row's wish when its prompt has been computed, so that decoding
-    costs nothing.
+    They do not depend on the row's sampling parameters unless `processed`. Prompts may be computed in chunks. A row's
+    request is removed when its prompt has been computed, so that decoding steps have no overhead.
 
     Args:
         batch: the slots.
         compute_logits: [T, H] → [T, V].
-        device: where it computes.
-        tells_logits: the logits themselves are told in place of log-probabilities.
-        processed: they are told after the row's temperature, min_p, top-k and top-p, as vLLM 0.6.3 does it; no
-            penalty, bias or mask concerns a prompt.
+        device: of the model.
+        reports_logits: report logits instead of log-probabilities.
+        processed: apply the row's temperature, min_p, top-k and top-p first, as vLLM 0.6.3 does; penalties, biases
+            and masks do not apply to prompts.
     """
 
     def __init__(
@@ -82,65 +81,65 @@ class PromptScorer:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,
         *,
-        tells_logits: bool = False,
+        reports_logits: bool = False,
         processed: bool = False,
     ) -> None:
-        self._tells_logits = tells_logits
+        self._reports_logits = reports_logits
         self._processed = processed
         self._batch = batch
         self._compute_logits = compute_logits
         self._device = device
         # by slot
-        self._wishes: dict[int, _Wish] = {}
+        self._requests: dict[int, _Request] = {}
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Takes note of the rows that leave and enter with a step."""
-        if self._wishes:
+        """Updates the requests by the rows that a step frees and adds."""
+        if self._requests:
             for slot in step.freed_slots:
-                self._wishes.pop(slot, None)
+                self._requests.pop(slot, None)
         for row in step.new_rows:
             self._enter(row)
 
     def score(self, host_batch: HostBatch, slots: np.ndarray, hidden: torch.Tensor) -> list[PromptReport]:
-        """Log-probabilities of the prompt tokens behind those that a step computed.
+        """Log-probabilities of the prompt tokens that follow those of a step.
 
         Args:
             host_batch: of the step.
             slots: [R] int64, its rows.
             hidden: [T, H], of the step's tokens.
         """
-        if not self._wishes:
+        if not self._requests:
             return []
         reports = []
-        # only rows that ask, while they compute their prompts, are worth a turn
-        for row in np.flatnonzero(np.isin(slots, list(self._wishes))).tolist():
+        # a loop over the rows with requests, of which there are few
+        for row in np.flatnonzero(np.isin(slots, list(self._requests))).tolist():
             slot = int(slots[row])
-            wish = self._wishes[slot]
+            request = self._requests[slot]
             first, last = host_batch.query_start[row : row + 2].tolist()
             computed = int(host_batch.positions[first])
-            # the token at position p tells of the one behind it
-            start, end = max(computed + 1, wish.start), min(computed + 1 + last - first, wish.end)
+            # the hidden state at position p gives the token at p + 1
+            start, end = max(computed + 1, request.start), min(computed + 1 + last - first, request.end)
             if start < end:
                 offset = first + start - computed - 1
-                parts = self._parts(hidden[offset : offset + end - start], slot, start, wish.num_logprobs)
+                parts = self._parts(hidden[offset : offset + end - start], slot, start, request.num_logprobs)
                 reports.append(PromptReport(slot, start, parts))
-            if end == wish.end:
-                del self._wishes[slot]
+            if end == request.end:
+                del self._requests[slot]
         return reports
 
     def _parts(self, hidden: torch.Tensor, slot: int, start: int, num_logprobs: int) -> list[LogprobTensors]:
-        """Reports of the tokens from `start` on, of which `hidden`, [P, H], are the states before each."""
+        """Reports of the P tokens from `start` on; `hidden`, [P, H], has the state before each of them."""
         ids = self._batch.token_ids[slot, start : start + len(hidden)].astype(np.int64)
         token_ids = upload(ids, self._device)
-        pieces = [slice(first, first + _TOKENS_AT_ONCE) for first in range(0, len(hidden), _TOKENS_AT_ONCE)]
-        return [self._part(hidden[piece], token_ids[piece], slot, num_logprobs) for piece in pieces]
+        chunks = [slice(first, first + _CHUNK_TOKENS) for first in range(0, len(hidden), _CHUNK_TOKENS)]
+        return [self._part(hidden[chunk], token_ids[chunk], slot, num_logprobs) for chunk in chunks]
 
     def _part(self, hidden: torch.Tensor, token_ids: torch.Tensor, slot: int, num_logprobs: int) -> LogprobTensors:
-        """Of [T] tokens; the logits are gone when it returns, so that the next ones take their memory."""
+        """Report of T tokens. The logits are freed on return, so that the next chunk can use their memory."""
         logits = self._compute_logits(hidden)
         if self._processed:
             logits = filtered_logits(logits.float(), *self._filters(slot))
-        return report(logits, token_ids, num_logprobs, tells_logits=self._tells_logits)
+        return report(logits, token_ids, num_logprobs, reports_logits=self._reports_logits)
 
     def _filters(self, slot: int) -> tuple[torch.Tensor, ...]:
         """[1] each: temperature, top_k, top_p, min_p of a row."""
@@ -152,6 +151,6 @@ class PromptScorer:
         num_logprobs = row.sampling_params.prompt_logprobs
         start = max(1, row.num_prompt_logprobs)
         if num_logprobs is not None and start < row.num_prompt_tokens:
-            self._wishes[row.slot] = _Wish(num_logprobs, start, row.num_prompt_tokens)
+            self._requests[row.slot] = _Request(num_logprobs, start, row.num_prompt_tokens)
         else:
-            self._wishes.pop(row.slot, None)
+            self._requests.pop(row.slot, None)

@@ -1,9 +1,9 @@
 """From logits to token ids.
 
-Order of application (vLLM's): the raw logits of rows that ask for log-probabilities are set aside; then constraints,
+Order of application (vLLM's): the raw logits of rows that request log-probabilities are kept; then constraints,
 allowed ids, bad words, min_tokens, logit bias, penalties; then arg-max, or temperature, min_p, top-k, top-p and a
-draw. With ``processed_logprobs`` log-probabilities are taken at the end instead. A row that the masks leave no token
-"gets" NO_TOKEN.
+draw. With ``processed_logprobs`` log-probabilities are computed at the end instead. If the masks forbid all tokens of
+a row, its token is NO_TOKEN.
 
 Letters: S sampling rows of a step, V vocabulary.
 """
@@ -34,18 +34,18 @@ class Sampled:
 
     # [S] int64; NO_TOKEN where all are forbidden
     token_ids: torch.Tensor
-    # of the plan's asking rows; None if there are none
+    # of the rows of `SamplingPlan.asking`; None if there are none
     logprobs: LogprobTensors | None
 
 
 class Sampler:
-    """Samples one token for each of some slots. Nothing here waits for the device.
+    """Samples the next token of each row, without waiting for the device.
 
     Args:
         batch: the slots; their parameters and tokens so far are read from it.
-        logprobs_mode: one of the four above; the logits themselves are reported in place of log-probabilities.
-        device: where the logits are.
-        host_memory: tensors on the device are the host's memory.
+        logprobs_mode: one of the four above; with the last two, logits are reported instead of log-probabilities.
+        device: of the logits.
+        host_memory: tensors on the device are in host memory.
 
     Example::
 
@@ -58,9 +58,9 @@ class Sampler:
     ) -> None:
         self._device = device
         self._raw = logprobs_mode in (RAW_LOGPROBS, RAW_LOGITS)
-        self._tells_logits = logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
+        self._reports_logits = logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
         self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory)
-        # [up to M, V] float32, grown when needed and kept: fresh pages each step cost more than the arithmetic
+        # [up to M, V] float32, kept between steps: page faults of new memory would cost more than the arithmetic
         self._float_logits = torch.empty(0)
 
     def plan(self, slots: Int64Array, num_steps: int = 1, num_tokens: Int64Array | None = None) -> SamplingPlan:
@@ -77,21 +77,21 @@ class Sampler:
         Args:
             logits: [S, V], any float dtype; may be changed.
             plan: of the rows.
-            num_tokens: [S] int64, tokens that each row has, the next one not counted.
-            number: which of the plan's tokens it is, from 0.
+            num_tokens: [S] int64, tokens of each row before the next one.
+            number: index of the next token among the plan's tokens.
         """
         if plan.needed == 0:
             return Sampled(arg_max(logits), None)
-        told = _asking_rows(logits, plan) if self._raw and len(plan.asking) else None
-        logits = self._edit(logits, plan, num_tokens, keep=told is logits)
+        scored = _asking_rows(logits, plan) if self._raw and len(plan.asking) else None
+        logits = self._edit(logits, plan, num_tokens, keep=scored is logits)
         if not self._raw and len(plan.asking):
             assert plan.filters is not None
             filters = (_asking_rows(column, plan) for column in plan.filters)
-            told = filtered_logits(_asking_rows(logits, plan).float(), *filters)
+            scored = filtered_logits(_asking_rows(logits, plan).float(), *filters)
         ids = self._draw(logits, plan, num_tokens, number)
         reports = None
-        if told is not None:
-            reports = report(told, _asking_rows(ids, plan), plan.num_logprobs, tells_logits=self._tells_logits)
+        if scored is not None:
+            reports = report(scored, _asking_rows(ids, plan), plan.num_logprobs, reports_logits=self._reports_logits)
         if plan.needed & MASKS:
             ids = ids.masked_fill(logits.gather(1, ids[:, None])[:, 0] == -torch.inf, NO_TOKEN)
         return Sampled(ids, reports)
@@ -102,7 +102,7 @@ class Sampler:
         Args:
             plan: that sampled them.
             token_ids: [S] int64.
-            num_tokens: [S] int64, as they were when the tokens were sampled.
+            num_tokens: [S] int64, as passed to `sample`.
         """
         if plan.history is not None:
             plan.history.token_ids[plan.history.table_rows, num_tokens] = token_ids.int()
@@ -110,7 +110,7 @@ class Sampler:
     def _edit(
         self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, *, keep: bool
     ) -> torch.Tensor:
-        """Masks, biases and penalties, on the rows that have them: in place, or in a copy if the logits are kept."""
+        """Applies masks, biases and penalties, in place or to a copy if the logits are kept."""
         # masks are exact in any dtype
         needs_float = plan.bias is not None or plan.penalties is not None or plan.processors is not None
         if (needs_float and logits.dtype != torch.float32) or (keep and plan.edits_logits):
@@ -125,8 +125,8 @@ class Sampler:
             _ban_words(logits, plan.bad_words, plan.history, num_tokens)
         if plan.forbidden is not None:
             index = plan.forbidden.index
-            young = num_tokens[index[0]] < plan.forbidden.below
-            logits[index] = logits[index].masked_fill(young, -torch.inf)
+            too_short = num_tokens[index[0]] < plan.forbidden.below
+            logits[index] = logits[index].masked_fill(too_short, -torch.inf)
         if plan.bias is not None:
             logits[plan.bias.index] += plan.bias.values
         if plan.penalties is not None and plan.history is not None:
@@ -149,8 +149,8 @@ class Sampler:
             return ids
         if plan.filters is None or plan.seeds is None:
             return arg_max(logits)
-        # keyed by seed and place in the sequence: a row's draws depend on nothing else in the batch, nor on
-        # how its prompt was cut, nor on whether it was preempted
+        # keyed by seed and position in the sequence: draws depend neither on other rows of the batch, nor on the
+        # chunks of the prompt, nor on preemption
         ids = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
         return ids
 
@@ -161,7 +161,7 @@ def _call_processors(
     history: History,
     num_tokens: torch.Tensor,
 ) -> None:
-    """Calls the users' own functions. They take lists of ids, so that the host waits for these, row by row."""
+    """Calls logits processors of requests. They take lists of ids, for which the host waits, row by row."""
     for row, functions in processors:
         token_ids = history.token_ids[history.table_rows[row], : num_tokens[row]].tolist()
         prompt_len = int(history.prompt_lens[row])
@@ -172,12 +172,12 @@ def _call_processors(
 
 
 def _ban_words(logits: torch.Tensor, words: BadWords, history: History, num_tokens: torch.Tensor) -> None:
-    """Forbids the last token of each sequence whose others the output ends with."""
+    """Forbids the last token of each sequence if the output ends with the tokens before it."""
     places = num_tokens[words.rows] - words.distances
     tokens = history.token_ids[history.table_rows[words.rows], places.clamp(min=0)]
     misses = (tokens != words.prefixes) | (places < history.prompt_lens[words.rows])
     last = words.index[1]
-    # added up by sequence: one without a miss has come about but for its last token
+    # by sequence: without a mismatch only its last token is missing
     num_misses = torch.zeros(len(last), device=logits.device)
     num_misses.index_put_((words.sequences,), misses.float(), accumulate=True)
     banned = num_misses == 0
@@ -198,5 +198,5 @@ def _penalise(logits: torch.Tensor, penalties: Penalties, history: History, num_
 
 
 def _asking_rows(tensor: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
-    """The rows that asked for log-probabilities; call it only if there are some."""
+    """Rows of a tensor that requested log-probabilities; call it only if there are some."""
     return tensor if plan.asking_index is None else tensor[plan.asking_index]
