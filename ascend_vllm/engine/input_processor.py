@@ -1,7 +1,7 @@
-"""From what a caller asks to what the engine core runs.
+"""Makes the engine core's requests from callers' ones.
 
 A prompt is tokenised, its length and the sampling parameters are checked against the model, and the request becomes
-one `EngineCoreRequest` per sequence, or a single one for a beam search. Every mistake is a `RequestError` raised
+one `EngineCoreRequest` per sequence, or a single one for a beam search. An invalid request raises a `RequestError`
 here, before anything is queued.
 """
 
@@ -24,7 +24,7 @@ from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
 
-# of the integers that a message to the core can hold
+# range of integers in messages to the core
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 # A row's random stream is keyed by 63 bits.
@@ -67,12 +67,11 @@ class ProcessedRequest:
         prompt_token_ids: its ids.
         params: the caller's sampling parameters.
         arrival_time: seconds of time.monotonic().
-        core_requests: one per sequence, in the order of their index, or the beam search alone. Their ids are unique
-            in the life of the engine, so that late outputs of an aborted request never meet a new one with the same
-            id.
-        trace_headers: by which its trace belongs to the caller's; None: to nobody's.
-        stops: what its sequences look for; kept here so that it is made once, and not where others wait for it. None:
-            there is nothing to keep.
+        core_requests: one per sequence, in the order of their index, or a single one for a beam search. Their ids are
+            never reused, so that late outputs of an aborted request are not taken for those of a new one.
+        trace_headers: W3C headers of the caller's trace; None: there is none.
+        stops: keeps the stop strings' automaton, which was built off the event loop, alive for the sequences; None:
+            they need none.
     """
 
     request_id: str
@@ -87,11 +86,11 @@ class ProcessedRequest:
 
 @dataclasses.dataclass
 class _Draft:
-    """A request whose fields are checked, but whose text may still have to become ids.
+    """A request whose fields are checked, but whose text may not be tokenised yet.
 
     Attributes:
-        token_ids: None: of `text`, which has to be tokenised.
-        params: the caller's; those of pooling with all that the model decides.
+        token_ids: None: `text` has yet to be tokenised.
+        params: the caller's; pooling parameters have the model's defaults.
     """
 
     request_id: str
@@ -104,13 +103,13 @@ class _Draft:
 
     @property
     def content_keys(self) -> list[tuple[int, str]]:
-        """What its cached blocks depend on beside their tokens."""
+        """Keys that are hashed with its KV blocks, beside their tokens."""
         return [] if self.cache_salt is None else [(0, f"salt:{self.cache_salt}")]
 
     def processed(
         self, token_ids: list[int], params: SamplingParams, core_requests: list[EngineCoreRequest]
     ) -> ProcessedRequest:
-        """The request that it has become."""
+        """The finished request."""
         return ProcessedRequest(self.request_id, self.text, token_ids, params, self.arrival_time, core_requests)
 
 
@@ -120,7 +119,7 @@ class InputProcessor:
     Args:
         config: of the engine.
         tokenizer: None under --skip-tokenizer-init: prompts must be token ids then.
-        max_bad_word_tokens: of a request; None: any number.
+        max_bad_word_tokens: limit per request; None: none.
 
     Attributes:
         max_model_len: most tokens of a sequence; the engine lowers it if the KV cache holds less.
@@ -156,13 +155,13 @@ class InputProcessor:
         Args:
             request_id: the caller's id.
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
-            params: as the caller gave them; not changed. With `PoolingParams` the prompt is pooled.
+            params: the caller's; not changed. With `PoolingParams` the prompt is pooled.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             arrival_time: seconds of time.monotonic(); None: now.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
 
         Raises:
-            RequestError: the request is wrong, or not what this kind of model does; nothing has been queued.
+            RequestError: the request is invalid, or the model does not support it.
         """
         draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
         if draft.token_ids is None:
@@ -180,7 +179,7 @@ class InputProcessor:
         *,
         cache_salt: str | None = None,
     ) -> ProcessedRequest:
-        """`process`, tokenising off the event loop."""
+        """`process`, with tokenisation off the event loop."""
         draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
         if draft.token_ids is None:
             draft.token_ids = await self._need_tokenizer().encode_async(
@@ -204,7 +203,7 @@ class InputProcessor:
         arrival_time: float | None,
         cache_salt: str | None,
     ) -> _Draft:
-        """What can be checked before anything is tokenised."""
+        """Checks everything that needs no token ids."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         if isinstance(params, PoolingParams):
             params = resolve_pooling_params(params, self._model)
@@ -244,7 +243,7 @@ class InputProcessor:
                 prompt_token_ids=token_ids,
                 sampling_params=core_params.clone(
                     seed=derive_seed(params.seed, index),
-                    # of the one prompt that all share
+                    # computed once: all sequences share the prompt
                     prompt_logprobs=None if index else params.prompt_logprobs,
                 ),
                 eos_token_id=eos_id,
@@ -270,7 +269,7 @@ class InputProcessor:
         core_request = EngineCoreRequest(
             request_id=f"{draft.request_id}.{next(self._serial)}",
             prompt_token_ids=token_ids,
-            # to the scheduler it is a request for one token
+            # the scheduler treats it as a request for one token
             sampling_params=POOLED,
             eos_token_id=None,
             arrival_time=draft.arrival_time,
@@ -281,41 +280,41 @@ class InputProcessor:
         return draft.processed(token_ids, POOLED, [core_request])
 
     def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """What the core needs to know: stop strings and the shape of the output are the front's business."""
+        """The core's sampling parameters, without stop strings and output format, which it does not handle."""
         room = self.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = dict.fromkeys(
             [*(params.stop_token_ids or []), *([] if params.ignore_eos else self._other_eos_ids)]
         )
-        # which sequences of best_of are the best ones is decided by the log-probabilities of their tokens
+        # the best sequences of best_of are chosen by cumulative log-probability
         is_scored = params.num_sequences > params.n and not params.use_beam_search
         return params.clone(
             n=1,
             best_of=None,
             logprobs=0 if is_scored and params.logprobs is None else params.logprobs,
-            # the search has a record of its own
+            # these fields are sent in BeamSearchSpec
             use_beam_search=False,
             length_penalty=1.0,
             early_stopping=False,
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
-            # as many as there are tokens is all of them; a larger number need not fit in the sampler's columns
+            # top_k ≥ vocabulary size means all tokens; a larger value might not fit in the sampler's arrays
             top_k=params.top_k if params.top_k < self._vocab_size else -1,
             stop=[],
-            # their ids go with the request
+            # sent as ids in EngineCoreRequest.bad_words
             bad_words=None,
-            # Ids without a row in the vocabulary are never sampled, and must not index its logits.
+            # ids outside of the vocabulary are never sampled, and must not index the logits
             stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],
             truncate_prompt_tokens=None,
             stream_interval=None,
         )
 
     def _truncate(self, token_ids: list[int], limit: int, *, from_text: bool) -> list[int]:
-        """Keeps the last tokens, and of a text's ids the ones every text begins with."""
+        """Keeps the last tokens, and the special tokens at the beginning of a tokenised text."""
         return truncate(token_ids, limit, "left", self._need_tokenizer().encode("") if from_text else [])
 
     def _limit(self, params: SamplingParams | PoolingParams) -> int | None:
-        """Most tokens of a prompt; None: what is too long is cut."""
+        """Most tokens of a prompt; None: it is truncated."""
         return self.max_model_len if params.truncate_prompt_tokens is None else None
 
     def _encode(self, text: str, params: SamplingParams | PoolingParams) -> list[int]:
@@ -332,7 +331,7 @@ class InputProcessor:
         return self._tokenizer
 
     def _check_routing(self, priority: int, cache_salt: str | None) -> None:
-        """What decides when a request runs and whose cached prefixes it may use."""
+        """Checks priority and cache salt."""
         if priority != 0 and not self._has_priorities:
             raise RequestError(f"Got priority {priority} but Priority scheduling is not enabled.", "priority")
         if type(priority) is not int or not _INT64_MIN <= priority <= _INT64_MAX:
@@ -364,7 +363,7 @@ class InputProcessor:
             raise RequestError("detokenize must be false: the engine runs with --skip-tokenizer-init", "detokenize")
 
     def _check_supported(self, params: SamplingParams) -> None:
-        """Combinations of fields that the engine does not serve."""
+        """Refuses combinations of fields that the engine does not support."""
         is_search = params.use_beam_search or params.num_sequences > params.n
         if is_search and self._model.logprobs_mode.endswith("_logits"):
             raise RequestError(
@@ -372,7 +371,7 @@ class InputProcessor:
                 f"{self._model.logprobs_mode}.",
                 "use_beam_search" if params.use_beam_search else "best_of",
             )
-        # checked by SamplingParams too, but output_kind is often set later
+        # SamplingParams checks this, too, but output_kind is often set later
         is_delta = params.output_kind is RequestOutputKind.DELTA
         if is_delta and params.num_sequences != params.n and not params.use_beam_search:
             raise RequestError("best_of must equal n to use output_kind=DELTA", "best_of")
@@ -392,7 +391,7 @@ class InputProcessor:
                 raise RequestError("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids")
 
     def _check_bad_words(self, bad_words: list[list[int]]) -> list[list[int]]:
-        """The distinct sequences of ids; a text that has none cannot be generated anyway."""
+        """The distinct, non-empty sequences of ids."""
         wrong = sorted({id_ for word in bad_words for id_ in word if id_ >= self._vocab_size})
         if wrong:
             raise RequestError(
@@ -426,10 +425,10 @@ class InputProcessor:
 
 
 def _refuse_generation(model: ModelConfig) -> None:
-    """Text is generated by generation models.
+    """Refuses to generate text.
 
     Raises:
-        RequestError: this is a pooling model.
+        RequestError: the model is a pooling model.
     """
     if model.pooler is not None:
         raise RequestError(
@@ -438,7 +437,7 @@ def _refuse_generation(model: ModelConfig) -> None:
 
 
 def refuse_adapters(**fields: Any) -> None:
-    """Refuses arguments whose feature is missing, given by their names.
+    """Refuses arguments of unsupported features, passed by name.
 
     Raises:
         RequestError: one of them is set.
@@ -449,7 +448,7 @@ def refuse_adapters(**fields: Any) -> None:
 
 
 def derive_seed(seed: int | None, index: int) -> int | None:
-    """Seed of a request's sequence: its own for the first, unrelated ones for the others.
+    """Seed of a request's sequence: the request's own for the first, derived ones for the others.
 
     Adding the index would not do: sequence 1 of seed 0 would repeat sequence 0 of seed 1.
     """
@@ -462,7 +461,7 @@ def derive_seed(seed: int | None, index: int) -> int | None:
 
 
 def _with_and_without_space(params: SamplingParams | PoolingParams) -> list[str]:
-    """Each of bad_words as it begins a text, and as it stands within one."""
+    """Each of bad_words as at the beginning of a text, and as within one."""
     words = [] if isinstance(params, PoolingParams) else params.bad_words or []
     for word in words:
         _check_unicode("bad_words", word)
@@ -470,7 +469,7 @@ def _with_and_without_space(params: SamplingParams | PoolingParams) -> list[str]
 
 
 def _parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
-    """The text and the ids of a prompt; at least one of them is there."""
+    """Text and ids of a prompt; at least one is not None."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, dict):
@@ -506,7 +505,7 @@ def _check_ids(token_ids: Any) -> list[int]:
 
 
 def _need_text(text: str | None) -> str:
-    """The text of a prompt that has no ids, in characters that UTF-8 can write."""
+    """The text of a prompt without ids, checked to be non-empty and valid Unicode."""
     if not text:
         raise RequestError("Prompt cannot be empty", "prompt")
     _check_unicode("prompt", text)
@@ -521,7 +520,7 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 def _make_beam_search(params: SamplingParams) -> BeamSearchSpec | None:
-    """The search that is asked for, if one is."""
+    """The request's beam search, if it is one."""
     if not params.use_beam_search:
         return None
     return BeamSearchSpec(

@@ -1,8 +1,8 @@
 """Prometheus metrics under vLLM's names, and the log line of the engine's state.
 
-The numbers live in plain Python objects that the event loop updates once a step; text is made of them when somebody
-asks. Names that vLLM changed over time are all there, so that dashboards of any age find theirs. Metrics of features
-that do not exist here (LoRA, speculation, multimodal caches) are left out.
+The event loop updates plain Python objects once a step; they are rendered when /metrics is scraped. Metrics that vLLM
+renamed have their old and new names, for dashboards of any version. Metrics of features that do not exist here (LoRA,
+speculation, multimodal caches) are left out.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _REQUEST_BUCKETS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60
 _N_BUCKETS = [1, 2, 5, 10, 20]
 _ITERATION_BUCKETS = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 _PREEMPTION_BUCKETS = [1, 2, 3, 4, 5, 10, 20]
-# the last one is vLLM's for what does not end a sequence here; dashboards find their row
+# "repetition" never occurs here, but vLLM's dashboards have a row for it
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-# named after the flags that refuse requests
+# the flags that make the server refuse requests
 QUEUE_FULL, BACKLOG_FULL, _QUEUE_TIMEOUT = _REJECTION_REASONS = (
     "max_num_queued_reqs",
     "max_num_queued_tokens",
@@ -62,12 +62,12 @@ class FinishedSequence:
 
 @dataclasses.dataclass(slots=True)
 class FinishedRequest:
-    """A request whose last sequence ended. Times are in seconds; None: it never got that far.
+    """A request whose last sequence ended. Times are in seconds; None: it never reached that state.
 
     Attributes:
         num_prompt_tokens: length of the prompt.
-        n: sequences asked for.
-        max_tokens: limit asked for, after clamping to the model's.
+        n: requested sequences.
+        max_tokens: requested limit, clamped to the model's.
         e2e_s: arrival to last token.
         queue_s: arrival to first being scheduled.
         prefill_s: scheduled to first token.
@@ -76,8 +76,8 @@ class FinishedRequest:
         mean_token_s: decode time per token after the first; None below two tokens.
         best_of: sequences generated.
         max_num_generation_tokens: of its longest sequence.
-        num_computed_prompt_tokens: of the prompt, without those that came from the prefix cache.
-        num_preemptions: how often its sequences made room for others.
+        num_computed_prompt_tokens: prompt tokens that were not in the prefix cache.
+        num_preemptions: of all its sequences.
     """
 
     num_prompt_tokens: int
@@ -97,10 +97,10 @@ class FinishedRequest:
 
 @dataclasses.dataclass(slots=True)
 class StepStats:
-    """All of one step.
+    """Statistics of one step.
 
     Attributes:
-        num_prompt_tokens: of prompts whose first token came in this step; a prompt of n sequences counts once.
+        num_prompt_tokens: of requests whose first token came in this step; a prompt of n sequences counts once.
         num_generation_tokens: sampled tokens.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         num_queue_timeouts: requests that waited for too long and were refused.
@@ -135,7 +135,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Adds a value, several times at once if it was observed several times."""
+        """Adds a value that was observed `count` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -153,7 +153,7 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class EngineMetrics(Collector):
-    """Everything that is counted about an engine; about each of its cores, if there are several.
+    """All metrics of an engine, for each of its cores.
 
     Args:
         config: of the engine.
@@ -170,34 +170,34 @@ class EngineMetrics(Collector):
             self.registry.register(self)
 
     def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int, rank: int = 0) -> None:
-        """Says how many KV blocks a core has, on the device and for swapping; known once it has started."""
+        """Sets a core's numbers of KV blocks, on the device and for swapping; called once it has started."""
         self._cores[rank].set_num_blocks(num_gpu_blocks, num_cpu_blocks)
 
     def set_sleep_level(self, level: int) -> None:
-        """Says how deep the engine sleeps; 0: not at all."""
+        """Sets the engine's sleep level; 0: awake."""
         for core in self._cores:
             core.set_sleep_level(level)
 
     def count_rejection(self, reason: str = QUEUE_FULL) -> None:
-        """Counts a request that was refused, at the first core: QUEUE_FULL or BACKLOG_FULL says why."""
+        """Counts a refused request, for the first core; the reason is QUEUE_FULL or BACKLOG_FULL."""
         self._cores[0].count_rejection(reason)
 
     def record(self, scheduler: SchedulerStats | None, step: StepStats, rank: int = 0) -> None:
-        """Takes a step in.
+        """Records a step.
 
         Args:
             scheduler: the core's state after it; None: unchanged.
-            step: what happened to requests.
+            step: statistics of its requests.
             rank: number of the core.
         """
         self._cores[rank].record(scheduler, step)
 
     def set_idle(self, rank: int = 0) -> None:
-        """Says that nothing runs or waits in a core any more, and so no KV block is in use."""
+        """Sets a core's running and waiting requests and used KV blocks to 0."""
         self._cores[rank].set_idle()
 
     def log_if_due(self, now: float | None = None) -> None:
-        """Logs each core's state if the last time is at least five seconds ago and something happened since.
+        """Logs each core's state if the last line is at least five seconds old and the core was active since.
 
         Args:
             now: seconds of time.monotonic(); None: now.
@@ -488,7 +488,7 @@ class _LogLine:
     """Throughput since the last line.
 
     Args:
-        is_caching: the prefix cache is on, and its hit rate is told.
+        is_caching: the prefix cache is on; the line has its hit rate.
 
     Attributes:
         throughput: prompt and generation tokens per second of the last line.
@@ -513,7 +513,7 @@ class _LogLine:
         busy = bool(prompt or generation or stats.num_running or stats.num_waiting)
         self._last_time, self._last_counts = now, (num_prompt, num_generation)
         self.throughput = (prompt / elapsed, generation / elapsed)
-        # One more line after the last activity, which shows zeros.
+        # one more line after the last activity, which shows zeros
         due, self._was_busy = busy or self._was_busy, busy
         if not due:
             return None

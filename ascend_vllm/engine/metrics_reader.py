@@ -13,7 +13,7 @@ _PREFIX = "vllm:"
 
 @dataclasses.dataclass
 class Metric:
-    """What all have.
+    """Fields of all metrics.
 
     Attributes:
         name: for example "vllm:num_requests_running"; of a counter without "_total".
@@ -40,14 +40,14 @@ class Vector(Metric):
 
 @dataclasses.dataclass
 class Gauge(Metric):
-    """A number as it is now."""
+    """A current value."""
 
     value: float
 
 
 @dataclasses.dataclass
 class Histogram(Metric):
-    """How often values were observed.
+    """Counts of observed values.
 
     Attributes:
         count: observations.

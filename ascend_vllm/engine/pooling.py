@@ -1,4 +1,4 @@
-"""Pooling requests: checked against the model's pooler, answered, and what becomes of pairs of texts."""
+"""Pooling requests: parameter checks, results, and pairs of texts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ascend_vllm.types.messages import EngineCoreOutput, FinishReason
 
 T = TypeVar("T")
 
-# what a pooling request is to those who only know of sampling: one token, which nobody draws
+# sampling parameters of pooling requests, which the scheduler treats as requests for one token
 POOLED = SamplingParams(
     temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
 
 
 def resolve_pooling_params(params: PoolingParams, model: ModelConfig) -> PoolingParams:
-    """The parameters as the core needs them: all that the model's pooler decides is filled in.
+    """The parameters as the core needs them, with the defaults of the model's pooler.
 
     Args:
         params: the caller's; not changed.
         model: the engine's model.
 
     Raises:
-        RequestError: the model has no pooler, or one that cannot do this.
+        RequestError: the model has no pooler, or its pooler does not support the parameters.
     """
     pooler = model.pooler
     if pooler is None:
@@ -57,10 +57,10 @@ def resolve_pooling_params(params: PoolingParams, model: ModelConfig) -> Pooling
 
 
 def check_task(task: str | None, pooler: PoolerConfig) -> None:
-    """Refuses a task that the engine does not serve; None asks for the one it serves.
+    """Refuses a task that the engine does not serve; None stands for the one it serves.
 
     Raises:
-        RequestError: it does not.
+        RequestError: the engine does not serve it.
     """
     if task is None or task == pooler.task:
         return
@@ -94,7 +94,7 @@ def _check_dimensions(dimensions: int, pooler: PoolerConfig, model: ModelConfig)
 
 
 class PoolingState:
-    """Waits for what the pooler makes of a prompt; the counterpart of a `SequenceState`.
+    """The result of a pooling request; the counterpart of a `SequenceState`.
 
     Attributes:
         data: float32, [D] of the prompt or [P, D] of each of its tokens; None before the end, and after an abort.
@@ -113,10 +113,10 @@ class PoolingState:
         self.last_token_time: float | None = None
 
     def update(self, output: EngineCoreOutput) -> bool:
-        """Takes the result.
+        """Stores the result.
 
         Returns:
-            False: nothing here ends a request of which the core does not know.
+            False: no stop string ends a pooling request.
         """
         if output.pooled is not None:
             self.data = np.frombuffer(output.pooled.data, np.float32).reshape(output.pooled.shape)
@@ -124,7 +124,7 @@ class PoolingState:
         return False
 
     def end(self, reason: FinishReason) -> None:
-        """Ends it from outside, without a result."""
+        """Ends it early, without a result."""
         self.finish_reason = reason
 
     def make_outputs(self, _kind: RequestOutputKind) -> list[CompletionOutput]:
@@ -132,15 +132,15 @@ class PoolingState:
         return []
 
     def summaries(self) -> list[FinishedSequence]:
-        """What the metrics count of it at its end."""
+        """Its entry in the metrics, at its end."""
         return [FinishedSequence(str(self.finish_reason), 0)]
 
 
 def pooling_output(output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]:
-    """The result of a pooling request, of its one output.
+    """The result of a pooling request, from its single output.
 
     Raises:
-        RequestError: there is none: the request was aborted.
+        RequestError: the request was aborted.
     """
     if output.pooled is None:
         raise RequestError("The request was aborted before its prompt was pooled.")
@@ -153,12 +153,12 @@ def pooling_output(output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]
 
 
 def is_cross_encoder(pooler: PoolerConfig) -> bool:
-    """Whether a head of one output reads both texts at once; otherwise their embeddings are compared."""
+    """Whether the model scores both texts in one prompt; otherwise their embeddings are compared."""
     return pooler.convert == "classify" and len(pooler.labels) == 1
 
 
 def pair_up(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
-    """The pairs that two lists stand for: one with each of the other list, or one by one.
+    """Pairs of two lists: 1:1, N:N or 1:N.
 
     Raises:
         RequestError: they are of different lengths, or empty.
@@ -173,10 +173,10 @@ def pair_up(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
 
 
 def similarity(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> float:
-    """How alike two embeddings are: their cosine, −1 … 1.
+    """Cosine similarity of two embeddings [D], −1 … 1.
 
-    Of embeddings of every token, [P, D] and [Q, D], it is the sum over the first text's tokens of the largest cosine
-    with one of the second's (ColBERT's late interaction, https://arxiv.org/abs/2004.12832, equation 3).
+    For token embeddings [P, D] and [Q, D] it is the sum over the first text's tokens of the largest cosine with a
+    token of the second's (ColBERT's late interaction, https://arxiv.org/abs/2004.12832, equation 3).
     """
     first, second = _unit(first), _unit(second)
     if first.ndim == 1:

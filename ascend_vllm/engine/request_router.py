@@ -1,4 +1,4 @@
-"""Which engine core a request goes to."""
+"""Chooses an engine core for each request."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterable, Sequence
 
 from ascend_vllm.types.messages import EngineCoreRequest, SchedulerStats
 
-# A prompt's first so many blocks are looked at; the rest of a longer one hardly changes where it should go.
+# only this many blocks of a prompt are hashed; a longer shared prefix would hardly change the choice
 _MAX_PREFIX_BLOCKS = 256
-# hashes that are remembered of an engine whose size is not known yet, and of one with more blocks than that
+# upper limit of hashes kept per engine, also used while the number of its KV blocks is unknown
 _MAX_HASHES = 1 << 16
-# what a whole prompt in an engine's cache is worth: so many sequences, or this share of those of the idlest engine
+# load reduction for a fully cached prompt: so many sequences, or this share of the least engine's load if larger
 _PREFIX_WORTH = 4.0
 _PREFIX_WORTH_SHARE = 0.25
 
 
 class _Engine:
-    """What is known of one engine.
+    """The router's state of one engine.
 
     Attributes:
-        num_sequences: of requests that were sent to it and have not ended.
-        penalty: sequences that its queue counts for in addition, because its KV cache is nearly full.
-        capacity: most hashes that are remembered: of the blocks that its cache can hold.
+        num_sequences: unfinished sequences that were sent to it.
+        penalty: sequences added to its load because requests wait and its KV cache is nearly full.
+        capacity: most hashes that are kept: one for each KV block.
     """
 
     def __init__(self) -> None:
         self.num_sequences = 0
         self.penalty = 0.0
         self.capacity = _MAX_HASHES
-        # of the prompts' blocks that it was given, the one used longest ago first
+        # hashes of the prompt blocks sent to it, least recently used first
         self._prefixes: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     @property
@@ -37,14 +37,14 @@ class _Engine:
         return self.num_sequences + self.penalty
 
     def count_known(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from the first on, it was given before."""
+        """Length in blocks of the longest prefix that was sent to it before."""
         for index, prefix_hash in enumerate(hashes):
             if prefix_hash not in self._prefixes:
                 return index
         return len(hashes)
 
     def remember(self, hashes: Sequence[int]) -> None:
-        # the first block last: without it the others are of no use, so that it must go after them
+        # in reverse, so that a prompt's first block is evicted last: the others are useless without it
         for prefix_hash in reversed(hashes):
             self._prefixes[prefix_hash] = None
             self._prefixes.move_to_end(prefix_hash)
@@ -56,19 +56,18 @@ class _Engine:
 
 
 class RequestRouter:
-    """Chooses the engine core of each request, and knows which one has it.
+    """Chooses the engine core of each request, and records the choice.
 
-    The least loaded engine gets it. The load is the number of sequences that were sent to the engine and have not
-    ended; a beam search counts as many as its width. An engine whose queue waits for KV blocks drains slowly: beyond
-    half a full cache each waiting sequence counts more, up to four times with a full one (vLLM's weight). Among
-    equals they take turns.
+    The least loaded engine is chosen, round-robin among equals. The load is the number of unfinished sequences that
+    were sent to the engine; a beam search counts its width. An engine whose queue waits for KV blocks drains slowly:
+    above half a full cache each waiting sequence counts more, up to four times with a full one (vLLM's weight).
 
-    With prefix caching an engine that lately got the same first blocks of the prompt counts as less loaded: by four
-    sequences, or a quarter of the least load if that is more, times the share of the prompt's full blocks that it
-    got. So requests with one beginning meet in one engine until it is clearly more loaded than another; from then on
-    both have the beginning, and the load alone decides between them.
+    With prefix caching an engine that was recently sent a prefix of the prompt counts as less loaded: by four
+    sequences, or a quarter of the least load if that is more, times the prefix's share of the prompt's full blocks.
+    So requests with a common prefix go to one engine until it is clearly more loaded than another; from then on both
+    have the prefix, and the load alone decides between them.
 
-    The sequences of one request always go where the first of them is.
+    All sequences of a request go to the same engine.
 
     Args:
         num_engines: engine cores.
@@ -90,18 +89,18 @@ class RequestRouter:
         self._by_prefix = by_prefix and num_engines > 1
         # request id → its engine and the number of its sequences
         self._routes: dict[str, tuple[int, int]] = {}
-        # the engine that is first among equals
+        # where round-robin among equals begins
         self._turn = 0
 
     def set_capacities(self, num_blocks: Iterable[int]) -> None:
-        """Says how many KV blocks each engine has, which limits what it can remember of prompts."""
+        """Sets each engine's number of KV blocks, which limits the hashes kept for it."""
         for engine, count in zip(self._engines, num_blocks, strict=True):
             engine.capacity = min(count, _MAX_HASHES)
 
     def route(self, request: EngineCoreRequest) -> int:
-        """The number of the engine that is to get a request; it has it from now on."""
+        """Assigns a request to an engine, and returns the engine's rank."""
         width = 1 if request.beam_search is None else request.beam_search.width
-        # the first sequence is known as long as another one of its request is still to be sent
+        # a request's first sequence is not released before the others are routed
         parent = self._routes.get(request.parent_id) if request.parent_id is not None else None
         number = self._choose(request) if parent is None else parent[0]
         self._routes[request.request_id] = number, width
@@ -109,7 +108,7 @@ class RequestRouter:
         return number
 
     def release(self, request_id: str) -> None:
-        """Takes notice of a request's end; that of an unknown one is ignored."""
+        """Removes a request that has ended; unknown ids are ignored."""
         number, width = self._routes.pop(request_id, (0, 0))
         self._engines[number].num_sequences -= width
 
@@ -118,12 +117,12 @@ class RequestRouter:
         return self._engines[number].num_sequences == 0
 
     def take_stats(self, number: int, stats: SchedulerStats) -> None:
-        """Takes the state of an engine's scheduler after a step."""
+        """Updates an engine's penalty from its scheduler's state after a step."""
         pressure = max(0.0, stats.kv_cache_usage - 0.5)
         self._engines[number].penalty = stats.num_waiting * 6.0 * pressure
 
     def forget_prefixes(self) -> None:
-        """Takes notice that the engines' prefix caches are empty."""
+        """Clears the hashes, after the engines' prefix caches were cleared."""
         for engine in self._engines:
             engine.forget()
 
@@ -144,9 +143,9 @@ class RequestRouter:
         return chosen
 
     def _hash_prefixes(self, request: EngineCoreRequest) -> list[int]:
-        """A hash for each of the prompt's first full blocks, of it and all before it.
+        """Chained hashes of the prompt's first full blocks.
 
-        Two contents with one hash would only be sent to the same engine, so that Python's own hash is good enough.
+        A collision only affects the choice of an engine, so Python's own hash suffices.
         """
         token_ids, size = request.prompt_token_ids, self._block_size
         parent = hash(tuple(map(tuple, request.content_keys)))

@@ -1,9 +1,8 @@
-"""Threads that work on texts beside the event loop: short texts never wait behind long ones.
+"""Threads that process texts off the event loop: short texts never wait for long ones.
 
-A text is given to the thread for texts of its size. Each works on one text at a time, in the order in which they
-came, so that a flood of long texts takes one core at most, at a low priority, and the memory of one of them. Whoever
-does not want a result any more takes its text out of the queue, and where the texts that wait have too many
-characters together, another one is refused.
+There is a thread for each range of sizes. It processes one text at a time, first come, first served, so that a flood
+of long texts takes one core at most, at a low priority, and the memory of one of them. Cancelled callers' texts are
+removed from the queue, and texts are refused while those in the queue have too many characters together.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from ascend_vllm.errors import EngineBusyError
 
 T = TypeVar("T")
 
-# up to this many characters, a text takes milliseconds
+# up to this many characters a text takes milliseconds
 SHORT = 16 * 1024
-# and up to this many tenths of a second
+# up to this many it takes tenths of a second
 MEDIUM = 256 * 1024
-# characters that may wait for their thread; short texts are as many as there are requests
+# limit of characters in a thread's queue; short texts are limited by the number of requests
 MAX_WAITING = 128 * 1024 * 1024
 _MAX_WAITING_LONG = 32 * 1024 * 1024
-# how much less of a busy processor the thread for the longest texts gets
+# niceness of the thread for long texts
 _NICE_LONG = 10
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Work:
-    """One text's.
+    """A queued call for one text.
 
     Attributes:
         size: of the text, in characters.
-        run: does it.
-        future: gets what comes of it.
+        run: the call.
+        future: of its result.
     """
 
     size: int
@@ -50,14 +49,13 @@ class _Work:
 
 
 class TextThread:
-    """One thread and the texts that wait for it.
+    """One thread and the queue of its texts.
 
     Args:
         name: of the thread.
-        nice: is added to its niceness, where the system has one for threads.
-        max_waiting: characters of the texts that may wait; None: any number.
-        wait: what is said of those that wait, behind their number, when there are too many; {} stands for the
-            characters of all of them.
+        nice: added to the thread's niceness, where the system supports that.
+        max_waiting: limit of characters in the queue; None: none.
+        wait: of the error beyond that limit, the words after the number of texts; {} stands for the characters.
     """
 
     def __init__(
@@ -80,15 +78,15 @@ class TextThread:
         return len(self._waiting)
 
     async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """What a function of a text returns.
+        """Calls a function in the thread; returns its result.
 
         Args:
             size: characters of the text.
-            function: is called in the thread, unless the caller is cancelled before its turn.
-            args: for the function.
+            function: not called if the caller is cancelled while it is queued.
+            args: of the function.
 
         Raises:
-            EngineBusyError: too many characters wait already.
+            EngineBusyError: too many characters are queued.
             Exception: what the function raises.
         """
         work = _Work(size, lambda: function(*args), concurrent.futures.Future())
@@ -100,7 +98,7 @@ class TextThread:
             raise
 
     def close(self) -> None:
-        """Ends the thread behind what it works on; what waits is cancelled."""
+        """Cancels queued calls, and ends the thread after its current one."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for work in list(self._waiting):
             work.future.cancel()
@@ -116,11 +114,11 @@ class TextThread:
                 )
             self._waiting[work] = None
             self._num_characters += work.size
-        # who leaves the queue leaves a call behind which finds nothing to do; it does not hold the text
+        # a text that is removed from the queue leaves this call, which then finds nothing to do
         self._executor.submit(self._work_on_next)
 
     def _remove(self, work: _Work) -> None:
-        """Takes a text out of the queue, if it is still there."""
+        """Removes a text from the queue, if it is still there."""
         with self._lock:
             if work in self._waiting:
                 del self._waiting[work]
@@ -145,7 +143,7 @@ class TextThreads:
 
     Args:
         name: of the threads.
-        one: what works on the texts can only be called by one thread: it works on texts of all sizes, in turn.
+        one: use a single thread for all sizes, for functions that are not thread-safe.
     """
 
     def __init__(self, name: str, one: bool = False) -> None:
@@ -158,7 +156,7 @@ class TextThreads:
         self.short, self.medium, self.long = short, medium, long
 
     def of(self, size: int) -> TextThread:
-        """The one for texts of so many characters."""
+        """The thread for texts of `size` characters."""
         if size <= SHORT:
             return self.short
         return self.medium if size <= MEDIUM else self.long
@@ -170,10 +168,10 @@ class TextThreads:
 
 
 def _prepare_thread(nice: int) -> None:
-    """Lets the thread that calls work alone, with less of a busy processor; Linux has a niceness for each thread."""
+    """Disables the tokenizers' own parallelism in the calling thread, and raises its niceness (Linux only)."""
     envs.keep_tokenizers_in_their_thread()
     if nice == 0:
         return
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # elsewhere a thread cannot be named like this
+    with contextlib.suppress(OSError):  # other systems have no niceness for threads
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, with calls that leave the event loop free. `hf_tokenizer` reads its files."""
+"""The tokenizer of a model, with calls off the event loop. `hf_tokenizer` reads its files."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-# The longest UTF-8 character has 4 bytes; a prompt's last 4 tokens hold all that may be incomplete at its end.
+# A UTF-8 character has at most 4 bytes, so a prompt's last 4 tokens hold any incomplete character at its end.
 _BYTE_PROMPT_TAIL = 4
-# largest id that the tokenizers library takes
+# largest id that the tokenizers library accepts
 _UINT32_MAX = 2**32 - 1
 
-# A text whose ids are cut or only told may have so many bytes of UTF-8, or so many for each token of the model's
-# length if that is more; likewise ids whose text is only told.
+# Limit in bytes of UTF-8 of texts that are truncated or only tokenised, or _BYTES_PER_TOKEN for each token of
+# max_model_len if that is more.
 _ANY_LENGTH = 4 * 1024 * 1024
-# of tokenizers in Python, which do not let other threads go on
+# the same for tokenizers in Python, which hold the GIL
 _ANY_LENGTH_IN_PYTHON = 512 * 1024
 _BYTES_PER_TOKEN = 8
+# limit of ids that are only detokenised, or max_model_len if that is more
 _ANY_NUMBER_OF_IDS = 1024 * 1024
-# characters of the pieces in which the tokens of a text are counted that is most likely too long
+# characters of the chunks in which the tokens of a text that is probably too long are counted
 _COUNT_CHARS = 64 * 1024
 
 
@@ -42,11 +43,11 @@ class Tokenizer:
 
     Args:
         hf_tokenizer: any transformers tokenizer, fast or slow.
-        one_thread: `encode` must not be called by several threads at a time, as those in Python must not.
+        one_thread: `encode` is not thread-safe; always true for slow tokenizers.
 
     Attributes:
         hf: the wrapped tokenizer.
-        is_fast: whether the `tokenizers` library does the work.
+        is_fast: whether it is a `tokenizers` tokenizer.
         vocab_size: number of tokens including added ones; ids may have gaps.
         eos_token_id: id that ends a text, or None.
         bos_token_id: id that begins a text, or None.
@@ -58,16 +59,16 @@ class Tokenizer:
         self.is_fast: bool = bool(hf_tokenizer.is_fast)
         self._backend: Any = hf_tokenizer.backend_tokenizer if self.is_fast else None
         if self._backend is not None:
-            # What a file says about batching must never cut or pad a prompt.
+            # tokenizer.json may have settings for batches, which must not truncate or pad prompts
             self._backend.no_truncation()
             self._backend.no_padding()
         self.vocab_size: int = len(hf_tokenizer)
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         vocabulary = hf_tokenizer.get_vocab()
-        # Slow decoders fail on ids without a token, fast ones on ids of more than 32 bits.
+        # slow decoders fail on unknown ids, fast ones on ids of more than 32 bits
         self._max_token_id = _UINT32_MAX if self.is_fast else max(vocabulary.values(), default=-1)
-        # characters of the longest token; a byte-level vocabulary writes at least one for each byte
+        # characters of the longest token; byte-level vocabularies have at least one character per byte
         self._longest_token = max(map(len, vocabulary), default=1)
         self._special_ids = frozenset(self._find_special_ids())
         self._byte_tables = _make_byte_tables(self._backend, self._special_ids)
@@ -93,7 +94,7 @@ class Tokenizer:
             trust_remote_code: run the directory's own tokenizer code, if it has any.
 
         Raises:
-            ModelLoadError: no tokenizer there, a broken file, or one that needs code which is not trusted.
+            ModelLoadError: there is no tokenizer, a file is broken, or it needs trust_remote_code.
         """
         return cls(load_hf_tokenizer(directory, slow=slow, trust_remote_code=trust_remote_code))
 
@@ -110,7 +111,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The special tokens that have a name, such as ``bos_token``: what chat templates know of a tokenizer."""
+        """The special tokens that have a name, such as ``bos_token``; chat templates may use them."""
         return dict(self.hf.special_tokens_map)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -118,19 +119,19 @@ class Tokenizer:
 
         Args:
             text: any text; special tokens written in it become their ids.
-            add_special_tokens: add what the model expects around a text, like a beginning-of-text token.
+            add_special_tokens: add the tokens that the model expects around a text, such as beginning-of-text.
         """
         if self._backend is not None:
-            # Past the wrapper: it would take and set the shared truncation state, and is several times slower.
+            # not through the wrapper, which modifies shared truncation state and is several times slower
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
         return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
 
     def check_num_characters(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that `max_tokens` tokens cannot hold, without the time that its ids would take.
+        """Refuses a text that cannot fit into `max_tokens` tokens, without tokenising it.
 
         Raises:
-            RequestError: it has more characters than so many of the longest token.
+            RequestError: it has more characters than `max_tokens` times the longest token.
         """
         if len(text) <= (most := max_tokens * self._longest_token):
             return
@@ -142,14 +143,14 @@ class Tokenizer:
         )
 
     def check_size(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that is too long even where its ids are cut or only told.
+        """Refuses a text that is too long even for a request that truncates its ids or only returns them.
 
         Args:
             text: any text.
             max_tokens: of the model.
 
         Raises:
-            RequestError: it is.
+            RequestError: the text is too long.
         """
         limit = max(_ANY_LENGTH_IN_PYTHON if self._one_thread else _ANY_LENGTH, _BYTES_PER_TOKEN * max_tokens)
         # a character has 1 … 4 bytes
@@ -161,10 +162,10 @@ class Tokenizer:
             )
 
     def check_num_ids(self, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Refuse to write the text of more ids than any prompt has.
+        """Refuses more ids than any prompt has, for requests that detokenise them.
 
         Raises:
-            RequestError: there are more than that.
+            RequestError: there are too many.
         """
         limit = max(_ANY_NUMBER_OF_IDS, max_tokens)
         if len(token_ids) > limit:
@@ -175,21 +176,20 @@ class Tokenizer:
             )
 
     def encode_pair(self, first: str, second: str, limit: int | None = None, side: str = "right") -> list[int]:
-        """Ids of two texts in one prompt, with what the model expects around and between them.
+        """Ids of two texts in one prompt, with the model's special tokens around and between them.
 
         Args:
             first: any text.
             second: any text.
-            limit: most ids; the longer text is cut until it is as long as the other one, then both are.
-            side: "right": the ends of the texts are cut off; "left": their beginnings. Python tokenizers know one
-                side only.
+            limit: most ids; the longer text is truncated to the length of the other one, then both are.
+            side: "right": the ends of the texts are cut off; "left": their beginnings. Slow tokenizers ignore it.
         """
         if self._backend is None:
             return list(self.hf(first, text_pair=second, truncation=limit is not None, max_length=limit).input_ids)
         return _pair_ids_of(self._backend.encode(first, second), limit, side)
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """The beginning of a text, whole characters of so many tokens at most, those around every text not counted.
+        """The longest beginning of a text, in whole characters, of at most `max_tokens` tokens without special ones.
 
         Args:
             text: any text.
@@ -202,8 +202,8 @@ class Tokenizer:
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
             if len(encoding) <= max_tokens:
                 return text
-            # a character whose bytes are several tokens goes as a whole; what is left may become other tokens, so
-            # it is looked at again, and is shorter each time
+            # cut before a character that straddles the limit; the rest may be tokenised differently, so it is checked
+            # again, and gets shorter each time
             end = min(encoding.token_to_chars(max_tokens - 1)[1], encoding.token_to_chars(max_tokens)[0])
             text = text[: min(end, len(text) - 1)]
 
@@ -213,14 +213,14 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Text of ids; ids without a token give nothing.
+        """Text of ids; ids without a token are skipped.
 
         Args:
             token_ids: ids ≥ 0.
             skip_special_tokens: leave special tokens out.
-            spaces_between_special_tokens: only slow tokenizers know it.
+            spaces_between_special_tokens: for slow tokenizers only.
         """
-        # the backend takes ids of 32 bits, and tokenizers in Python none that they do not know
+        # see `_max_token_id`
         known = [token_id for token_id in token_ids if token_id <= self._max_token_id]
         if self._backend is not None:
             return str(self._backend.decode(known, skip_special_tokens=skip_special_tokens))
@@ -235,16 +235,13 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; "" for ids without a token."""
-        # each only once: a text has many of the same
+        # each distinct id once
         distinct = list(dict.fromkeys(token_ids))
         tokens = dict(zip(distinct, self.hf.convert_ids_to_tokens(distinct), strict=True))
         return [tokens[token_id] or "" for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token in the middle of a text, special or not; cached.
-
-        Bytes that are no complete character are U+FFFD.
-        """
+        """Text of one token in the middle of a text, special or not; incomplete characters are U+FFFD. Cached."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self._make_token_text(token_id)
@@ -255,12 +252,12 @@ class Tokenizer:
 
         Args:
             conversation: messages with at least a role, as the template wants them.
-            kwargs: chat_template, tools, documents, add_generation_prompt, continue_final_message, and what else
-                the template knows.
+            kwargs: chat_template, tools, documents, add_generation_prompt, continue_final_message, and other
+                variables of the template.
 
         Raises:
-            Exception: whatever the template or transformers raises; `entrypoints.chat_template` makes request
-                errors of them.
+            Exception: whatever the template or transformers raises; `entrypoints.templates.chat_template` turns it
+                into a RequestError.
         """
         return str(self.hf.apply_chat_template(conversation, tokenize=False, **kwargs))
 
@@ -274,9 +271,9 @@ class Tokenizer:
         """State that turns a sequence's output ids into text.
 
         Args:
-            prompt_token_ids: what comes before the output.
+            prompt_token_ids: the ids before the output.
             skip_special_tokens: leave special tokens out.
-            spaces_between_special_tokens: only slow tokenizers know it.
+            spaces_between_special_tokens: for slow tokenizers only.
         """
         if self._byte_tables is not None:
             table = self._byte_tables[skip_special_tokens]
@@ -291,17 +288,17 @@ class Tokenizer:
     async def encode_async(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, any_length: bool = False
     ) -> list[int]:
-        """`encode` off the event loop, where it lets other threads go on.
+        """`encode` off the event loop.
 
         Args:
             text, add_special_tokens: see `encode`.
-            max_tokens: of the model: a text that is sure to have more is refused, without the time that its ids
-                would take; None: nothing is checked.
-            any_length: the ids are cut or only told, so that the text may have more, see `check_size`.
+            max_tokens: of the model: a text that certainly has more is refused before it is tokenised; None: no
+                check.
+            any_length: the ids are truncated or only returned, so the limit is that of `check_size`.
 
         Raises:
             RequestError: the text is too long.
-            EngineBusyError: too many long texts wait already.
+            EngineBusyError: too many long texts are queued.
         """
         thread = self._threads.of(len(text))
         if max_tokens is not None and any_length:
@@ -314,7 +311,7 @@ class Tokenizer:
             return await thread.run(len(text), self.encode, text, add_special_tokens)
         if thread is not self._threads.long:
             return await thread.run(len(text), lambda: _ids_of(self._encode(text, add_special_tokens)))
-        # a thread of low priority holds the interpreter for as short as can be: lists are made in another one
+        # the list is made in another thread: one of low priority must not hold the GIL for long
         encoding = await thread.run(len(text), self._encode, text, add_special_tokens)
         return await self._threads.medium.run(0, _ids_of, encoding)
 
@@ -325,11 +322,11 @@ class Tokenizer:
 
         Args:
             first, second, limit, side: see `encode_pair`.
-            max_tokens: as of `encode_async`; texts that are cut may have more.
+            max_tokens: as in `encode_async`; with `limit` set, the limit of `check_size` applies instead.
 
         Raises:
             RequestError: the texts are too long.
-            EngineBusyError: too many long texts wait already.
+            EngineBusyError: too many long texts are queued.
         """
         size = len(first) + len(second)
         thread = self._threads.of(size)
@@ -356,14 +353,14 @@ class Tokenizer:
         return await self._thread_of_ids(token_ids).run(len(token_ids), self.convert_ids_to_tokens, token_ids)
 
     async def render_async(self, size: int, render: Callable[[], T]) -> T:
-        """What a function returns that renders a chat template, called off the event loop.
+        """Calls a function that renders a chat template off the event loop; returns its result.
 
         Args:
-            size: characters and values of the conversation: long ones wait for each other alone.
-            render: holds the interpreter; other threads get their turn.
+            size: characters and values of the conversation; long ones have a thread of their own.
+            render: pure Python code, which shares the GIL with other threads.
 
         Raises:
-            EngineBusyError: too many long ones wait already.
+            EngineBusyError: too many long ones are queued.
         """
         return await (self._threads.short if size <= SHORT else self._templates).run(size, render)
 
@@ -373,28 +370,28 @@ class Tokenizer:
         self._templates.close()
 
     def _thread_of_ids(self, token_ids: Sequence[int]) -> TextThread:
-        """Where ids become text: much of it holds the interpreter, which no thread of low priority should."""
+        """The thread to detokenise in; not the one of low priority, since detokenisation mostly holds the GIL."""
         return self._threads.short if len(token_ids) <= SHORT else self._threads.medium
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
-        """A text's `tokenizers.Encoding`, made while other threads go on."""
+        """A text's `tokenizers.Encoding`; releases the GIL."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """`decode` of a fast tokenizer, while other threads go on."""
+        """`decode` of a fast tokenizer; releases the GIL."""
         known = [token_id for token_id in token_ids if token_id <= self._max_token_id]
         (text,) = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def _check_num_tokens(self, text: str, max_tokens: int) -> None:
-        """Refuse a text whose tokens, counted piece by piece, are many more than `max_tokens`.
+        """Refuses a text that has more than `max_tokens` tokens, counted chunk by chunk.
 
-        A cut changes the tokens next to it, so that only a text of more than twice as many is refused. Counting stops
-        there, however long the text is.
+        Since chunking changes the tokens at the cuts, only a text of more than twice as many is refused; counting
+        stops there.
 
         Raises:
-            RequestError: it has more.
+            RequestError: it has too many.
         """
         count = 0
         for start in range(0, len(text), _COUNT_CHARS):
@@ -416,20 +413,20 @@ class Tokenizer:
     def _make_token_text(self, token_id: int) -> str:
         if self._byte_tables is not None:
             return self._byte_tables[False][token_id].decode("utf-8", "replace")
-        # Decoded after a letter, since decoders strip the space before the first word of a text.
+        # decoded after a letter, since decoders strip the space before the first word of a text
         letter = self.encode("a", add_special_tokens=False)
         return self.decode([*letter, token_id])[len(self.decode(letter)) :]
 
 
 def truncation_limit(requested: int, max_model_len: int) -> int:
-    """The most tokens of a prompt that are kept.
+    """The limit that a prompt is truncated to.
 
     Args:
-        requested: -1: what the model takes.
-        max_model_len: that.
+        requested: of the request; -1: max_model_len.
+        max_model_len: most tokens of a sequence.
 
     Raises:
-        RequestError: more is requested than the model takes.
+        RequestError: `requested` is above max_model_len.
     """
     if requested > max_model_len:
         raise RequestError(
@@ -440,7 +437,7 @@ def truncation_limit(requested: int, max_model_len: int) -> int:
 
 
 def truncate(token_ids: list[int], limit: int, side: str, empty_ids: list[int]) -> list[int]:
-    """So many tokens of a prompt; what surrounds every text (a beginning-of-text token, an end) is not cut off.
+    """Truncates a prompt; special tokens around the text (beginning or end of text) are kept.
 
     Args:
         token_ids: the prompt.
@@ -455,7 +452,7 @@ def truncate(token_ids: list[int], limit: int, side: str, empty_ids: list[int]) 
     if len(token_ids) <= limit:
         return token_ids
     num_kept, size = 0, len(token_ids)
-    # of what surrounds a text, that at the end which is cut off
+    # special tokens at the end that is cut off
     around = empty_ids if side == "left" else empty_ids[::-1]
     end = token_ids[: len(around)] if side == "left" else token_ids[: -len(around) - 1 : -1]
     while num_kept < min(len(around), limit - 1) and end[num_kept] == around[num_kept]:
@@ -508,11 +505,11 @@ def _pair_ids_of(encoding: Any, limit: int | None, side: str) -> list[int]:
 
 
 def _cut_pair(ids: list[int], owners: list[int | None], limit: int, side: str) -> list[int]:
-    """Two texts in one prompt, cut as tokenizers' own strategy "longest_first" does.
+    """Truncates a pair of texts as the tokenizers library's strategy "longest_first" does.
 
     Args:
         ids: the prompt's.
-        owners: which text each belongs to, 0 or 1; None: what is around them, which stays.
+        owners: which text each belongs to, 0 or 1; None: special tokens, which are kept.
         limit: most ids.
         side: where texts are cut, "right" or "left".
     """

@@ -6,8 +6,8 @@ The file defines a class `VllmExtension` without constructor arguments and with 
         def get_tokenizer(self, tokenizer_path): ...   # a tokenizer with the methods of transformers' ones
         def text_to_tokens(self, tokenizer, text): ... # the ids of a prompt
 
-Prompts are tokenised by `text_to_tokens`, which also decides on special tokens; everything else, such as the text of
-generated tokens, is asked of the tokenizer.
+`text_to_tokens` tokenises prompts, and decides on special tokens; everything else, such as detokenisation, is done by
+the tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE_NAME = "vllm_extension.py"
 
 
 class ExtensionTokenizer(Tokenizer):
-    """A tokenizer whose prompts go through an extension.
+    """A tokenizer whose `encode` calls an extension.
 
     Args:
         extension: the user's object.
@@ -37,12 +37,12 @@ class ExtensionTokenizer(Tokenizer):
         self._extension = extension
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - the extension decides
-        """Ids of a text, as the extension makes them."""
+        """The ids that the extension's `text_to_tokens` returns."""
         return [int(token_id) for token_id in self._extension.text_to_tokens(self.hf, text)]
 
 
 def load_extension(path: str, tokenizer_path: str) -> ExtensionTokenizer:
-    """Runs an extension's file and asks it for its tokenizer.
+    """Imports an extension's file and makes its tokenizer.
 
     Args:
         path: of the file, or of a directory that holds vllm_extension.py.
@@ -62,7 +62,7 @@ def load_extension(path: str, tokenizer_path: str) -> ExtensionTokenizer:
         spec.loader.exec_module(module)
         extension = getattr(module, CLASS_NAME)()
         return ExtensionTokenizer(extension, extension.get_tokenizer(tokenizer_path))
-    except Exception as error:  # whatever the user's program raises
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{flag} fails: {type(error).__name__}: {error}") from error
 
 

@@ -15,39 +15,39 @@ from ascend_vllm.config.engine import ObservabilityConfig
 from ascend_vllm.engine.metrics import FinishedRequest
 from ascend_vllm.sampling_params import SamplingParams
 
-# W3C Trace Context: by which of a request's headers its span belongs to the trace of whoever sent it
+# W3C Trace Context: headers that name the caller's trace
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 _NS_PER_S = 1_000_000_000
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """What of a request's headers names the trace that it belongs to."""
+    """Those of a request's headers that name the caller's trace."""
     return {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
 
 class RequestTracer:
-    """Makes a span of each request that ends.
+    """Exports a span for each request that ends.
 
     Args:
         endpoint: address of a collector.
 
     Raises:
-        ConfigError: the protocol that the environment names is not known.
+        ConfigError: OTEL_EXPORTER_OTLP_TRACES_PROTOCOL names an unknown protocol.
     """
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # ended with the engine, not by an exit handler
+        # `shutdown` ends it, not an exit handler
         self._provider = TracerProvider(shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_make_exporter(endpoint)))
         self._tracer = self._provider.get_tracer("ascend_vllm.llm_engine")
 
     @classmethod
     def from_config(cls, config: ObservabilityConfig) -> RequestTracer | None:
-        """The one that the flags ask for; None: none."""
+        """The tracer for --otlp-traces-endpoint; None without it."""
         return None if config.otlp_traces_endpoint is None else cls(config.otlp_traces_endpoint)
 
     def record(
@@ -58,11 +58,11 @@ class RequestTracer:
         num_generation_tokens: int,
         headers: Mapping[str, str] | None,
     ) -> None:
-        """Make the span of a request that ends now.
+        """Records the span of a request that ends now.
 
         Args:
             request_id: the caller's id.
-            params: as the request has them.
+            params: of the request.
             finished: its times and its prompt's length.
             num_generation_tokens: of all of its sequences.
             headers: see `trace_headers`.
@@ -82,14 +82,14 @@ class RequestTracer:
         span.end(end_ns)
 
     def shutdown(self) -> None:
-        """Send what was not sent yet; nothing can be recorded after it."""
+        """Sends buffered spans; nothing can be recorded afterwards."""
         self._provider.shutdown()
 
 
 def _attributes(
     request_id: str, params: SamplingParams, finished: FinishedRequest, num_generation_tokens: int
 ) -> dict[str, str | int | float]:
-    """vLLM's attributes; those of what never happened, such as a first token, are left out."""
+    """vLLM's attributes, without those of events that never happened, such as a first token."""
     first_token_s = None
     if finished.queue_s is not None and finished.prefill_s is not None:
         first_token_s = finished.queue_s + finished.prefill_s
@@ -112,7 +112,7 @@ def _attributes(
 
 
 def _make_exporter(endpoint: str) -> Any:
-    """What sends spans, by the protocol that `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` names."""
+    """The exporter for the protocol in `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`."""
     if envs.otlp_traces_protocol() == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
