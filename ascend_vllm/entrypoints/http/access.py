@@ -1,7 +1,7 @@
-"""Who may ask for what: API keys, checked by the route that a request leads to, and how much at a time.
+"""API keys, checked for the route that a request matches, and limits of concurrent requests.
 
-A path can be written in many ways, and a proxy's prefix may or may not be in front of it. So nothing here reads the
-paths of requests: the routes themselves say which of them a request matches, as they do for the router.
+A path can be written in many ways, with or without a proxy's prefix. So nothing here compares the paths of requests:
+the routes are matched as the router does.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ascend_vllm.errors import RequestError
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
 
-# what those ask who watch the server: never behind a key
+# for monitoring: never need a key
 _OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
-# what vLLM guards, and /invocations, which leads there
+# prefixes that need a key in vLLM, and /invocations, which dispatches to them
 _INFERENCE = ("/v1", "/v2", "/inference", "/invocations")
-# in the scope of a request: which of the keys it has shown, and its place among those of its client
-_KEY, _PLACE = "ascend_vllm.key", "ascend_vllm.place"
+# entries of a request's scope: index of its key, and the function that releases its slot of the concurrency limit
+_KEY, _SLOT = "ascend_vllm.key", "ascend_vllm.slot"
 
 
 def api_keys(args: FrontendArgs) -> list[str]:
-    """The keys that the server accepts; none: whoever asks is answered. An empty key is none."""
+    """The keys that the server accepts, without empty ones; none: no key is needed."""
     key = envs.api_key()
     return [key] if key else [key for key in args.api_key or () if key]
 
 
 def caller_of(scope: Scope) -> bytes:
-    """Who sends a request, as far as the server tells its callers apart: by the key that let the request in.
+    """Identifies the sender of a request by its API key.
 
     Args:
-        scope: of a request behind `ApiKeyMiddleware`; on a server without keys everybody is one caller, b"".
+        scope: of a request behind `ApiKeyMiddleware`; without keys all senders are one, b"".
     """
     return str(scope.get(_KEY, "")).encode()
 
 
 def matched_route(scope: Scope) -> BaseRoute | None:
-    """The route of the application that a request leads to; None: none.
+    """The application's route for a request; None: none.
 
-    That may be by a redirect, which adds a slash to the path or takes it away, or one that refuses its method.
+    It may match only after a redirect that adds or removes a trailing slash, or only with another method.
 
     Args:
         scope: of an HTTP request, inside of the application.
@@ -60,7 +60,7 @@ def matched_route(scope: Scope) -> BaseRoute | None:
 
 
 def _first_match(scope: Scope) -> BaseRoute | None:
-    """What the router takes: the first route with this path and method, else the first with this path."""
+    """The router's choice: the first route with this path and method, else the first with this path."""
     partial = None
     for route in scope["app"].routes:
         match, _ = route.matches(scope)
@@ -80,14 +80,14 @@ def declared_path(route: BaseRoute | None) -> str:
 class ApiKeyMiddleware:
     """Refuses requests without one of the keys: 401 ``{"error": "Unauthorized"}``.
 
-    Open is a route that is known to be open; every other one is guarded, and so is what leads to no route.
+    Every route needs a key unless it is known to be open, and so do requests that match no route.
 
-    Under /v1/messages the header ``x-api-key: KEY`` does as well: it is what Anthropic's client sends.
+    Under /v1/messages the header ``x-api-key: KEY`` of Anthropic's client is accepted, too.
 
     Args:
-        app: what is guarded.
+        app: the protected application.
         keys: keys that are accepted as ``Authorization: Bearer KEY``.
-        key_scope: "all", or "inference": only the routes that vLLM guards.
+        key_scope: "all", or "inference": only the routes that need one in vLLM.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], key_scope: str = "all") -> None:
@@ -104,7 +104,7 @@ class ApiKeyMiddleware:
         if self._is_open(route) or self._is_known(scope, route):
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS":
-            # as vLLM, which lets them pass; no route takes them
+            # as in vLLM, which lets them pass to the router; no route accepts them
             methods: set[str] = getattr(route, "methods", None) or set()
             headers = {"allow": ", ".join(sorted(methods))} if methods else None
             await json_response({"detail": "Method Not Allowed"}, 405, headers)(scope, receive, send)
@@ -117,12 +117,12 @@ class ApiKeyMiddleware:
         return path in _OPEN or is_beside
 
     def _is_known(self, scope: Scope, route: BaseRoute | None) -> bool:
-        """Whether the request shows a key; which one stands in the scope then."""
+        """Whether the request has a valid key, whose index is stored in the scope."""
         headers = Headers(scope=scope)
         given = [headers.get("authorization", "")]
         if declared_path(route).startswith("/v1/messages"):
             given.append(f"Bearer {headers.get('x-api-key', '')}")
-        # every key is compared, each in constant time, so that timing tells nothing
+        # every key is compared, each in constant time, against timing attacks
         shown = [
             index
             for one in given
@@ -135,7 +135,7 @@ class ApiKeyMiddleware:
 
 
 class TooManyRequestsError(RequestError):
-    """A client has as many requests in progress as it may have."""
+    """A client has reached --max-concurrent-requests-per-key."""
 
     status_code = 429
     error_type = "TooManyRequestsError"
@@ -143,14 +143,13 @@ class TooManyRequestsError(RequestError):
 
 
 class ConcurrencyLimitMiddleware:
-    """Refuses a request while as many of its client are in progress as may be.
+    """Limits the concurrent requests of a client, identified by its key or, without keys, by its address.
 
-    Requests of a client are those that show the same key, or, where there are no keys, those from the same address.
-    What is never behind a key does not count.
+    Requests to routes that never need a key do not count.
 
     Args:
-        app: what answers.
-        limit: requests of one client.
+        app: the application.
+        limit: concurrent requests of one client.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -175,27 +174,27 @@ class ConcurrencyLimitMiddleware:
                 "(--max-concurrent-requests-per-key). Please wait until one of them has ended."
             )
         self._running[client] += 1
-        scope[_PLACE] = functools.partial(self._leave, client)
+        scope[_SLOT] = functools.partial(self._release, client)
         try:
             await self._app(scope, receive, send)
         finally:
-            keep_place(scope)()
+            keep_slot(scope)()
 
-    def _leave(self, client: object) -> None:
+    def _release(self, client: object) -> None:
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
 
 
-def keep_place(scope: Scope) -> Callable[[], None]:
-    """Let a request count among those of its client when it is answered, too.
+def keep_slot(scope: Scope) -> Callable[[], None]:
+    """Makes a request count against its client's limit beyond its answer.
 
     Returns:
-        What ends that; to be called once.
+        A function that releases the slot; to be called once.
     """
-    leave: Callable[[], None] = scope.pop(_PLACE, _nothing)
+    leave: Callable[[], None] = scope.pop(_SLOT, _nothing)
     return leave
 
 
 def _nothing() -> None:
-    """A request without a place has none to leave."""
+    """Releases the slot of a request that does not count."""

@@ -1,7 +1,7 @@
 """The one error path of the HTTP servers: exception → status and JSON body.
 
-Every error carries both shapes that clients know: ``{"error": {message, type, param, code}}`` of today and the
-flat ``{"object": "error", message, type, param, code}`` of vLLM 0.6.3.
+Every error body has both formats: today's ``{"error": {message, type, param, code}}`` and the flat
+``{"object": "error", message, type, param, code}`` of vLLM 0.6.3.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-# what an answer repeats of a wrong request: enough to find the place, not a whole prompt
+# limits of what an error answer repeats of an invalid request
 _MAX_SHOWN_ERRORS = 10
 _MAX_INPUT_CHARACTERS = 200
 _MAX_MESSAGE_CHARACTERS = 8192
-# what a line of the log tells of a field; the line is cut as well
+# of a field in a log line; the line is truncated, too
 _MAX_LOGGED_CHARACTERS = 2000
-# what pydantic calls the members of a union in the place of a finding
+# pydantic's names of union members in an error's location
 _UNION_MEMBER = re.compile(r"str|(list|dict|literal|function-wrap)\[.*\]|constrained-\w+|[A-Z]\w+")
 _FIELD_IN_TEXT = re.compile(r"`(\w+)`")
 
@@ -47,13 +47,13 @@ class HttpError(NamedTuple):
 
 
 def error_body(message: str, error_type: str, code: int, param: str | None = None) -> dict[str, Any]:
-    """An error in both shapes at once: today's nested one, and the flat one of vLLM 0.6.3."""
+    """The body of an error, in both formats."""
     error = {"message": message, "type": error_type, "param": param, "code": code}
     return {"error": error, "object": "error", **error}
 
 
 def to_http_error(error: BaseException) -> HttpError:
-    """Status and body for any exception; an unexpected one is logged and told without details."""
+    """Status and body for any exception; an unexpected one is logged, and its details are not sent."""
     if isinstance(error, ValidationError):
         error = validation_error(error)
     if isinstance(error, RequestError):
@@ -69,11 +69,11 @@ def to_http_error(error: BaseException) -> HttpError:
 
 
 def validation_error(error: ValidationError, root: str = "body") -> RequestError:
-    """pydantic's findings as one sentence per finding, in today's vLLM's layout."""
+    """pydantic's errors, one a line, in today's vLLM's layout."""
     findings = error.errors(include_url=False)
     cause = findings[0].get("ctx", {}).get("error")
     if len(findings) == 1 and not findings[0]["loc"] and isinstance(cause, ValueError):
-        # a model's own check, whose text names the field
+        # raised by a model's own validator, whose text names the field
         named = _FIELD_IN_TEXT.search(str(cause))
         return cause if isinstance(cause, RequestError) else RequestError(str(cause), named[1] if named else None)
     lines = [
@@ -97,17 +97,17 @@ def validation_error(error: ValidationError, root: str = "body") -> RequestError
 
 
 def _location(loc: tuple[int | str, ...], root: str) -> str:
-    """The field's path; which member of a union of types did not fit is left out."""
+    """The field's path, without names of union members."""
     return ".".join([root, *(str(part) for part in loc if not _UNION_MEMBER.fullmatch(str(part)))])
 
 
 def shortened(text: str, most: int) -> str:
-    """A text, or its beginning if it has more characters than that."""
+    """A text, truncated to `most` characters."""
     return text if len(text) <= most else text[:most] + "…"
 
 
 def shown_params(params: msgspec.Struct) -> str:
-    """Parameters for the log, of each field the beginning; takes no longer for long ones."""
+    """Parameters for the log, each field truncated; the time is bounded."""
     fields = []
     for name in params.__struct_fields__:
         value = getattr(params, name)
@@ -117,23 +117,23 @@ def shown_params(params: msgspec.Struct) -> str:
 
 
 def _shortened(value: Any) -> Any:
-    """A value of JSON, or the beginning of how Python writes it; takes no longer for a long one."""
+    """A JSON value, or the beginning of its repr if that is long; the time is bounded."""
     text = _beginning(value, _MAX_INPUT_CHARACTERS)
     return value if text is None else text
 
 
 def _beginning(value: Any, most: int) -> str | None:
-    """So many characters of how Python writes a value of JSON; None: it has no more."""
+    """The first `most` characters of a JSON value's repr; None: it is not longer."""
     text = ""
-    for piece in _written(value, most):
-        text += piece
+    for part in _written(value, most):
+        text += part
         if len(text) > most:
             return shortened(text, most)
     return None
 
 
 def _written(value: Any, most: int) -> Iterator[str]:
-    """How Python writes a value of JSON, piece by piece; of texts no more than what so many characters may show."""
+    """Parts of a JSON value's repr; strings are truncated to `most` + 1 characters before."""
     if isinstance(value, list):
         yield "["
         for index, item in enumerate(value):
@@ -149,7 +149,7 @@ def _written(value: Any, most: int) -> Iterator[str]:
             yield from _written(item, most)
         yield "}"
     else:
-        # of a longer text its beginning is all that will be shown
+        # no more of a string is ever shown
         yield repr(value[: most + 1] if isinstance(value, str) else value)
 
 
@@ -165,20 +165,20 @@ def error_response(error: BaseException) -> Response:
 
 
 def retry_headers(error: BaseException) -> dict[str, str] | None:
-    """Headers that tell when to try again; None: the error says nothing of it."""
+    """The Retry-After header; None: the error has none."""
     seconds = error.retry_after_s if isinstance(error, RequestError) else None
     return None if seconds is None else {"retry-after": str(seconds)}
 
 
 class AnswerErrorsMiddleware:
-    """Answers whatever leaves `app` as an exception that has no handler of its own, and requests that are cancelled.
+    """Answers exceptions that have no handler, and cancelled requests.
 
-    Starlette's own last resort answers, and raises the exception again all the same, so that the server closes the
-    connection, perhaps before the client has read the answer, and with it the client's next request.
+    Starlette's ServerErrorMiddleware answers and raises the exception again, so that the server closes the
+    connection, perhaps before the client has read the answer or while it sends its next request.
 
     Args:
-        app: what may raise.
-        answer: makes the answer.
+        app: the application.
+        answer: makes the response.
     """
 
     def __init__(self, app: ASGIApp, answer: Callable[[BaseException], Response]) -> None:
@@ -186,22 +186,22 @@ class AnswerErrorsMiddleware:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; an exception after the answer began still ends the connection, which tells of it."""
+        """Pass the request on; an exception after the response has begun closes the connection."""
         has_begun = False
 
-        async def watched_send(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, watched_send)
+            await self._app(scope, receive, send_and_note)
         except (Exception, asyncio.CancelledError) as error:
             if has_begun or scope["type"] != "http":
                 raise
-            # nothing but the end of the server cancels a request
-            told = error if isinstance(error, Exception) else ServerStoppingError()
-            await self._answer(told)(scope, receive, send)
+            # requests are cancelled only by the server's shutdown
+            shown = error if isinstance(error, Exception) else ServerStoppingError()
+            await self._answer(shown)(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -1,8 +1,7 @@
-"""From flags to a listening HTTP server: what the two server programs have in common.
+"""Starts an HTTP server from its flags; shared by the two server programs.
 
-The order matters to those who start servers: the port is bound first, so that a taken port is an error before
-minutes of loading; nobody can connect until the engine is ready, since only then the socket listens; and the
-process ends, with an exit code that tells, when the engine dies.
+The port is bound first, so that a port in use is an error before minutes of loading. The socket listens only when the
+engine is ready, so that connections are refused until then. When the engine dies the process exits with EXIT_FAILURE.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
 
-# How long a thread that works on a long text or answer may keep the event loop and the output thread from the
-# interpreter, each time that they want it: with Python's 5 ms a token of somebody else's waits for tens of them.
+# for sys.setswitchinterval: how long a thread with a long text or answer may hold the GIL while the event loop and
+# output thread wait for it. Python's 5 ms would add tens of milliseconds to other requests' tokens.
 _SWITCH_INTERVAL_S = 0.001
 
 
@@ -78,17 +77,17 @@ def bind(host: str | None, port: int) -> socket.socket:
 def bind_uds(path: str) -> socket.socket:
     """A Unix domain socket that owns its path but does not listen yet.
 
-    What an ended server left behind at the path makes room.
+    A stale socket of an ended server at the path is removed.
 
     Raises:
-        ConfigError: a server listens there, or the path is something else or cannot be had.
+        ConfigError: a server listens there, or the path is no socket or cannot be bound.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if pathlib.Path(path).is_socket() and not _is_listening(path):
             pathlib.Path(path).unlink()
         sock.bind(path)
-        # as vLLM's: whoever may reach the directory may ask
+        # as in vLLM: access is controlled by the directory's permissions
         pathlib.Path(path).chmod(0o666)
     except OSError as error:
         sock.close()
@@ -125,7 +124,7 @@ def _configure_log(path: str) -> None:
 
 
 def _without_secrets(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags as they may be logged."""
+    """The flags for the log, without API keys."""
     shown = vars(args).copy()
     if shown.get("api_key"):
         shown["api_key"] = ["***" for _ in shown["api_key"]]
@@ -134,18 +133,18 @@ def _without_secrets(args: argparse.Namespace) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is particular to one of the server programs.
+    """Parameters of one of the server programs.
 
     Attributes:
-        name: what the first line of the log calls it.
+        name: for the first line of the log.
         flags: all flags, for the log.
         http_args: address and encryption.
         engine_args: of the engine.
-        load_app: imports the web framework, which takes a while, and returns what makes the application once the
-            engine is ready.
+        load_app: imports the web framework, which takes a while, and returns the application's factory, which is
+            called once the engine is ready.
         log_level: of uvicorn.
         access_log: one line per HTTP request.
-        demo_example: a command that asks the demo model, with {url} for the server's address.
+        demo_example: an example request to the demo model, with {url} for the server's address.
     """
 
     name: str
@@ -159,7 +158,7 @@ class Program:
 
 
 def serve(program: Program) -> int:
-    """Run a server until it is told to stop or its engine dies.
+    """Run a server until a signal stops it or its engine dies.
 
     Returns:
         The process's exit code.
@@ -167,7 +166,6 @@ def serve(program: Program) -> int:
     Raises:
         ConfigError: a flag is wrong, or the port is taken.
         ModelLoadError: the model cannot be served.
-        EngineDeadError: the engine core died while it started.
     """
     start = time.monotonic()
     if program.http_args.log_config_file is not None:
@@ -186,7 +184,7 @@ def serve(program: Program) -> int:
     with stop.raising(), _bound(http_args) as sock:
         is_demo = _is_demo(program.engine_args)
         engine_args = _with_model(program.engine_args)
-        # late: asking for help and wrong flags need none of it
+        # imported late: not needed for --help and invalid flags
         from ascend_vllm.engine.async_llm import AsyncLLM
 
         with stop.held_back():
@@ -205,13 +203,13 @@ def _is_demo(args: EngineArgs) -> bool:
 
 
 def _with_model(args: EngineArgs) -> EngineArgs:
-    """The arguments with the demo model's directory, which is made if it is missing, if that is what they name."""
+    """The arguments; if they name the demo model, with its directory, which is made if it is missing."""
     return args.with_model_directory(ensure_demo_model()) if _is_demo(args) else args
 
 
 @contextlib.contextmanager
 def _bound(args: HttpArgs) -> Generator[socket.socket, None, None]:
-    """The socket of the flags; a Unix domain socket's path goes away with it."""
+    """The socket of the flags; a Unix domain socket's path is removed at the end."""
     if args.uds is None:
         with contextlib.closing(bind(args.host, args.port)) as sock:
             yield sock
@@ -224,7 +222,7 @@ def _bound(args: HttpArgs) -> Generator[socket.socket, None, None]:
 
 
 def exit_code_of(program: Callable[[], int]) -> int:
-    """Run a program; what this package raises on purpose becomes one line of the log and an exit code."""
+    """Run a program; turns this package's own errors into a log line and an exit code."""
     try:
         return program()
     except ConfigError as error:
@@ -246,15 +244,15 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 @dataclasses.dataclass(frozen=True)
 class _Opening:
-    """A server whose engine loads its model in the meantime.
+    """A server that starts while its engine loads the model.
 
     Attributes:
         program: what is served.
         engine: started.
         sock: bound.
-        stop: what signals do until the server has its own handlers; raising.
+        stop: handles signals until the server has its own handlers.
         example: a command to show once the server is ready.
-        start: when the program began, by the monotonic clock.
+        start: time.monotonic() at the program's start.
     """
 
     program: Program
@@ -288,7 +286,7 @@ class _Opening:
                     access_log=program.access_log,
                     example=self.example,
                 )
-                # what is alive now stays alive: the collector need not look at it again and again
+                # objects that exist now are permanent: exclude them from garbage collections
                 gc.collect()
                 gc.freeze()
                 sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -300,7 +298,7 @@ class _Opening:
             # another server bound the same port before either of them listened
             raise _address_error(program.http_args.host, program.http_args.port, error) from error
         finally:
-            # here, for it belongs to the loop
+            # here, since it must run on the loop
             engine.shutdown()
 
 

@@ -1,7 +1,7 @@
 """Metrics of HTTP requests under the names of prometheus-fastapi-instrumentator, which vLLM's dashboards know.
 
-A plain ASGI middleware: it looks at a request's head and at the head of its answer, and once more when the answer has
-ended. The chunks of a stream pass through one call each.
+A plain ASGI middleware: it reads the headers of request and answer, and the time at the answer's end. Each chunk of a
+stream costs one extra call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ascend_vllm.engine.metrics import Histogram
 from ascend_vllm.entrypoints.http.access import declared_path, matched_route
 
-# what is asked all the time by those who watch the server
+# polled by monitoring
 _UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
-# requests to paths that are nobody's, in one row whatever their number
+# handler label of all requests that match no route
 _NO_HANDLER = "none"
 
 _DURATION_BUCKETS = [0.1, 0.5, 1]
@@ -33,7 +33,7 @@ class HttpMetrics(Collector):
     def __init__(self) -> None:
         # (method, class of status such as "2xx", route) → requests
         self._requests: dict[tuple[str, str, str], int] = {}
-        # route → requests, bytes of their bodies and of the answers as the headers tell them; a stream tells none
+        # route → requests, bytes of their bodies and answers according to Content-Length, which streams lack
         self._sizes: dict[str, tuple[int, int, int]] = {}
         # (route, method) → seconds
         self._durations: dict[tuple[str, str], Histogram] = {}
@@ -42,7 +42,7 @@ class HttpMetrics(Collector):
     def record(
         self, handler: str, method: str, status: int, num_request_bytes: int, num_response_bytes: int, seconds: float
     ) -> None:
-        """Take in a request whose answer has ended."""
+        """Record a request whose answer has ended."""
         key = (method, f"{status // 100}xx", handler)
         self._requests[key] = self._requests.get(key, 0) + 1
         count, received, sent = self._sizes.get(handler, (0, 0, 0))
@@ -88,11 +88,11 @@ class HttpMetrics(Collector):
 
 
 class HttpMetricsMiddleware:
-    """Tells `HttpMetrics` of every request.
+    """Records every request in `HttpMetrics`.
 
     Args:
-        app: what answers.
-        metrics: is told.
+        app: the application.
+        metrics: to record in.
     """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
@@ -116,7 +116,7 @@ class HttpMetricsMiddleware:
         try:
             await self._app(scope, receive, send_measured)
         finally:
-            # an answer that never began is one of 500, which the server makes itself
+            # without an answer of the application the server sends a 500
             status = 500 if head is None else head["status"]
             # the router has put the route into the scope
             handler = declared_path(scope.get("route"))
@@ -147,16 +147,16 @@ class ServerLoad:
         self.num_requests = 0
 
 
-# requests to anything below these are work for the model
+# prefixes of routes that use the model
 _WORK = ("/v1/", "/v2/", "/inference/", "/invocations", "/pooling", "/score", "/rerank", "/classify")
 
 
 class ServerLoadMiddleware:
-    """Keeps a `ServerLoad`; a stream is in progress until its end.
+    """Updates a `ServerLoad`; a stream is in progress until its end.
 
     Args:
-        app: what answers.
-        load: is kept.
+        app: the application.
+        load: to update.
     """
 
     def __init__(self, app: ASGIApp, load: ServerLoad) -> None:

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with limits: on the head of a request, on a client's time, and on what it sends in advance.
+"""uvicorn's HTTP protocol with limits on request heads, on slow clients, and on pipelined requests.
 
-uvicorn's own parser on httptools takes heads of any size, waits for ever for a request that was begun, and for ever
-for a client that does not read its answer, and keeps whatever requests are sent behind one that is not answered yet.
-Each of these ties up memory or a connection of a server that anybody may reach.
+uvicorn's httptools protocol accepts heads of any size, waits for ever for the rest of a request and for clients that
+do not read their answers, and buffers any number of pipelined requests. Each of these would let clients tie up the
+server's memory or connections.
 """
 
 from __future__ import annotations
@@ -25,65 +25,64 @@ from ascend_vllm.entrypoints.http.errors import error_body
 DEFAULT_MAX_HEAD_BYTES = 4 << 20
 DEFAULT_MAX_HEADERS = 256
 
-# A client that sends this many bytes a second is slow, but not idle: each second's worth gives it a second more.
+# A client that sends at least this fast does not time out: that many bytes extend its time by a second.
 _MIN_BYTES_PER_S = 1000
 
-# A refused client that still sends gets so long to read why. Were the connection closed at once, its next bytes would
-# be answered with a reset, which throws away what it has not read yet.
+# For a refused client that still sends to read the error. If the connection were closed at once, its next bytes would
+# cause a reset, which discards what it has not read yet.
 _LINGER_S = 1.0
 
-# How long the end of an encrypted connection takes to be sent, and perhaps to be answered.
-_GOODBYE_S = 0.5
+# For TLS's close_notify to be sent, and perhaps answered.
+_CLOSE_NOTIFY_S = 0.5
 
-# What was sent behind a request that is not answered yet waits as bytes. With more of them than this nothing is read
-# any more; with fewer it is, so that it is noticed if the client goes away.
+# Pipelined requests are buffered as bytes. Above this limit reading is paused; below it reading goes on, so that a
+# disconnect is noticed.
 _MAX_WAITING_BYTES = 1 << 16
 
-# Paths that a server's keepers ask for to see whether it lives: they begin at once.
+# health checks, which are not delayed by StartLimiter
 _AT_ONCE = frozenset({"/health", "/ping"})
 
-# Where a request may end: at an empty line, or at the beginning of what arrives, if that ends an empty line. Two
-# expressions, for one of both would look at each byte instead of for the first line's end: 40 times as slow.
+# Where a request may end: after an empty line, or at the beginning of the data, if that completes an empty line. A
+# single expression for both would be 40 times as slow, since it could not search for the first newline.
 _EMPTY_LINE = re.compile(rb"\n[\r\n]*\n")
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
-# httptools does not take apart longer addresses
+# longest URL that httptools parses
 _MAX_ADDRESS_BYTES = (1 << 16) - 1
 
 
-# A completion needs about half a millisecond until it first waits for something.
+# requests per iteration of the loop; a completion takes about half a millisecond until its first await
 _NUM_PER_TURN = 4
 
 
-class StartGate:
-    """Lets some requests begin in each turn of the event loop; used by one loop only.
+class StartLimiter:
+    """Starts only a few requests in each iteration of the event loop; for one loop.
 
-    A flood of requests that all begin at once makes a turn of the loop as long as all of their beginnings together,
-    and only between two turns does the loop hear of new requests and of clients that have gone. So a few begin in
-    each turn, in the order in which they came; the others wait at the price of a future each, and those whose clients
-    have gone by then never begin.
+    If a burst of requests started in one iteration, new requests and disconnects would not be noticed until all of
+    them had run to their first await. So a few start per iteration, first come, first served; the others wait for
+    futures, and never start if their clients disconnect meanwhile.
 
     Example::
 
-        gate = StartGate()
-        await gate.enter()  # at once, unless many others begin
+        start_limiter = StartLimiter()
+        await start_limiter.enter()  # at once, unless many others start
     """
 
     def __init__(self) -> None:
         self._num_left = _NUM_PER_TURN
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._is_turn_awaited = False
+        self._is_turn_scheduled = False
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Requests that wait to start."""
         return len(self._waiting)
 
     async def enter(self) -> None:
-        """Waits until this request may begin."""
+        """Waits until this request may start."""
         loop = asyncio.get_running_loop()
-        if not self._is_turn_awaited:
-            self._is_turn_awaited = True
+        if not self._is_turn_scheduled:
+            self._is_turn_scheduled = True
             loop.call_soon(self._begin_turn)
         if self._num_left and not self._waiting:
             self._num_left -= 1
@@ -93,27 +92,27 @@ class StartGate:
         await turn
 
     def _begin_turn(self) -> None:
-        """Lets those begin who have waited longest."""
+        """Starts the requests that have waited longest."""
         self._num_left = _NUM_PER_TURN
         while self._waiting and self._num_left:
             turn = self._waiting.popleft()
-            # cancelled ones take nobody's place
+            # cancelled ones do not count
             if not turn.done():
                 turn.set_result(None)
                 self._num_left -= 1
-        self._is_turn_awaited = bool(self._waiting)
-        if self._is_turn_awaited:
+        self._is_turn_scheduled = bool(self._waiting)
+        if self._is_turn_scheduled:
             asyncio.get_running_loop().call_soon(self._begin_turn)
 
 
 @dataclasses.dataclass(frozen=True)
 class HttpLimits:
-    """What one connection may take.
+    """Limits of one connection.
 
     Attributes:
-        max_head_bytes: address and headers of a request.
+        max_head_bytes: URL and headers of a request.
         max_headers: number of headers of a request, trailers included.
-        client_timeout_s: for a request to arrive, and for a client to read what waits for it.
+        client_timeout_s: seconds for a request to arrive, and for a client to read buffered data.
     """
 
     max_head_bytes: int = DEFAULT_MAX_HEAD_BYTES
@@ -122,26 +121,26 @@ class HttpLimits:
 
 
 class _HeadTooLargeError(Exception):
-    """The head of a request, or the address in it, is above its limits."""
+    """The head of a request, or its URL, exceeds the limits."""
 
 
-class _HeldFlowControl(FlowControl):
-    """Flow control that can be held: nothing is read until it is released, whoever wants to go on reading."""
+class _PausableFlowControl(FlowControl):
+    """Flow control with a hold that overrides `resume_reading` until it is released."""
 
     _is_held = False
 
     def hold(self) -> None:
-        """Read nothing any more."""
+        """Pause reading until `release`."""
         self._is_held = True
         self.pause_reading()
 
     def release(self) -> None:
-        """Read on."""
+        """Resume reading."""
         self._is_held = False
         self.resume_reading()
 
     def resume_reading(self) -> None:
-        """Read on, unless it is held."""
+        """Resume reading, unless it is held."""
         if not self._is_held:
             super().resume_reading()
 
@@ -149,50 +148,50 @@ class _HeldFlowControl(FlowControl):
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
-    Its requests are answered one after the other: the next one is parsed only when the one before is answered.
+    Pipelined requests are parsed and answered one after the other.
 
-    A request that is not complete in time is answered with 408, one whose head is too large with 431, one whose
-    address is with 414; all close the connection. A client that does not read its answer is disconnected, which
+    A request that is not complete in time is answered with 408, one whose head is too large with 431, one whose URL
+    is too long with 414; all close the connection. A client that does not read its answer is disconnected, which
     aborts its request.
 
     Args:
         limits: of the connection.
-        gate: lets requests of all connections begin.
-        kwargs: what uvicorn gives a protocol.
+        start_limiter: shared by all connections.
+        kwargs: uvicorn's arguments of a protocol.
     """
 
-    flow: _HeldFlowControl
+    flow: _PausableFlowControl
 
-    def __init__(self, *, limits: HttpLimits, gate: StartGate, **kwargs: Any) -> None:
+    def __init__(self, *, limits: HttpLimits, start_limiter: StartLimiter, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._limits = limits
-        self._gate = gate
+        self._start_limiter = start_limiter
         self._answer = self.app
         self.app = self._begin
-        # as the parser shows it, which does not show a header that has not ended; and all that came before its end
-        self._head_bytes = self._unended_head_bytes = 0
+        # bytes of the head's parsed parts, and bytes received before its end, since the parser reports whole headers
+        self._head_bytes = self._unparsed_head_bytes = 0
         self._is_head = False
         # whether a request has arrived whole and nothing of the next one
         self._is_complete = False
         # of a body whose length was declared
         self._num_body_bytes_left = 0
-        # what came behind a request that is not answered yet
+        # pipelined data, behind a request that is not answered yet
         self._waiting = bytearray()
         self._start = 0.0
         self._num_received = 0
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        # set once a request was refused: what still comes is thrown away
+        # set once a request was refused: further data is discarded
         self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client that connects must send something."""
+        """Start the timeout of the first request."""
         super().connection_made(transport)
-        self.flow = _HeldFlowControl(transport)
+        self.flow = _PausableFlowControl(transport)
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Cancel all timers."""
         self._cancel_timers()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
@@ -200,7 +199,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse as far as to the end of a request that must be answered first."""
+        """Parse up to the end of a request that must be answered first, and buffer the rest."""
         num_parsed = self._parse(data)
         if num_parsed == len(data) or self._is_refused():
             return
@@ -209,15 +208,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.flow.hold()
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request when its turn comes, if its client is still there then."""
+        """Run the application when the request may start, unless its client has disconnected."""
         cycle = self.cycle
         if scope["path"] not in _AT_ONCE:
-            await self._gate.enter()
+            await self._start_limiter.enter()
         if not cycle.disconnected:
             await self._answer(scope, receive, send)
 
     def on_response_complete(self) -> None:
-        """Go on with what was sent behind the request."""
+        """Parse the buffered pipelined data."""
         super().on_response_complete()
         if self._waiting and not self._is_refused():
             del self._waiting[: self._parse(self._waiting)]
@@ -225,9 +224,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self.flow.release()
 
     def _parse(self, data: bytes | bytearray) -> int:
-        """Parse until a request is complete that is not answered; how many bytes were parsed.
+        """Parse up to the end of a request that is not answered yet; returns how many bytes were parsed.
 
-        All that is parsed at once holds no more than one end of a request.
+        The data is split so that each call of the parser contains the end of at most one request.
         """
         start = 0
         while start < len(data) and not self._is_refused() and not (self._is_complete and self._is_answering()):
@@ -240,15 +239,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return start
 
     def _parse_part(self, data: bytes) -> None:
-        """Parse, then see what is still missing."""
+        """Parse, then check the head's size and update the timeout."""
         was_head = self._is_head
         self._is_complete = False
         super().data_received(data)
         if self._is_refused():
             return
         if was_head and self._is_head:
-            self._unended_head_bytes += len(data)
-            if self._unended_head_bytes > self._limits.max_head_bytes:
+            self._unparsed_head_bytes += len(data)
+            if self._unparsed_head_bytes > self._limits.max_head_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, self._head_message())
                 return
         if self._is_complete:
@@ -256,13 +255,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif self._read_timer is None:
             self._await_request()
         elif self.cycle is None or not self.cycle.response_complete:
-            # the body of a request that was refused is thrown away, and gets no more time
+            # not for the body of a request that has been answered already: it is discarded, and gets no more time
             self._num_received += len(data)
 
     def on_message_begin(self) -> None:
         """A new head."""
         super().on_message_begin()
-        self._is_head, self._is_complete, self._head_bytes, self._unended_head_bytes = True, False, 0, 0
+        self._is_head, self._is_complete, self._head_bytes, self._unparsed_head_bytes = True, False, 0, 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the address."""
@@ -284,7 +283,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._num_body_bytes_left = int(dict(self.headers).get(b"content-length", 0))
         if self.parser.should_upgrade():
-            # to nothing that this server speaks, and the parser stops here
+            # no upgrade is supported, and the parser stops here
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -298,7 +297,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, or above the limits of a head, is refused."""
+        """Refuse data that is not HTTP, or a head that exceeds the limits."""
         is_too_large = self._head_bytes > self._limits.max_head_bytes or (
             self.headers is not None and len(self.headers) > self._limits.max_headers
         )
@@ -313,20 +312,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the answer is made."""
+        """Start the timeout of a client that does not read its answer."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self._limits.client_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop that timeout: the client has read."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """An idle connection is closed; one whose client never reads the end of its answer is cut."""
+        """Close an idle connection, or abort it later if the client has not read the end of its answer."""
         super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
             self.loop.call_later(self._limits.client_timeout_s, self.transport.abort)
@@ -334,13 +333,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close_socket()
 
     def _close_socket(self) -> None:
-        """Have the client of a closed connection notice, though it is not reading.
+        """Abort a closed TLS connection after a while.
 
-        With TLS the socket would stay open until the client has said goodbye, too; it would send its next request
-        into nothing.
+        Its socket would otherwise stay open until the client sends close_notify, and the client's next request would
+        be lost.
         """
         if not self.transport.can_write_eof():
-            self.loop.call_later(_GOODBYE_S, self.transport.abort)
+            self.loop.call_later(_CLOSE_NOTIFY_S, self.transport.abort)
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -358,12 +357,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_request(self) -> None:
-        """Start the time for a request to arrive."""
+        """Start the timeout of a request."""
         self._start, self._num_received = self.loop.time(), 0
         self._read_timer = self.loop.call_later(self._limits.client_timeout_s, self._check_request)
 
     def _check_request(self) -> None:
-        """Whether the request that was waited for has its time used up."""
+        """Refuse the request if its time is over, else check again later."""
         self._read_timer = None
         if self._is_refused():
             return
@@ -383,7 +382,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close_socket()
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer and close; without an answer if the one to the body that is refused has begun."""
+        """Send an error and close; only close if the application's answer has begun."""
         self._cancel_timers()
         if not self._is_answering() or not self.cycle.response_started:
             content = msgspec.json.encode(error_body(message, "Bad Request", status.value))
@@ -399,12 +398,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_refused(self) -> bool:
-        """Whether nothing that comes matters any more."""
+        """Whether further data is discarded."""
         return self._linger_timer is not None or self.transport.is_closing()
 
     def _close_when_read(self) -> None:
-        """Say that the answer has ended, and close once the client does, or after a while."""
-        # an encrypted connection has only one end
+        """Shut down the write side, and close when the client does, or after a while."""
+        # TLS connections cannot be half-closed
         if not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -412,7 +411,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._linger_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
         self.flow.release()
         if self.cycle is not None and not self.cycle.response_complete:
-            # the application need not wait for the rest of a body
+            # ends the application's wait for the rest of the body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 

@@ -1,9 +1,8 @@
-"""Ids that clients choose for their requests: what they may be, who has one, and how answers carry them.
+"""Ids that clients choose for their requests: validation, uniqueness, and the header of answers.
 
-The field `request_id` of a body is the client's own name for one request: while the request lives, no other one of
-the same caller has it. The header ``X-Request-Id`` is not: proxies set it and repeat it when they try again, and
-services hand it on to everything that one request of theirs makes them ask. Several requests may have it at a time,
-as in vLLM; in the engine, where ids get a random end, they are told apart all the same.
+The field `request_id` of a body must be unique among the unfinished requests of a caller. The header ``X-Request-Id``
+need not be, as in vLLM: proxies repeat it with retries, and services forward it to all requests that one of theirs
+causes. Ids in the engine get a random suffix, and are unique in any case.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ascend_vllm.entrypoints.http.access import caller_of
 from ascend_vllm.errors import DuplicateRequestError, RequestError
 
-# ids come back in answers, in headers and in the log
+# ids are repeated in answers, headers and the log
 MAX_ID_LENGTH = 256
 
 _HEADER = "x-request-id"
@@ -27,7 +26,7 @@ _SCOPE_KEY = "ascend_vllm.claims"
 
 
 def _finding(request_id: str) -> str | None:
-    """What is wrong with an id; None: nothing is."""
+    """What is wrong with an id; None: it is valid."""
     if len(request_id) > MAX_ID_LENGTH:
         return f"must have at most {MAX_ID_LENGTH} characters, but has {len(request_id)}"
     return None if request_id.isprintable() else "must consist of printable characters"
@@ -64,10 +63,10 @@ class NamedRequest(Protocol):
 
 
 class Claims:
-    """The ids that one request has taken, until it gives them back.
+    """The ids that one request holds until it ends.
 
     Args:
-        living: those of all requests, each with its caller.
+        living: (caller, id) of all unfinished requests.
     """
 
     def __init__(self, living: set[tuple[bytes, str]]) -> None:
@@ -75,14 +74,14 @@ class Claims:
         self._taken: list[tuple[bytes, str]] = []
 
     def take(self, caller: bytes, request_id: str) -> None:
-        """Take an id.
+        """Claim an id.
 
         Args:
-            caller: see `access.caller_of`; the others' ids are not in the way of its own.
-            request_id: what the client chose.
+            caller: see `access.caller_of`; ids need only be unique per caller.
+            request_id: chosen by the client.
 
         Raises:
-            DuplicateRequestError: a request of the caller that has not ended has it.
+            DuplicateRequestError: an unfinished request of the caller has it.
         """
         if (caller, request_id) in self._living:
             raise DuplicateRequestError(
@@ -94,12 +93,12 @@ class Claims:
         self._taken.append((caller, request_id))
 
     def release(self) -> None:
-        """Give the ids back. May be called again."""
+        """Release the ids. May be called again."""
         self._living.difference_update(self._taken)
         self._taken.clear()
 
     def hand_over(self) -> Claims:
-        """The same ids in other hands, which give them back when a request ends that outlives its answer."""
+        """Moves the ids to a new object, for a request that goes on after its answer."""
         other = Claims(self._living)
         other._taken, self._taken = self._taken, []
         return other
@@ -112,22 +111,20 @@ def claims_of(http: Request) -> Claims:
 
 
 def make_response_id(request: NamedRequest, prefix: str, http: Request) -> str:
-    """The id of the answer to a request: what the client chose, if it did, behind the prefix.
-
-    It is the request's from here on.
+    """The id of an answer: the prefix and the client's id, or a random one. Claims the id in the body.
 
     Raises:
-        DuplicateRequestError: the request names itself like another one that lives.
-        RequestError: the header's id is none.
+        DuplicateRequestError: another unfinished request has the id in the body.
+        RequestError: the id in the header is invalid.
     """
     return f"{prefix}-{claim_id(request, http) or header_id(http) or secrets.token_hex(8)}"
 
 
 def claim_id(request: NamedRequest, http: Request) -> str | None:
-    """The name that a request has in its body, taken for it; None: it has none.
+    """Claims and returns the id in a request's body; None: it has none.
 
     Raises:
-        DuplicateRequestError: another one that lives has it.
+        DuplicateRequestError: another unfinished request has it.
     """
     if request.request_id:
         claims_of(http).take(caller_of(http.scope), request.request_id)
@@ -135,16 +132,16 @@ def claim_id(request: NamedRequest, http: Request) -> str | None:
 
 
 def make_engine_id(request: NamedRequest, response_id: str, http: Request) -> str:
-    """What the ids in the engine begin with; with a random end, for clients repeat the ids they choose."""
+    """The prefix of a request's ids in the engine; a client's id gets a random suffix, as it may be repeated."""
     is_chosen = request.request_id or header_id(http)
     return f"{response_id}-{secrets.token_hex(4)}" if is_chosen else response_id
 
 
 class RequestIdClaimsMiddleware:
-    """Gives every request room for the ids it takes, and frees them when its answer ends, in whatever way.
+    """Gives every request its `Claims`, and releases them when its answer ends or fails.
 
     Args:
-        app: what answers.
+        app: the application.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn, tied to an engine: it ends when the engine dies, and listens on a socket that was bound before."""
+"""uvicorn on a socket that was bound before; ends when the engine dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ascend_vllm.entrypoints.http.protocol import (
     DEFAULT_MAX_HEADERS,
     HttpLimits,
     LimitedHttpProtocol,
-    StartGate,
+    StartLimiter,
 )
 from ascend_vllm.entrypoints.http.validation import BodyLimitMiddleware
 from ascend_vllm.errors import ConfigError, ServerStoppingError
@@ -37,21 +37,20 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# seconds that requests which are ended get to say so, before they are cancelled
-_LAST_WORDS_S = 2
-# An idle connection is kept so much longer than promised: clients that keep theirs for the same time, as httpx does
-# with its 5 s, would else send requests into one that is being closed.
+# seconds for requests that the shutdown ends to send their error, before they are cancelled
+_CANCEL_GRACE_S = 2
+# Idle connections are kept this much longer than configured, since clients with the same timeout (httpx: 5 s) would
+# otherwise send requests on connections that are being closed.
 _KEEP_ALIVE_GRACE_S = 1
 # connections that may wait to be accepted: bursts of clients queue there instead of being refused
 _BACKLOG = 2048
-# uvloop accepts one connection for each listening descriptor in a turn of the loop. With one of them, clients that
-# connect and leave faster than that keep all who come behind them waiting to be accepted.
+# uvloop accepts one connection per listening descriptor and iteration of the loop. With a single one, clients that
+# connect and disconnect quickly could delay all others.
 _NUM_LISTENERS = 8
-# what logs with the words of clients
+# loggers whose lines may contain clients' data
 _LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "asyncio")
-# how often the TLS files are looked at
 _TLS_POLL_S = 1.0
-# how often the engine is asked whether it lives; open streams hear of its death at once, from the engine itself
+# only the server's exit waits for this poll: open streams get the engine's error at once
 _ENGINE_POLL_S = 0.2
 
 
@@ -83,21 +82,21 @@ class HttpServer(uvicorn.Server):
             client_timeout_s=args.client_timeout_s,
         )
         config = uvicorn.Config(
-            # outside of everything else, so that whoever reads a body is given no more than the limit
+            # the outermost middleware, so that the limit applies to all that read the body
             BodyLimitMiddleware(app, args.max_body_bytes),
             host=args.host or "0.0.0.0",
             port=0 if args.uds else sock.getsockname()[1],
             uds=args.uds,
-            # uvicorn calls it as it would call the class
-            http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits, gate=StartGate())),
+            # called by uvicorn like a protocol class
+            http=cast("Any", functools.partial(LimitedHttpProtocol, limits=limits, start_limiter=StartLimiter())),
             ws="none",
-            # a file of --log-config-file was read when the program began
+            # --log-config-file was applied when the program began
             log_config=uvicorn.config.LOGGING_CONFIG if args.log_config_file is None else None,
             log_level=log_level,
             access_log=access_log,
             backlog=_BACKLOG,
             timeout_keep_alive=envs.http_timeout_keep_alive_s() + _KEEP_ALIVE_GRACE_S,
-            timeout_graceful_shutdown=math.ceil(args.shutdown_timeout) + _LAST_WORDS_S,
+            timeout_graceful_shutdown=math.ceil(args.shutdown_timeout) + _CANCEL_GRACE_S,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
@@ -120,22 +119,22 @@ class HttpServer(uvicorn.Server):
         """Serve until a signal or the engine's death.
 
         Returns:
-            Whether it ended in order, that is, the engine lives.
+            Whether the engine is still alive.
         """
         self._engine = engine
-        watches = [asyncio.create_task(self._watch(engine))]
+        pollers = [asyncio.create_task(self._poll_engine(engine))]
         if self._tls_files:
-            watches.append(asyncio.create_task(self._watch_tls_files()))
+            pollers.append(asyncio.create_task(self._poll_tls_files()))
         try:
             await self.serve([self._sock, *(self._sock.dup() for _ in range(_NUM_LISTENERS - 1))])
         finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            for poller in pollers:
+                poller.cancel()
+            await asyncio.gather(*pollers, return_exceptions=True)
         return not engine.errored
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where: uvicorn is silent about sockets it was handed."""
+        """Listen, and log the address, which uvicorn does not do for sockets that it is passed."""
         if self.config.ssl is not None:
             tls.refuse_old_versions(self.config.ssl)
         await super().startup(sockets)
@@ -144,7 +143,7 @@ class HttpServer(uvicorn.Server):
             self._show_example()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let open requests end, for as long as they may, then end them."""
+        """Wait for open requests until --shutdown-timeout, then end them."""
         end = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
@@ -152,7 +151,7 @@ class HttpServer(uvicorn.Server):
             end.cancel()
 
     async def _end_requests(self) -> None:
-        """Let those who still wait for an answer know that none will come."""
+        """Fail the requests that are open after --shutdown-timeout."""
         await asyncio.sleep(self._args.shutdown_timeout)
         if self._engine is not None and self.server_state.tasks:
             logger.warning(
@@ -178,10 +177,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """SIGINT and SIGTERM end the server in order.
+        """Shut down gracefully at SIGINT and SIGTERM.
 
-        uvicorn would raise the signal again at the end, which would kill the process before the engine is shut
-        down and hide the exit code.
+        uvicorn's own method raises the signal again at the end, which would kill the process before the engine is
+        shut down and change the exit code.
         """
         loop = asyncio.get_running_loop()
         handled = (signal.SIGINT, signal.SIGTERM)
@@ -193,8 +192,8 @@ class HttpServer(uvicorn.Server):
             for number in handled:
                 loop.remove_signal_handler(number)
 
-    async def _watch(self, engine: AsyncLLM) -> None:
-        """End the server soon after the engine's death, unless it is told to stay."""
+    async def _poll_engine(self, engine: AsyncLLM) -> None:
+        """End the server soon after the engine's death, unless VLLM_KEEP_ALIVE_ON_ENGINE_DEATH is set."""
         while not engine.errored:
             await asyncio.sleep(_ENGINE_POLL_S)
         if envs.keep_alive_on_engine_death():
@@ -203,8 +202,8 @@ class HttpServer(uvicorn.Server):
         logger.error("The engine is dead; the server ends")
         self.should_exit = True
 
-    async def _watch_tls_files(self) -> None:
-        """Read key and certificates again when they have changed, for the connections that come after."""
+    async def _poll_tls_files(self) -> None:
+        """Reload key and certificates when they have changed, for new connections."""
         while True:
             await asyncio.sleep(_TLS_POLL_S)
             found = {path: _modified(path) for path in self._tls_files}
@@ -219,7 +218,7 @@ class HttpServer(uvicorn.Server):
             try:
                 tls.load_files(context, self._args.ssl_certfile, self._args.ssl_keyfile, self._args.ssl_ca_certs)
             except (OSError, ConfigError) as error:
-                # a file is written while the other one is still old: the next look finds both
+                # only one of the files may be new yet: try again at the next poll
                 logger.warning("The TLS files have changed but cannot be used yet: %s", error)
             else:
                 self._tls_files = found
@@ -227,7 +226,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _tls_files(args: HttpArgs) -> dict[str, float | None]:
-    """The files of the flags, and when they were changed."""
+    """The TLS files of the flags, with their modification times."""
     paths = (args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs)
     return {path: _modified(path) for path in paths if path is not None}
 
@@ -235,12 +234,12 @@ def _tls_files(args: HttpArgs) -> dict[str, float | None]:
 def _modified(path: str) -> float | None:
     try:
         return pathlib.Path(path).stat().st_mtime
-    except OSError:  # it is just being replaced
+    except OSError:  # it may be being replaced
         return None
 
 
 def _is_logged(paths: Collection[str], record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is about none of these paths."""
+    """A filter for uvicorn's access log: false for requests to these paths."""
     arguments = record.args
     # address of the client, method, path with query, version, status
     if not isinstance(arguments, tuple) or len(arguments) < 3:

@@ -1,7 +1,7 @@
-"""Server-sent events, byte by byte: the hot path of a streaming server.
+"""Server-sent events: the hot path of a streaming server.
 
-A token's event is a handful of bytes around the token's text. All but the text is the same for every event of a
-choice, so it is encoded once and joined; nothing is validated or serialised per token but the text itself.
+All events of a choice differ only in the token's text. The rest is encoded once, so that only the text is serialised
+for each token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 
 class _ChunkWriter:
-    """What the events of one stream share.
+    """The parts that all events of one stream share.
 
     Args:
         object_type: the chunks' `object`.
         num_choices: choices of the whole request.
-        usage_key: chunks carry ``"usage": null`` when they carry no usage.
-        usage_follows: the stream ends with its usage, which then tells the fingerprint; without it each choice's last
-            chunk does.
+        usage_key: chunks without usage have ``"usage": null``.
+        usage_follows: the stream ends with a usage chunk, which has the fingerprint; otherwise each choice's last
+            chunk has it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class _ChunkWriter:
         self._no_usage = b',"usage":null' if usage_key else b""
 
     def _tail(self, usage: Usage | None, finished: bool = False) -> bytes:
-        """What follows the last choice's closing brace."""
+        """The end of a chunk, after the last choice's closing brace."""
         end = self._end if finished else b"]"
         return end + (self._no_usage if usage is None else b',"usage":' + encode_json(usage)) + b"}\n\n"
 

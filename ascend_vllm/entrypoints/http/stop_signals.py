@@ -1,9 +1,8 @@
-"""SIGINT and SIGTERM while a server starts: both end it, whatever it is doing, and nothing that it started stays.
+"""SIGINT and SIGTERM while a server starts: both end it at once, with all that it has started.
 
-A start goes through plain code (imports, reading files), then through an event loop. In plain code a signal raises
-KeyboardInterrupt, so that nobody waits for an import to end; in the loop it cancels the task that starts the server.
-Since an exception may be swallowed where it happens to be raised, the signal is remembered, and looked at again at
-the next change from one to the other.
+The start runs plain code (imports, reading files), then an event loop. In plain code a signal raises
+KeyboardInterrupt, so that an import need not finish; in the loop it cancels the task that starts the server. Since
+the code that happens to run may swallow the exception, the signal is also recorded, and checked at the next change.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """What the signals do from `raising` on; make one in the main thread."""
+    """Handles the signals from `raising` on; for the main thread."""
 
     def __init__(self) -> None:
         self._is_requested = False
@@ -26,7 +25,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def raising(self) -> Generator[None, None, None]:
-        """Within, a signal raises KeyboardInterrupt; afterwards they do what they did before."""
+        """Within, a signal raises KeyboardInterrupt; restores the previous handlers afterwards."""
         before = {number: signal.signal(number, self._handle) for number in _HANDLED}
         try:
             yield
@@ -36,7 +35,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def held_back(self) -> Generator[None, None, None]:
-        """Within, a signal is only remembered; at the end it raises. For what must not be left half done.
+        """Within, a signal is only recorded; it raises at the end. For code that must not be interrupted.
 
         Raises:
             KeyboardInterrupt: a signal came, now or earlier.
@@ -50,12 +49,12 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def hold_back(self) -> None:
-        """From now on a signal is only remembered: the way to the loop, or to the end, is not cut short."""
+        """From now on a signal is only recorded, until `cancelling` checks it or the program ends."""
         self._is_held_back = True
 
     @contextlib.contextmanager
     def cancelling(self) -> Generator[None, None, None]:
-        """Within, a signal cancels the current task; come here by `hold_back`, and before the first await.
+        """Within, a signal cancels the current task; to be entered after `hold_back`, before the first await.
 
         Raises:
             asyncio.CancelledError: a signal came before.
@@ -68,7 +67,7 @@ class StopSignals:
                 raise asyncio.CancelledError
             yield
         finally:
-            # the loop would set the system's own: a second signal then must not cut the ending short
+            # not the default handlers, which the loop restores: a second signal must not interrupt the shutdown
             for number in _HANDLED:
                 loop.remove_signal_handler(number)
                 signal.signal(number, self._handle)

@@ -1,8 +1,7 @@
-"""Responses that notice when their client goes away.
+"""Responses whose work is cancelled when the client disconnects.
 
-Starlette's own streaming response costs two tasks and a cancel scope per response and notices a disconnect of a
-waiting request only with the next write, depending on the server; here it is one listener per request, and the
-work of a client that is gone is cancelled at once, which aborts it in the engine.
+Starlette's streaming response takes two tasks and a cancel scope, and may notice a disconnect only at the next write.
+Here one listener per request notices it at once, and cancels the work, which aborts the request in the engine.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ascend_vllm.entrypoints.http.request_ids import claims_of
 
 T = TypeVar("T")
 
-# a line that clients of server-sent events skip
+# a comment, which clients of server-sent events skip
 KEEP_ALIVE = b": keep-alive\n\n"
-# generators of an answer that begin without a pause
+# generators of an answer that are started in one iteration of the event loop
 _STARTED_AT_ONCE = 16
 
 
@@ -37,10 +36,10 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 async def run_unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away.
+    """The result of `work`, which is cancelled if the client disconnects.
 
     Raises:
-        ClientDisconnectedError: it has gone.
+        ClientDisconnectedError: it did.
     """
     task = asyncio.ensure_future(work)
     listener = asyncio.ensure_future(_until_disconnect(receive))
@@ -56,14 +55,14 @@ async def run_unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def unless_gone(http: Request | None, size: int, work: Awaitable[T]) -> T:
-    """What comes of work on a text; if it may take its time, the work ends when the client goes away.
+    """The result of work on a text; for a long text it is cancelled if the client disconnects.
 
     Args:
-        http: whose client that is; None: nothing ends the work.
+        http: the client's request; None: the work is never cancelled.
         size: of the text, in characters.
 
     Raises:
-        ClientDisconnectedError: it did.
+        ClientDisconnectedError: the client disconnected.
     """
     if http is None or size <= SHORT:
         return await work
@@ -74,10 +73,10 @@ class StreamResponse(Response):
     """A response whose body comes from an async generator of byte strings.
 
     Args:
-        body: the pieces; it tells its client about errors itself.
+        body: the chunks; it sends errors as chunks, too.
         media_type: content-type, or None for none.
-        on_close: called at the end in any case, also if the body never began.
-        on_end: called when the body has come to its end, before the client can know.
+        on_close: called at the end in any case, even if the body was never started.
+        on_end: called after the body's last chunk, before the end of the response is sent.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class StreamResponse(Response):
         self.init_headers({"cache-control": "no-cache"} if media_type else None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        """Send head and body, or stop when the client goes away."""
+        """Send head and body, or stop when the client disconnects."""
         try:
             with contextlib.suppress(ClientDisconnectedError):
                 await run_unless_disconnected(receive, self._send(send))
@@ -114,7 +113,7 @@ class StreamResponse(Response):
 
 
 async def with_keep_alive(body: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body, and a comment of server-sent events whenever it was silent for so long."""
+    """The chunks of a body, and a comment of server-sent events whenever none came for `interval_s`."""
     waiting: asyncio.Future[bytes] | None = None
     try:
         while True:
@@ -152,7 +151,7 @@ async def merge(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator
     try:
         for index, generator in enumerate(generators):
             pumps.append(asyncio.ensure_future(_pump(index, generator, queue)))
-            # each begins with what its request takes to be made: others get a turn in between
+            # starting one runs the checks of its request: let other tasks run in between
             if index % _STARTED_AT_ONCE == _STARTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
         async for pair in _drain(queue, len(pumps)):
@@ -168,7 +167,7 @@ async def _pump(
     generator: AsyncGenerator[T, None],
     queue: asyncio.Queue[tuple[int, T] | BaseException | None],
 ) -> None:
-    """Move items into the queue; the end is None, a failure the exception."""
+    """Put a generator's items into the queue, then None, or the exception that it raised."""
     try:
         async with contextlib.aclosing(generator) as items:
             async for item in items:
@@ -204,24 +203,23 @@ async def open_stream(
     shape: Callable[[AsyncGenerator[tuple[int, T], None]], AsyncGenerator[bytes, None]],
     interval_s: float,
 ) -> StreamResponse:
-    """A stream of events, begun only once the engine has answered.
+    """A stream of events, which starts only after the first output.
 
-    Waiting for the first output lets what the engine refuses (a full queue) become a plain error status.
+    So a request that the engine refuses, for example because its queue is full, gets an error status.
 
     Args:
-        http: whose client may go away.
-        generators: the outputs of each prompt, or events made of them.
-        shape: makes the stream of them, each with its prompt's index.
-        interval_s: after so many seconds of silence a comment is sent; 0: never.
+        http: the request; the stream ends if its client disconnects.
+        generators: the outputs of each prompt, or events made from them.
+        shape: makes the stream from the merged outputs, each with its prompt's index.
+        interval_s: seconds without output after which a comment is sent; 0: never.
 
     Raises:
         RequestError: the engine refused the request.
-        EngineDeadError: the engine is gone.
     """
     outputs = merge(generators)
     first = asyncio.ensure_future(anext(outputs))
     try:
-        # with signs of life the answer begins after the first interval, whatever becomes of it
+        # with keep-alive comments the answer starts after the first interval even without an output
         await run_unless_disconnected(http.receive, asyncio.wait((first,), timeout=interval_s or None))
         if first.done():
             first.result()
@@ -243,7 +241,7 @@ async def _chain(
 
 
 async def _close(first: asyncio.Future[tuple[int, T]], rest: AsyncGenerator[tuple[int, T], None]) -> None:
-    """End the generators, also while the first output is still waited for."""
+    """Close the generators, even while the first output is awaited."""
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await rest.aclose()

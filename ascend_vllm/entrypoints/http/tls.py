@@ -1,4 +1,4 @@
-"""HTTPS: what it encrypts with, and its files, looked at before a model is loaded and read again when they change."""
+"""HTTPS: ciphers and TLS versions; loads the TLS files, which are checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import HttpArgs
 
 
-# up to TLS 1.2: forward secrecy, and encryption that authenticates; the suites of 1.3 are all like that
+# of TLS 1.2: suites with forward secrecy and authenticated encryption, as all of TLS 1.3's are
 DEFAULT_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
 def refuse_old_versions(context: ssl.SSLContext) -> None:
-    """Let nobody speak less than TLS 1.2, whatever the system's default is."""
+    """Require TLS 1.2 or later, whatever the system's default is."""
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
 
 def load_files(context: ssl.SSLContext, certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
-    """Make a server's TLS context use files.
+    """Load certificate, key and CA certificates into a server's TLS context.
 
     Args:
         context: of a server.
         certfile: its certificate.
         keyfile: its private key; None: the key is in `certfile`.
-        ca_certs: whose certificates clients may show; None: no more than it knows already.
+        ca_certs: certificate authorities of clients' certificates; None: none are added.
 
     Raises:
-        OSError: a file cannot be read, or holds something else (ssl.SSLError).
+        OSError: a file cannot be read, or is invalid (ssl.SSLError).
         ConfigError: the key needs a pass phrase.
     """
     context.load_cert_chain(certfile, keyfile, _refuse_pass_phrase)
@@ -39,10 +39,10 @@ def load_files(context: ssl.SSLContext, certfile: str, keyfile: str | None, ca_c
 
 
 def check_files(args: HttpArgs) -> None:
-    """Read the files of the flags once.
+    """Check the TLS files of the flags.
 
     Raises:
-        ConfigError: HTTPS is asked for and cannot be had with them.
+        ConfigError: HTTPS is enabled, and they cannot be used.
     """
     if args.ssl_certfile is None:
         return
@@ -59,5 +59,5 @@ def check_files(args: HttpArgs) -> None:
 
 
 def _refuse_pass_phrase() -> str:
-    """Answers OpenSSL, which would ask the terminal and wait."""
+    """The pass phrase callback; without one OpenSSL would prompt on the terminal."""
     raise ConfigError("the private key is encrypted; give --ssl-keyfile one without a pass phrase")

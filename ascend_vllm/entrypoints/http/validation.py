@@ -1,9 +1,8 @@
-"""From the bytes of a body to a request: decoded, held against the limits, checked by its model.
+"""Decodes request bodies, enforces their limits, and validates them with their models.
 
-Long bodies take time, however clean they are, and wrong ones took far more: pydantic tells of every wrong entry of a
-list, once for every type that the list may have. A long body is checked up to the first wrong entry of each list
-instead, lists of numbers by msgspec, in a thread that works on one body at a time. Long JSON is decoded in parts:
-what does not end for milliseconds keeps all other threads from the interpreter.
+pydantic reports every invalid entry of a list, once for every type of a union, which takes very long for long bodies.
+So a long body is checked up to the first invalid entry of each list only, lists of numbers by msgspec, in a thread
+that processes one body at a time. Long JSON is decoded in parts, since one long call would hold the GIL.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ from ascend_vllm.errors import RequestError
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
-# a body of so many bytes is decoded and checked on the event loop
+# up to this many bytes a body is decoded and checked on the event loop
 _SHORT_BODY = 64 * 1024
-# and one of so many does not wait for longer ones
+# up to this many it does not wait for longer ones
 _MEDIUM_BODY = 1 << 20
-# bytes of the bodies that may wait for their thread
+# limit of bytes in a thread's queue
 _MAX_WAITING = 256 << 20
-# entries of a body whose every finding is told
+# up to this many entries all errors of a body are reported
 _SHORT_VALUE = 256
-# What JSON makes of a body takes many times its size: each list or object, and each entry, is a Python object.
-# What is nested has no more of them than `MAX_NESTED_ENTRIES`; fields and prompts come to them.
+# Limits of JSON values: decoded, a body takes many times its size, since each list, object and entry is a Python
+# object. Nested values have at most `MAX_NESTED_ENTRIES` of them, in addition to fields and prompts.
 _MOST = {
     "lists and objects": MAX_PROMPTS + MAX_FIELDS,
     "members of objects": MAX_NESTED_ENTRIES + MAX_FIELDS,
     "texts": 2 * MAX_NESTED_ENTRIES + 2 * MAX_PROMPTS,
     "values": 1 << 23,
 }
-# bodies, and lists of numbers in them, are looked at in parts of so many bytes
+# bytes, or entries of a list, that are processed in one call
 _PART = 1 << 16
-# what is not counted in them
+# bytes that `check_num_values` ignores
 _UNCOUNTED = bytes(set(range(256)) - set(b'[{:,"'))
 
-# what lists of numbers are made of
+# the bytes of a list of numbers
 _NUMBERS = b"0123456789+-.eE, \t\r\n"
-# how msgspec tells a place
+# the position in msgspec's errors
 _BYTE = re.compile(r"\(byte (\d+)\)$")
-# bodies that Python's json reads as well where msgspec does not: of longer ones it would make hundreds of
-# milliseconds in which nobody else has a turn
+# longest body that Python's json retries after msgspec has refused it: it would hold the GIL for hundreds of
+# milliseconds on longer ones
 _MAX_LENIENT_BYTES = 1 << 20
 
-# not of a low priority: they hold the interpreter, for which others would wait
+# not of a low priority, since they hold the GIL
 _medium_bodies = TextThread("medium-bodies", max_waiting=_MAX_WAITING, wait="bodies of {} bytes wait to be read")
 _long_bodies = TextThread("long-bodies", max_waiting=_MAX_WAITING, wait="bodies of {} bytes wait to be read")
 
@@ -74,7 +73,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyTooLargeError(RequestError):
-    """The body of a request is above --max-body-bytes."""
+    """The body of a request exceeds --max-body-bytes."""
 
     status_code = 413
     error_type = "RequestEntityTooLargeError"
@@ -83,11 +82,11 @@ class BodyTooLargeError(RequestError):
 class BodyLimitMiddleware:
     """Refuses to receive more of a body than the limit.
 
-    The refusal is raised where the body is read, so that it is answered like every other error, after the key was
+    The error is raised where the body is read, so that it is answered like every other error, after the key was
     checked and with all headers. A body whose declared length is too large is not read at all.
 
     Args:
-        app: what receives.
+        app: the application.
         max_bytes: of a body.
     """
 
@@ -117,7 +116,7 @@ class BodyLimitMiddleware:
                 self._check(num_bytes)
                 is_whole = not message.get("more_body", False)
             elif not is_whole:
-                # nobody is left to be told what is wrong with half a body
+                # the client has disconnected: no error needs to be sent
                 raise ClientDisconnectedError
             return message
 
@@ -134,7 +133,7 @@ async def read_model(http: Request, model: type[B]) -> B:
     """The body of a request as its model.
 
     Raises:
-        RequestError: it is not a JSON object, too large in one of its parts, or too many long ones wait.
+        RequestError: it is not a JSON object, a part of it is too large, or too many long bodies are queued.
         pydantic.ValidationError: it does not fit the model.
         ClientDisconnectedError: the client went away.
     """
@@ -142,15 +141,15 @@ async def read_model(http: Request, model: type[B]) -> B:
 
 
 async def read_by(http: Request, function: Callable[..., T], *args: Any) -> T:
-    """What a function makes of the body of a request; it is called beside the event loop if the body is long.
+    """Calls a function with the body of a request, off the event loop if the body is long.
 
     Args:
         http: the request.
-        function: of the body.
-        args: for the function, behind the body.
+        function: called with the body and `args`.
+        args: further arguments.
 
     Raises:
-        EngineBusyError: too many long bodies wait.
+        EngineBusyError: too many long bodies are queued.
         ClientDisconnectedError: the client went away.
         Exception: what the function raises.
     """
@@ -162,7 +161,7 @@ async def read_by(http: Request, function: Callable[..., T], *args: Any) -> T:
 
 
 def read_json(body: bytes) -> Any:
-    """What the JSON of a body says.
+    """The value of a JSON body.
 
     Raises:
         BodyError: it is empty, not JSON, not text, or has too many values.
@@ -172,10 +171,10 @@ def read_json(body: bytes) -> Any:
 
 
 def validated(model: type[B], value: dict[str, Any]) -> B:
-    """An object of JSON as a request.
+    """A JSON object as a request.
 
     Raises:
-        RequestError: it is too large in one of its parts.
+        RequestError: a part of it is too large.
         pydantic.ValidationError: it does not fit the model.
     """
     check_sizes(value)
@@ -188,7 +187,7 @@ def validated(model: type[B], value: dict[str, Any]) -> B:
 def check_num_values(body: bytes) -> None:
     """Refuses a body of too many small values, which would take many times its size as objects.
 
-    It is looked at in parts, up to the one with which a limit is exceeded, so that other threads have their turns.
+    It is counted in parts, up to the one that exceeds a limit, so that the GIL is released in between.
 
     Raises:
         BodyError: it has too many.
@@ -196,14 +195,14 @@ def check_num_values(body: bytes) -> None:
     counts = dict.fromkeys(_MOST, 0)
     is_text = False
     for part in _parts(body):
-        # texts may have the characters that are counted here as well
+        # strings are skipped, since they may contain the characters that are counted
         pieces = part.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _UNCOUNTED).split(b'"')
         outside = b"".join(pieces[is_text::2])
         num_containers = outside.count(b"[") + outside.count(b"{")
         counts["lists and objects"] += num_containers
         counts["members of objects"] += outside.count(b":")
         counts["values"] += num_containers + outside.count(b",")
-        # those that begin here: with every other quotation mark
+        # strings that begin in this part: at every other quotation mark
         counts["texts"] += (len(pieces) - is_text) // 2
         is_text ^= len(pieces) % 2 == 0
         for name, most in _MOST.items():
@@ -215,7 +214,7 @@ def check_num_values(body: bytes) -> None:
 
 
 def _parts(body: bytes) -> Iterator[bytes]:
-    """A body in parts, none of which ends between a backslash and what it stands in front of."""
+    """A body in parts, none of which ends within an escape sequence."""
     start = 0
     while start < len(body):
         part = body[start : start + _PART]
@@ -228,7 +227,7 @@ def _parts(body: bytes) -> Iterator[bytes]:
 def _read(body: bytes, model: type[B]) -> B:
     value = read_json(body)
     if value is None:
-        # null is no body
+        # null counts as an empty body
         value = decode_json(b"")
     if not isinstance(value, dict):
         raise BodyError(
@@ -241,12 +240,12 @@ def _read(body: bytes, model: type[B]) -> B:
 
 @functools.cache
 def _brief_validator(model: type[BaseModel]) -> SchemaValidator:
-    """What checks as the model does, but stops at the first wrong entry of a list among its fields."""
+    """The model's validator, but with `fail_fast` lists."""
     return SchemaValidator(_brief(model.__pydantic_core_schema__))
 
 
 def _brief(schema: Any) -> Any:
-    """The same schema, and those in it, with lists that stop early."""
+    """The schema with `fail_fast` set in all its list schemas."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_brief, schema))
     if not isinstance(schema, dict):
@@ -261,11 +260,11 @@ def _brief(schema: Any) -> Any:
 
 
 def _take_ids(value: Any, check: Callable[[Any], Any]) -> Any:
-    """A list of numbers from 0 on, as all good ones are; what else it may hold is pydantic's to say."""
+    """Validates a list of integers ≥ 0 with msgspec; leaves all other values to pydantic."""
     if not isinstance(value, list):
         return check(value)
     try:
-        # in parts, so that other threads have their turns
+        # in parts, so that the GIL is released in between
         for start in range(0, len(value), _PART):
             msgspec.convert(value[start : start + _PART], _Ids)
     except msgspec.ValidationError:
@@ -274,10 +273,10 @@ def _take_ids(value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 def decode_in_parts(body: bytes) -> Any:
-    """What msgspec makes of JSON; long lists of numbers in the fields of an object are decoded part by part.
+    """Decodes JSON with msgspec; long lists of numbers in the fields of an object are decoded part by part.
 
     Raises:
-        msgspec.DecodeError: it is not JSON; as if it was decoded at once.
+        msgspec.DecodeError: it is not JSON; the error is that of decoding it at once.
         UnicodeDecodeError, RecursionError: likewise.
     """
     try:
@@ -288,7 +287,7 @@ def decode_in_parts(body: bytes) -> Any:
     try:
         return {name: _decode_field(raw) for name, raw in fields.items()}
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # as a whole, for the place of what is wrong
+        # as a whole, for the error's position
         return msgspec.json.decode(body)
 
 
@@ -299,7 +298,7 @@ def _decode_field(raw: msgspec.Raw) -> Any:
 
 
 def _decode_numbers(view: memoryview) -> list[Any] | None:
-    """The entries of a list; None: some are no numbers.
+    """The entries of a list of numbers; None: some are not numbers.
 
     Args:
         view: the JSON of a list.
@@ -309,7 +308,7 @@ def _decode_numbers(view: memoryview) -> list[Any] | None:
     while start < end:
         part = bytes(view[start : min(start + _PART, end)])
         if start + len(part) < end:
-            # not in the middle of a number
+            # cut at a comma
             part = part[: max(part.rfind(b","), 0)]
         if not part or part.translate(None, _NUMBERS):
             return None
@@ -338,10 +337,10 @@ def decode_json(body: bytes) -> Any:
 
 
 def _decode_json_leniently(body: bytes) -> Any:
-    """What Python's json accepts beyond the standard (NaN), and its findings where it does not."""
+    """Decodes with Python's json, which also accepts NaN, and reports its errors."""
     try:
         value = json.loads(body)
-        # a lone surrogate ("\\ud800") is no character and would fail later, in the tokenizer
+        # a lone surrogate ("\\ud800") is not a character, and would make the tokenizer fail
         json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise _wrong_json(error.pos, error.msg) from error
@@ -351,7 +350,7 @@ def _decode_json_leniently(body: bytes) -> Any:
 
 
 def _wrong_json(position: int, message: str) -> BodyError:
-    """What is wrong with a body, and where."""
+    """The error of invalid JSON, in pydantic's format."""
     place = f"body.{position}"
     finding = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "ctx": message}
     return BodyError(f"1 validation error:\n  {finding}", place)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.http.access import caller_of, keep_place
+from ascend_vllm.entrypoints.http.access import caller_of, keep_slot
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.http.request_ids import claim_id, claims_of
 from ascend_vllm.entrypoints.http.streaming import StreamResponse, merge, open_stream, run_unless_disconnected
@@ -249,7 +249,7 @@ class ServingResponses:
             raise InvalidResponseError(_NO_STORE, "background")
         entry.events = EventLog() if stream else None
         self.store.begin(entry)
-        claims, leave = claims_of(http).hand_over(), keep_place(http.scope)
+        claims, leave = claims_of(http).hand_over(), keep_slot(http.scope)
         entry.task = asyncio.create_task(self._run(answer, entry, self.store), name=f"response-{entry.id}")
         entry.task.add_done_callback(lambda _: claims.release())
         entry.task.add_done_callback(lambda _: leave())

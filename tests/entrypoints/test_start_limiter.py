@@ -7,17 +7,17 @@ import contextlib
 
 import pytest
 
-from ascend_vllm.entrypoints.http.protocol import StartGate
+from ascend_vllm.entrypoints.http.protocol import StartLimiter
 from tests.entrypoints.test_http_limits import opened, post
 
 
-async def turns(gate: StartGate, count: int) -> list[tuple[int, int]]:
+async def turns(limiter: StartLimiter, count: int) -> list[tuple[int, int]]:
     """(number, turn of the loop) of each of so many that enter at once, in the order in which they could."""
     turn = 0
     entered: list[tuple[int, int]] = []
 
     async def enter(number: int) -> None:
-        await gate.enter()
+        await limiter.enter()
         entered.append((number, turn))
 
     tasks = [asyncio.create_task(enter(number)) for number in range(count)]
@@ -28,41 +28,41 @@ async def turns(gate: StartGate, count: int) -> list[tuple[int, int]]:
 
 
 async def test_some_enter_in_each_turn_in_the_order_of_their_coming() -> None:
-    gate = StartGate()
+    limiter = StartLimiter()
     for count in (1, 4, 30):
-        entered = await turns(gate, count)
+        entered = await turns(limiter, count)
         assert [number for number, _ in entered] == list(range(count))
         per_turn = [[turn for _, turn in entered].count(turn) for turn in {turn for _, turn in entered}]
         assert max(per_turn) <= 4
-        assert gate.num_waiting == 0
+        assert limiter.num_waiting == 0
     # all at once, as soon as nobody else enters
-    assert {turn for _, turn in await turns(gate, 2)} == {1}
+    assert {turn for _, turn in await turns(limiter, 2)} == {1}
 
 
 async def test_who_gives_up_takes_nobodys_place() -> None:
-    gate = StartGate()
-    tasks = [asyncio.create_task(gate.enter()) for _ in range(24)]
+    limiter = StartLimiter()
+    tasks = [asyncio.create_task(limiter.enter()) for _ in range(24)]
     await asyncio.sleep(0)
-    assert gate.num_waiting == 20
+    assert limiter.num_waiting == 20
     for task in tasks[4:20]:
         task.cancel()
     await asyncio.wait_for(asyncio.gather(*tasks[20:]), 5)
     assert await asyncio.gather(*tasks[4:20], return_exceptions=True)
-    assert gate.num_waiting == 0
+    assert limiter.num_waiting == 0
 
 
 async def test_a_request_whose_client_has_gone_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     is_open = asyncio.Event()
     waiting: list[asyncio.Task[None]] = []
 
-    class ClosedGate(StartGate):
+    class ClosedLimiter(StartLimiter):
         async def enter(self) -> None:
             task = asyncio.current_task()
             assert task is not None
             waiting.append(task)
             await is_open.wait()
 
-    monkeypatch.setattr("ascend_vllm.entrypoints.http.server.StartGate", ClosedGate)
+    monkeypatch.setattr("ascend_vllm.entrypoints.http.server.StartLimiter", ClosedLimiter)
     async with opened() as door:
         (_, gone), (reader, stays) = await door.connect(), await door.connect()
         for writer in (gone, stays):
