@@ -36,7 +36,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def run_server(args: argparse.Namespace) -> int:
-    """Serve until the process is told to stop or the engine dies; returns the exit code."""
+    """Serve until a signal stops the process or the engine dies; returns the exit code."""
     return launcher.exit_code_of(lambda: _run_server(args))
 
 

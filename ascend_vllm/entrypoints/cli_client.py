@@ -1,4 +1,4 @@
-"""A running server asked from the terminal: `ascend-vllm complete` and `ascend-vllm chat`."""
+"""Clients in the terminal for a running server: `ascend-vllm complete` and `ascend-vllm chat`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 600
 
 
 class ClientError(AscendVllmError):
-    """The server cannot be reached, or refused a request; says what to do."""
+    """The server cannot be reached, or refused a request; the text says what to do."""
 
 
 class Client:
@@ -74,7 +74,7 @@ class Client:
 
 
 def _message(body: bytes) -> str:
-    """What an error answer says."""
+    """The message of an error answer."""
     try:
         content = json.loads(body)
         return str(content["error"]["message"] if isinstance(content.get("error"), dict) else content)
@@ -132,7 +132,7 @@ def _connect(args: argparse.Namespace) -> tuple[Client, str]:
 
 
 def _typed_lines(invitation: str, source: TextIO, terminal: TextIO) -> Iterator[str]:
-    """Lines that are not empty, each asked for with a prompt."""
+    """Prompts for lines, and yields those that are not empty."""
     print(invitation)
     while True:
         print("> ", end="", flush=True, file=terminal)
@@ -144,11 +144,11 @@ def _typed_lines(invitation: str, source: TextIO, terminal: TextIO) -> Iterator[
             yield line.rstrip("\n")
 
 
-def _print(pieces: Iterator[str]) -> str:
-    """Prints pieces as they come; returns the whole text."""
+def _print(deltas: Iterator[str]) -> str:
+    """Prints deltas as they come; returns the whole text."""
     text = ""
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        text += piece
+    for delta in deltas:
+        print(delta, end="", flush=True)
+        text += delta
     print()
     return text

@@ -21,7 +21,7 @@ from ascend_vllm.errors import ModelLoadError
 
 DEMO_MODEL_NAME = "demo"
 _PACKAGE = pathlib.Path(ascend_vllm.__file__).parent
-# what the model is made from: the trainer, and the texts that it learns
+# sources that the model depends on: the trainer and its texts
 _SOURCES = ("tools/demo/*.py", "tools/demo/*.md", "args/tables/*.py", "envs.py")
 
 

@@ -18,15 +18,15 @@ _EXIT_USAGE = 2
 
 
 def become_node(args: EngineArgs) -> NoReturn:
-    """Replaces this process by the node's; that one loads neither an HTTP server nor an engine.
+    """Replaces this process by the node's, which loads neither an HTTP server nor an engine.
 
-    Flags or a model that cannot be used are told by the new process, to node 0 as well, which would wait for it.
+    The new process reports invalid flags or an invalid model, also to node 0, which would otherwise wait for it.
 
     Args:
         args: with a --node-rank above 0, and a model that is a directory or can be found as one.
     """
     payload = msgspec.msgpack.encode(make_start(args))
-    # as standard input, which ends behind it
+    # becomes the new process's stdin
     descriptor = os.memfd_create("ascend_vllm_node")
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(payload)
@@ -39,7 +39,7 @@ def become_node(args: EngineArgs) -> NoReturn:
 
 
 def make_start(args: EngineArgs) -> NodeStart:
-    """What the node's process needs to know; flags or a model that cannot be used are told in it."""
+    """The setup of the node's process; invalid flags or an invalid model become its `problem`."""
     config, problem, code = None, "", 0
     try:
         config = args.create_engine_config()

@@ -1,1 +1,1 @@
-"""The Messages API of Anthropic, on top of the chat room of the OpenAI-compatible server."""
+"""The Messages API of Anthropic, on top of the OpenAI-compatible server's chat completions."""

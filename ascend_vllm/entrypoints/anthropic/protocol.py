@@ -15,7 +15,7 @@ from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, 
 from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest
 from ascend_vllm.errors import RequestError
 
-# block type → the field without which it says nothing
+# block type → its required field
 _REQUIRED_FIELDS = {
     "text": "text",
     "image": "source",
@@ -26,7 +26,7 @@ _REQUIRED_FIELDS = {
 
 
 class ContentBlock(BaseModel):
-    """A part of a message. Images are let through to the chat room, which says whether the model can see."""
+    """A part of a message. Images are passed on to the chat request, which is refused if the model has no vision."""
 
     type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
@@ -70,7 +70,7 @@ class Tool(BaseModel):
     type: Literal["custom"] | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """The same as the chat room knows it."""
+        """The same as a tool of a chat request."""
         function: dict[str, Any] = {"name": self.name, "parameters": {"type": "object"} | self.input_schema}
         if self.description is not None:
             function["description"] = self.description
@@ -98,7 +98,7 @@ class ToolChoice(BaseModel):
 
 
 class ThinkingConfig(BaseModel):
-    """Whether the model is to think before it answers."""
+    """Whether the model reasons before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1024)] | None = None
@@ -112,14 +112,14 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """How much the model is to think, and the form of its answer."""
+    """Reasoning effort and output format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(ApiRequest):
-    """Body of POST /v1/messages/count_tokens, and what a request for a message has in common with it."""
+    """Body of POST /v1/messages/count_tokens; the fields are also those of POST /v1/messages."""
 
     model: Annotated[str, Field(min_length=1)]
     messages: list[Message]
@@ -132,7 +132,7 @@ class CountTokensRequest(ApiRequest):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the messages' contents, those in tools' results too, or messages if there are more of these."""
+        """Number of content blocks, those in tool results included, or of messages if that is larger."""
         contents = [message.content for message in self.messages]
         blocks = [block for content in contents if not isinstance(content, str) for block in content]
         inner = (block.content for block in blocks if block.content is not None)
@@ -144,7 +144,7 @@ class CountTokensRequest(ApiRequest):
 
         Raises:
             pydantic.ValidationError: the tools do not fit each other.
-            RequestError: a field asks for something that this server does not have.
+            RequestError: a field needs a feature that this server does not have.
         """
         return ChatCompletionRequest(**self.chat_fields())
 
@@ -164,7 +164,7 @@ class CountTokensRequest(ApiRequest):
         return fields
 
     def _add_thinking(self, fields: dict[str, Any]) -> None:
-        """What the template is told of thinking, and the form of the answer."""
+        """The fields of the chat request for reasoning and output format."""
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
             if self.output_config.format is not None:
@@ -185,7 +185,7 @@ class CountTokensRequest(ApiRequest):
     def _chat_messages(self) -> list[ChatMessage]:
         messages = []
         if self.system:
-            # the blocks of a system prompt are one text
+            # the blocks of a system prompt are joined
             blocks = [self.system] if isinstance(self.system, str) else [block.text or "" for block in self.system]
             messages.append(ChatMessage(role="system", content="".join(blocks)))
         for message in self.messages:
@@ -229,7 +229,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _chat_messages_of(message: Message) -> list[ChatMessage]:
-    """A message as the chat room knows it: the results of tools are messages of their own, before what is said."""
+    """The chat messages of a message: tool results become messages of their own, before the others."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     results, parts, calls, thoughts = [], [], [], []
@@ -266,7 +266,7 @@ def _parts_of(blocks: list[ContentBlock]) -> list[dict[str, Any]]:
 
 
 class MessageUsage(msgspec.Struct, omit_defaults=True):
-    """Tokens of a message; those from the cache are told apart under --enable-prompt-tokens-details."""
+    """Tokens of a message; with --enable-prompt-tokens-details cached ones are counted separately."""
 
     input_tokens: int
     output_tokens: int
@@ -275,7 +275,7 @@ class MessageUsage(msgspec.Struct, omit_defaults=True):
 
 
 class MessageResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/messages, and what its stream starts with."""
+    """Answer of POST /v1/messages, also sent in the first event of a stream."""
 
     id: str
     type: str = "message"
@@ -288,7 +288,7 @@ class MessageResponse(msgspec.Struct, kw_only=True):
 
 
 def error_of(body: dict[str, Any]) -> dict[str, Any]:
-    """An error in Anthropic's shape; what vLLM adds to it (param and code) is kept.
+    """An error in Anthropic's format, with vLLM's additional fields (param and code).
 
     Args:
         body: of `http.errors.error_body`.

@@ -1,4 +1,4 @@
-"""POST /v1/messages: a conversation in Anthropic's form, answered by the chat room.
+"""POST /v1/messages: requests in Anthropic's format, served as chat requests.
 
 A request becomes a chat request; prompt, parsers, limits and sampling are those of /v1/chat/completions. Only the
 answer is shaped here: content blocks, and a stream of events that open and close them.
@@ -35,12 +35,12 @@ from ascend_vllm.entrypoints.openai.serving_base import Events
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 
-# for input that is not the JSON of an object, as of a call that was cut short; the key is Anthropic's advice
+# key for arguments of a tool call that are not a JSON object, for example truncated; recommended by Anthropic
 _INVALID_JSON = "INVALID_JSON"
 
 
 def error_response(error: BaseException) -> Response:
-    """The answer to a request that failed before its response began, in Anthropic's shape."""
+    """The answer to a request that failed before its response began, in Anthropic's format."""
     status, body = to_http_error(error)
     return json_response(error_of(body), status)
 
@@ -49,7 +49,7 @@ class ServingMessages:
     """Answers requests for messages.
 
     Args:
-        chat: does the work.
+        chat: serves the chat requests.
     """
 
     def __init__(self, chat: ServingChat) -> None:
@@ -76,7 +76,7 @@ class ServingMessages:
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0].outputs[0])))
 
     async def count_tokens(self, request: CountTokensRequest, http: Request) -> dict[str, Any]:
-        """The size of a conversation as the model reads it.
+        """The number of a conversation's prompt tokens.
 
         Raises:
             RequestError: the request is wrong.
@@ -87,13 +87,13 @@ class ServingMessages:
         return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
 
     async def _to_chat(self, request: CountTokensRequest, http: Request) -> ChatCompletionRequest:
-        """The chat request, made beside the event loop if its body is long; raises as `count_tokens`."""
+        """The chat request, made off the event loop if its body is long; raises as `count_tokens`."""
         check_number(request.num_blocks, self._chat.settings.max_model_len)
         return await read_by(http, lambda _body: request.to_chat())
 
 
 class _Answer:
-    """Shapes one request's outputs.
+    """Formats one request's outputs.
 
     Attributes:
         usage: counts tokens.
@@ -143,7 +143,7 @@ class _Answer:
         return "tool_use" if self._parser is not None and self._parser.has_called else "end_turn"
 
     def _message_usage(self) -> MessageUsage:
-        """Tokens so far; as Anthropic counts, those from the cache are not among the input."""
+        """Tokens so far; as in Anthropic's API, input tokens do not include cached ones."""
         total = self.usage.total()
         usage = MessageUsage(total.prompt_tokens, total.completion_tokens)
         if self._shows_cached and total.prompt_tokens_details is not None:
@@ -153,7 +153,7 @@ class _Answer:
         return usage
 
     def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
-        """The events of the next output, none while a parser holds text back; see `ServingBase.generate_stream`."""
+        """The events of the next output; none while a parser holds back text. See `ServingBase.generate_stream`."""
         events = []
         if not self.usage.started:
             self.usage.add(0, output)
@@ -171,7 +171,7 @@ class _Answer:
         return b"".join(events)
 
     async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """The answer's events, as `encode` made them; errors are told in the stream."""
+        """The answer's events, as `encode` made them; errors are sent as events."""
         try:
             async for _, data in events:
                 if data:
@@ -190,7 +190,7 @@ class _Answer:
 
 
 class _BlockWriter:
-    """Events of content blocks, made of the deltas of a chat stream. One block is open at a time."""
+    """Makes events of content blocks from the deltas of a chat stream. One block is open at a time."""
 
     def __init__(self) -> None:
         self._index = -1
@@ -198,7 +198,7 @@ class _BlockWriter:
         self._head = b""  # of its deltas, up to their text
 
     def add(self, delta: dict[str, Any]) -> bytes:
-        """The events of a delta: thoughts, text, or a piece of a tool call."""
+        """The events of a delta: reasoning, text, or part of a tool call."""
         if delta.get("tool_calls"):
             return b"".join(self._call_events(call) for call in delta["tool_calls"])
         if delta.get("reasoning"):
@@ -236,7 +236,7 @@ class _BlockWriter:
         return events + self._head + encode_json(text) + b"}}\n\n"
 
     def _open(self, block_type: str, block: dict[str, Any], delta_type: str, key: str) -> bytes:
-        """Start a block; all of its deltas but their text is the same, so it is encoded once."""
+        """Start a block; encodes the part that all its deltas share."""
         events = self.close()
         self._type, self._index = block_type, self._index + 1
         self._head = (
@@ -252,7 +252,7 @@ def _event(name: str, fields: dict[str, Any]) -> bytes:
 
 
 def _signature() -> str:
-    """Clients want thoughts to be signed; nothing checks it here."""
+    """The signature of a thinking block, which clients expect; it is not checked here."""
     return secrets.token_hex(16)
 
 
@@ -261,7 +261,7 @@ def _stop_sequence(generated: CompletionOutput) -> str | None:
 
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
-    """A call as a content block."""
+    """A tool call as a content block."""
     arguments = call["function"]["arguments"]
     try:
         value = msgspec.json.decode(arguments or "{}")

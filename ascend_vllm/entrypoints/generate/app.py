@@ -45,7 +45,7 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-# null means the default for these; for early_stopping it would otherwise be a rule that vLLM 0.6.0 does not have
+# null means the default for these; vLLM 0.6.0 has no early_stopping=None
 _DEFAULT_IF_NULL = ("use_beam_search", "length_penalty", "early_stopping")
 
 
@@ -58,7 +58,7 @@ def parse_request(body: bytes, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> tu
 
     Args:
         body: of a request.
-        max_sequences: most sequences that it may ask for.
+        max_sequences: limit of n and best_of.
 
     Raises:
         RequestError: not JSON, no prompt, an unknown field, or a value out of range.
@@ -98,13 +98,13 @@ def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
 
 
 def _field_of(error: msgspec.ValidationError, known: Set[str]) -> str | None:
-    """The field at fault: findings about types end with its place, those about ranges begin with its name."""
+    """The field at fault: errors about types end with its path, those about ranges begin with its name."""
     found = _PLACE.search(str(error)) or _FIRST_WORD.match(str(error))
     return found[1] if found is not None and found[1] in known else None
 
 
 def _check_constraint(name: str, value: Any) -> None:
-    """Refuse a misspelled constraint, which would hold for nothing."""
+    """Refuse unknown keys of a constraint, which would otherwise be ignored."""
     if not isinstance(value, dict):
         return
     known = {field.name for field in msgspec.structs.fields(StructuredOutputsParams)}
@@ -122,19 +122,19 @@ def _texts(prompt: str, output: RequestOutput) -> dict[str, list[str]]:
 
 
 class GenerateFormat(Protocol):
-    """How requests and answers of /generate are written."""
+    """The format of /generate's requests and answers."""
 
     def parse(self, body: bytes) -> tuple[str, bool, SamplingParams]:
-        """Prompt, whether to stream, and sampling parameters; `RequestError` for what is wrong."""
+        """Prompt, whether to stream, and sampling parameters; raises `RequestError`."""
 
     def whole(self, prompt: str, output: RequestOutput) -> Response:
         """The answer to a request that does not stream."""
 
     def frame(self, prompt: str, params: SamplingParams, output: RequestOutput) -> bytes:
-        """A piece of a stream, without the zero byte that ends it."""
+        """A chunk of a stream, without its terminating zero byte."""
 
     def error_frame(self, error: Exception) -> bytes:
-        """What ends a stream that fails, likewise."""
+        """The last chunk of a stream that fails, likewise."""
 
     def install_error_handlers(self, app: FastAPI) -> None:
         """Let every exception that leaves a route become an error answer."""
@@ -163,7 +163,7 @@ class VllmFormat:
         return json.dumps(_texts(prompt, output)).encode()
 
     def error_frame(self, error: Exception) -> bytes:
-        """The body that the error would have had as an answer."""
+        """The body of the same error as an answer."""
         return json.dumps(to_http_error(error).body).encode()
 
     def install_error_handlers(self, app: FastAPI) -> None:
@@ -174,7 +174,7 @@ class VllmFormat:
 async def _frames(
     form: GenerateFormat, first: bytes, rest: AsyncGenerator[bytes, None]
 ) -> AsyncGenerator[bytes, None]:
-    """Every frame with what ends it; an error is a last frame of its own."""
+    """All frames with their terminators; an error is sent as the last frame."""
     try:
         yield first + b"\0"
         async for frame in rest:
@@ -184,7 +184,7 @@ async def _frames(
 
 
 async def _first(answers: AsyncGenerator[T, None], http: Request) -> T:
-    """The first of what comes of a request; it ends if that is an error or the client goes away."""
+    """The first item of a request's outputs; the request ends if that is an error or the client disconnects."""
 
     async def wait() -> T:
         return await anext(answers)
@@ -200,18 +200,17 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
     """The answer to one request.
 
     Raises:
-        RequestError: the request is wrong.
-        EngineDeadError: the engine is gone.
-        ClientDisconnectedError: the client went away; the generation was aborted.
+        RequestError: the request is invalid.
+        ClientDisconnectedError: the client disconnected; the generation was aborted.
     """
     prompt, stream, params = await read_by(http, form.parse)
     headers = trace_headers(http.headers)
     request_id = f"generate-{secrets.token_hex(8)}"
     if engine.config.observability.log_requests:
-        # as vLLM's server without the prompt, which this program has no --max-log-len to shorten
+        # as vLLM's server does, but without the prompt, since this program has no --max-log-len
         logger.info("Received request %s: params: %s.", request_id, shown_params(params))
     if stream:
-        # frames are made where text is, in the output thread
+        # frames are made in the output thread, like the text
         shape = functools.partial(form.frame, prompt, params)
         frames = engine.generate_shaped(prompt, params, request_id, shape, trace_headers=headers)
         return StreamResponse(_frames(form, await _first(frames, http), frames), None, frames.aclose)

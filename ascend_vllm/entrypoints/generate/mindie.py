@@ -1,4 +1,4 @@
-"""MindIE's form of /generate: what a body may say, what an answer looks like, and how errors are told.
+"""MindIE's format of /generate: requests, answers and errors.
 
 Ranges are those of MindIE 1.0.RC1; the fields that its later versions added are taken too, and so are the fields of
 vLLM's beam search. Where the versions of MindIE write errors differently, an answer holds what both have.
@@ -92,12 +92,12 @@ _PASSED_ON = [
 
 
 class MindieFormat:
-    """How requests and answers are written.
+    """The format of requests and answers.
 
     Args:
         vocab_size: of the model.
         max_model_len: most tokens of prompt and output together; MindIE's maxIterTimes.
-        max_sequences: most sequences that a request may ask for.
+        max_sequences: limit of n and best_of.
     """
 
     def __init__(self, vocab_size: int, max_model_len: int, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> None:
@@ -131,18 +131,18 @@ class MindieFormat:
         return json_response({"text": [prompt + generated.text for generated in output.outputs]})
 
     def frame(self, _prompt: str, params: SamplingParams, output: RequestOutput) -> bytes:
-        """``{"text":["<new text>", …]}``, a text for every sequence, "" for one that has nothing new."""
+        """``{"text":["<new text>", …]}``, a text for every sequence, "" for one without new text."""
         texts = [""] * params.n
         for generated in output.outputs:
             texts[generated.index] = generated.text
         return msgspec.json.encode({"text": texts})
 
     def error_frame(self, error: Exception) -> bytes:
-        """What the error would have been as an answer."""
+        """The body of the same error as an answer."""
         return msgspec.json.encode(to_mindie_error(error).body)
 
     def install_error_handlers(self, app: FastAPI) -> None:
-        """Let every exception that leaves a route become an error answer, wrong paths and methods too."""
+        """Turn every exception that leaves a route into an error answer, also for unknown paths and methods."""
 
         async def answer(_request: Request, error: Exception) -> Response:
             return _answer_error(error)
@@ -152,7 +152,7 @@ class MindieFormat:
         app.add_middleware(AnswerErrorsMiddleware, answer=_answer_error)
 
     def _check(self, request: MindieRequest) -> None:
-        """What depends on the model, or on several fields."""
+        """Checks that depend on the model, or on several fields."""
         if request.max_tokens > self._max_model_len:
             raise RequestError(f"max_tokens must be in (0, {self._max_model_len}], got {request.max_tokens}.")
         top_k = request.top_k
@@ -180,13 +180,13 @@ def _sampling_params(request: MindieRequest) -> SamplingParams:
 
 
 def to_mindie_error(error: BaseException) -> HttpError:
-    """Status and body for any exception; an unexpected one is logged and told without details."""
+    """Status and body for any exception; an unexpected one is logged, and its details are not sent."""
     if isinstance(error, EngineBusyError):
         return HttpError(429, {"error": "Model is overloaded"})
     if isinstance(error, RequestError):
         if error.status_code != HTTPStatus.BAD_REQUEST:
             return _typed(error.status_code, str(error))
-        # the first three words are all that earlier versions of MindIE say
+        # earlier versions of MindIE send only the first three words
         return HttpError(422, {"type": "Input Validation Error", "error": f"Input validation error: {error}"})
     if isinstance(error, EngineDeadError):
         return HttpError(424, {"error": _GENERATION_FAILED})

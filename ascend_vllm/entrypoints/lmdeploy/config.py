@@ -15,10 +15,10 @@ from ascend_vllm.entrypoints.offline.arguments import refuse
 from ascend_vllm.errors import ConfigError, RequestError, UnsupportedFlagError
 from ascend_vllm.refusals import Refusal, first_refused
 
-# top_k of later versions, which sample only if do_sample says so
+# top_k of later versions, which sample only with do_sample
 _SAMPLING_TOP_K = 50
 
-# what fields of the engines' configurations may be
+# valid values of the engines' configuration fields
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "model_format": (None, "hf", "llama", "awq", "gptq"),
     "eviction_type": ("recompute", "copy"),
@@ -26,7 +26,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 }
 _POSITIVE = ("tp", "session_len", "max_batch_size", "max_prefill_token_num")
 _NOT_NEGATIVE = ("rope_scaling_factor", "num_cpu_blocks", "num_gpu_blocks")
-# those whose features do not exist
+# fields of unsupported features
 _REFUSALS: Mapping[str, Refusal] = {
     "model_format": Refusal("checkpoints are read in Hugging Face layout, with unquantised weights", (None, "hf")),
     "adapters": Refusal("LoRA is not available in this version", (None, {})),
@@ -45,7 +45,7 @@ _ARGUMENTS: Mapping[str, str] = {
     "device_type": "device",
     **{name: name for name in ("dtype", "enable_prefix_caching", "download_dir", "revision")},
 }
-# values that are called otherwise there; None: the engine decides
+# values with other names in `EngineArgs`; None: the engine decides
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "num_gpu_blocks": {0: None},
     "eviction_type": {"copy": "swap"},
@@ -140,7 +140,7 @@ class GenerationConfig:
         return self.do_sample is False or self.top_k == 1 or self.top_p == 0 or self.temperature == 0
 
     def check_supported(self) -> None:
-        """Refuses what is asked for and does not exist.
+        """Refuses fields of unsupported features.
 
         Raises:
             RequestError: names the field.
@@ -151,7 +151,7 @@ class GenerationConfig:
 
 
 class _EngineConfig:
-    """What is done with the fields of either backend's configuration, by the tables above."""
+    """Checks and converts the fields of either backend's configuration, by the tables above."""
 
     def __post_init__(self) -> None:
         values = vars(self)
@@ -169,10 +169,10 @@ class _EngineConfig:
                 raise ConfigError(f"{name} must not be negative, got {values[name]}.")
 
     def engine_args(self) -> dict[str, Any]:
-        """What it means as fields of `EngineArgs`, but for what depends on the sizes of the model.
+        """The corresponding fields of `EngineArgs`, except those that depend on the model's sizes.
 
         Raises:
-            UnsupportedFlagError: a field asks for a feature that does not exist.
+            UnsupportedFlagError: a field needs a feature that does not exist.
         """
         values = vars(self)
         if (found := first_refused(_REFUSALS, values)) is not None:
@@ -203,7 +203,7 @@ class TurbomindEngineConfig(_EngineConfig):
         cache_max_entry_count: share of memory, between 0 and 1, that the KV cache may take: of what is free once the
             weights are loaded, and never more than all running sequences can fill.
         quant_policy: 0; a quantised KV cache is not supported in this version.
-        rope_scaling_factor: factor of dynamic NTK scaling of rotary positions; 0: as the model says.
+        rope_scaling_factor: factor of dynamic NTK scaling of rotary positions; 0: as in config.json.
         use_logn_attn: not supported in this version.
         dtype: "auto", "float16", "bfloat16" or "float32".
         cache_block_seq_len: tokens of a KV block; None: the device's fastest size.
@@ -242,9 +242,9 @@ class PytorchEngineConfig(_EngineConfig):
         tp: devices that share each layer. This version computes on one, with a warning and the same results.
         session_len: most tokens of prompt and output together; None: the model's limit.
         max_batch_size: most sequences that run at the same time.
-        eviction_type: what makes room when the KV cache is full: "recompute" computes a sequence again later, "copy"
-            moves it to CPU memory and back.
-        prefill_interval: no effect; prompts are let in whenever there is room.
+        eviction_type: how sequences are preempted when the KV cache is full: "recompute" computes them again later,
+            "copy" moves them to CPU memory and back.
+        prefill_interval: no effect; prompts are admitted whenever there is room.
         block_size: tokens of a KV block.
         num_cpu_blocks: KV blocks in CPU memory for "copy"; 0: 4 GiB.
         num_gpu_blocks: KV blocks; 0: by memory.
@@ -290,9 +290,9 @@ class Response:
         generate_token_len: tokens generated so far, without the one that ended the answer.
         finish_reason: "stop" or "length"; None while it goes on.
         input_token_len: tokens of the prompt.
-        session_id: number of the request in the pipeline's life.
+        session_id: serial number of the request in the pipeline.
         token_ids: ids of `text`.
-        logprobs: for each token the log-probabilities by id, itself first; None unless asked for.
+        logprobs: for each token the log-probabilities by id, its own first; None unless requested.
         index: place of the prompt in the call's list.
     """
 

@@ -125,7 +125,7 @@ class Pipeline:
     Calls may come from several threads, and streams may be read in turns: all of them share the engine's steps.
 
     Args:
-        engine: runs the model; it goes with this object.
+        engine: runs the model; shut down with this object.
         tokenizer: the engine's.
         chat_template: makes prompts of strings and messages.
 
@@ -141,7 +141,7 @@ class Pipeline:
         self.session_len = engine.max_model_len
         self._tokenizer = tokenizer
         self._words = WordTokens(tokenizer, engine.config.model.vocab_size)
-        # a template's end of an answer is of use only if the vocabulary has it
+        # stop words of a template that are not in the vocabulary are ignored
         self._template_stop_ids = [
             id_
             for word in chat_template.stop_words
@@ -255,7 +255,7 @@ class Pipeline:
         yield from self._run(jobs)
 
     def _run(self, jobs: list[_Job]) -> Iterator[Response]:
-        """What the engine answers, as it comes."""
+        """The engine's outputs, as they come."""
         by_id: dict[str, _Job] = {}
         with self._requests.open() as inbox:
             for job in jobs:
@@ -338,7 +338,7 @@ class Pipeline:
                 repetition_penalty=config.repetition_penalty,
                 ignore_eos=config.ignore_eos,
                 stop_token_ids=list(dict.fromkeys(stop_ids)),
-                # nothing added to minus infinity makes a token possible again
+                # a token whose logit is minus infinity stays impossible
                 logit_bias=dict.fromkeys(bad_ids, -math.inf) or None,
                 logprobs=config.logprobs,
                 logits_processors=[_of_ids(one) for one in config.logits_processors or []] or None,
@@ -397,7 +397,7 @@ class _Job:
 
     Attributes:
         index: of the prompt in the call.
-        number: of the request in the pipeline's life.
+        number: serial number of the request in the pipeline.
         prompt: text and ids.
         params: how to sample.
         session_len: most tokens of prompt and output together.
@@ -413,7 +413,7 @@ class _Job:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the longest output would not fit behind the prompt: such a prompt is not run."""
+        """Whether prompt and longest output exceed session_len: such a prompt is not run."""
         return len(self.prompt["prompt_token_ids"]) + (self.params.max_tokens or 0) >= self.session_len
 
     def make_empty_response(self) -> Response:
@@ -429,7 +429,7 @@ class _Job:
         return Response("", 0, "length", len(self.prompt["prompt_token_ids"]), self.number, index=self.index)
 
     def make_response(self, output: RequestOutput) -> Response:
-        """The response to what the engine says: the new part of the answer, or all of it."""
+        """The response for an output of the engine: the new part of the answer, or all of it."""
         (found,) = output.outputs
         token_ids = found.token_ids
         # no stop strings are used, so that "stop" means that the last token ended the output
@@ -449,7 +449,7 @@ class _Job:
 
 
 class WordTokens:
-    """Which tokens of a vocabulary hold a word.
+    """Looks up the tokens of a vocabulary that contain a word.
 
     Args:
         tokenizer: of the model.
@@ -482,12 +482,12 @@ class WordTokens:
             known = sorted(id_ for id_ in self._tokenizer.hf.get_vocab().values() if id_ < self._vocab_size)
             self._texts = {id_: self._tokenizer.token_text(id_) for id_ in known}
         containing = [id_ for id_, text in self._texts.items() if word in text]
-        # the token itself, should the tokenizer have changed the word
+        # the token itself, in case the tokenizer has normalised the word
         return list(dict.fromkeys([*(id_ for id_ in ids if id_ < self._vocab_size), *containing]))
 
 
 def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration: what LMDeploy states in shares and blocks becomes sizes of this model."""
+    """The engine's configuration: converts LMDeploy's memory shares and blocks to bytes for this model."""
     args = EngineArgs(**{"model": model, "disable_log_stats": True, **backend.engine_args(), **overrides})
     config = args.create_engine_config()
     sizes: dict[str, Any] = {}
@@ -505,7 +505,7 @@ def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[s
 
 
 def _kv_cache_bytes(config: EngineConfig, share: float) -> int:
-    """A share of what is free beside the weights, at most what all sequences can fill, at least one sequence."""
+    """A share of the memory that the weights leave free, between the size of one sequence and of all of them."""
     free = available_memory_bytes() - weight_bytes(config.model.model)
     blocks_per_sequence = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
     num_blocks = int(max(0, free) * share) // _block_bytes(config)

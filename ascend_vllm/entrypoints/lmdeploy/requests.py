@@ -1,4 +1,4 @@
-"""One synchronous engine for several callers: whoever waits for an output runs the steps for all."""
+"""One synchronous engine for several callers: a caller that waits for an output runs the steps for all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedRequests:
         self._numbers = itertools.count()
 
     def open(self) -> Inbox:
-        """A place for the requests of one call."""
+        """Makes the object for the requests of one call."""
         return Inbox(self)
 
     def next_number(self) -> int:
@@ -36,7 +36,7 @@ class SharedRequests:
         return next(self._numbers)
 
     def step(self) -> None:
-        """Runs a step and gives everyone what is theirs; the lock must be held."""
+        """Runs a step and distributes the outputs; the lock must be held."""
         for output in self.engine.step():
             inbox = self.inboxes.get(output.request_id)
             if inbox is not None:
@@ -44,7 +44,7 @@ class SharedRequests:
 
 
 class Inbox:
-    """The requests of one call; leaving it ends those that still run.
+    """The requests of one call; a context manager that aborts unfinished ones at its end.
 
     Args:
         requests: of all calls.
@@ -62,12 +62,12 @@ class Inbox:
         with self._requests.lock:
             for request_id in self._open_ids:
                 self._requests.inboxes.pop(request_id, None)
-            # empty after a call that went well; a closed pipeline has no engine to tell
+            # empty after a successful call; a closed pipeline has no engine to abort them in
             if self._open_ids and self._requests.engine.has_unfinished_requests():
                 self._requests.engine.abort_request(list(self._open_ids))
 
     def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams) -> None:
-        """Queues a request under an id that no request has had.
+        """Queues a request under a new id.
 
         Raises:
             RequestError: the request is wrong.

@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 
-# what is written around the messages; without one of these a configuration says nothing about a template's form
+# fields with the texts around messages; a configuration without any of them defines no template
 _FORM = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 _CAPABILITIES = (None, "chat", "completion")
 
@@ -223,7 +223,7 @@ class ChatTemplateConfig:
 
     @property
     def has_form(self) -> bool:
-        """Whether it says what is written around messages."""
+        """Whether it defines texts around messages."""
         return any(getattr(self, name) is not None for name in _FORM)
 
 

@@ -1,6 +1,6 @@
 """Arguments and methods of vLLM 0.32's `LLM` whose features do not exist here: refused by name, not as unknown.
 
-A program that writes out a default of vLLM's asks for nothing, and runs.
+Arguments that equal vLLM's defaults are accepted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ascend_vllm.errors import RequestError, UnsupportedFlagError
 from ascend_vllm.refusals import Refusal, first_refused
 
 _DATA = json.loads(pathlib.Path(__file__).with_name("refused.json").read_text(encoding="utf-8"))
-# what is missing or to be done instead → keyword of the constructor → its default. Of hf_token, which has none, it is
-# the value that means the stored token: the hub's client uses that without being told.
+# what is missing, or an alternative → keyword of the constructor → accepted value: the default, and for hf_token the
+# value that means the stored token, which the hub's client uses anyway
 REFUSED: Mapping[str, Mapping[str, Any]] = _DATA["arguments"]
-# methods whose features do not exist → why
+# unsupported methods → reason
 REFUSED_METHODS: Mapping[str, str] = _DATA["methods"]
 
-# what asks for nothing whatever the default is; numbers and False may ask for something
+# values that never enable a feature; numbers and False may
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, (), set())
 _REFUSALS = {
     name: Refusal(reason, (*_EMPTY, default)) for reason, names in REFUSED.items() for name, default in names.items()
@@ -28,10 +28,10 @@ _REFUSALS = {
 
 
 def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Further keywords of the constructor, without those that ask for nothing.
+    """Further keywords of the constructor, without unsupported ones that enable nothing.
 
     Raises:
-        UnsupportedFlagError: one asks for a feature that does not exist; the text names it.
+        UnsupportedFlagError: one needs a feature that does not exist; the text names it.
     """
     refusals = {name: _REFUSALS[name] for name in arguments if name in _REFUSALS}
     if (found := first_refused(refusals, arguments)) is not None:
@@ -40,10 +40,10 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(**arguments: Any) -> None:
-    """Refuses arguments of a call whose features do not exist, given by their names.
+    """Refuses arguments of unsupported features, passed by name.
 
     Raises:
-        RequestError: one of them asks for something.
+        RequestError: one of them enables a feature.
     """
     refusals = {name: Refusal(f"{name} is not supported in this version.", (*_EMPTY, False)) for name in arguments}
     if (found := first_refused(refusals, arguments)) is not None:

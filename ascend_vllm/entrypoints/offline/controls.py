@@ -1,4 +1,4 @@
-"""What `LLM` can be told beside prompts: caches, traces, sleeping, workers, metrics."""
+"""`LLM`'s controls: caches, traces, sleeping, calls of workers, metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _of_engine(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Conca
 
 
 class EngineControls:
-    """The part of `LLM` that hands calls on to its engine.
+    """The methods of `LLM` that wrap its engine's controls.
 
     Attributes:
         llm_engine: the engine underneath.

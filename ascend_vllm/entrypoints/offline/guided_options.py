@@ -10,7 +10,7 @@ from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 
-# fields of a guided_options_request → what they are called here
+# fields of a guided_options_request → their names here
 _CONSTRAINTS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -22,7 +22,7 @@ _OPTIONS = {"guided_decoding_backend": "backend", "guided_whitespace_pattern": "
 
 
 def with_guided_options(params: Sequence[SamplingParams], options: Any) -> list[SamplingParams]:
-    """Sampling parameters that keep to a `guided_options_request` of vLLM 0.6.3.
+    """Sampling parameters with the constraint of a `guided_options_request` of vLLM 0.6.3.
 
     Args:
         params: of each prompt.
@@ -70,7 +70,7 @@ def _read_options(options: Any) -> StructuredOutputsParams | None:
 
 
 def from_response_format(form: Any) -> StructuredOutputsParams | None:
-    """What a `response_format` of LMDeploy asks for; None: any text.
+    """The constraint of LMDeploy's `response_format`; None: any text.
 
     Args:
         form: ``{"type": "text"}``, ``{"type": "json_object"}``, ``{"type": "regex_schema", "regex_schema": "..."}``

@@ -17,7 +17,7 @@ Messages = Sequence[Mapping[str, Any]]
 def collect_prompts(
     prompts: Prompts | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
 ) -> list[PromptType]:
-    """The prompts of a call, of whatever form.
+    """The prompts of a call, in any accepted form.
 
     Args:
         prompts: one or a list: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.

@@ -134,10 +134,10 @@ class LLM(EngineControls):
             args = args.with_model_directory(ensure_demo_model())
         self._chat_template = load_chat_template(chat_template)
         self._request_ids = itertools.count()
-        # outputs of `enqueue`d requests that another call's steps brought to their ends
+        # outputs of `enqueue`d requests that finished during another call's steps
         self._done: dict[str, RequestOutput] = {}
         self.llm_engine = LLMEngine.from_engine_args(args)
-        # The engine goes with this object: the next one needs the memory.
+        # the engine is shut down with this object, so that the next one finds its memory free
         self._finalizer = weakref.finalize(self, self.llm_engine.shutdown)
 
     def generate(
@@ -282,7 +282,7 @@ class LLM(EngineControls):
             prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
             use_tqdm: show a progress bar, or a callable that makes one.
             lora_request, prompt_adapter_request, tokenization_kwargs: not supported in this version.
-            pooling_task: what is asked for; None: what the engine serves.
+            pooling_task: the task; None: the one that the engine serves.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -344,7 +344,7 @@ class LLM(EngineControls):
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts fit each other: the cosine of embeddings, or the output of a cross-encoder.
+        """Scores pairs of texts: the cosine of their embeddings, or the output of a cross-encoder.
 
         Args:
             data_1: one text, or as many as in `data_2`.
@@ -394,7 +394,7 @@ class LLM(EngineControls):
         given: list[Any] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         parsed = [TokensPrompt(prompt_token_ids=prompt) if isinstance(prompt, list) else prompt for prompt in given]
         refuse_lora(lora_request, len(parsed))
-        # texts of whole sequences are made here, once they are known
+        # the sequences' texts are made here, once they are complete
         one = params.to_sampling_params().clone(detokenize=False)
         size = len(parsed) if concurrency_limit is None else concurrency_limit
         if size < 1 and parsed:
@@ -512,7 +512,7 @@ class LLM(EngineControls):
         return BeamSearchOutput(sequences)
 
     def _collect_params(self, params: Params, count: int) -> list[SamplingParams]:
-        """One for each prompt; only final outputs are asked for."""
+        """Parameters for each prompt, with only final outputs."""
         if params is None:
             params = self.get_default_sampling_params()
         each = [params] * count if isinstance(params, SamplingParams) else list(params)
@@ -522,7 +522,7 @@ class LLM(EngineControls):
 
     @property
     def _pooling(self) -> PoolingCalls:
-        """What pools prompts; made when asked for: a lasting one would keep this object, and the engine, alive."""
+        """Pools prompts. Made anew at each use: an attribute would keep this object, and the engine, alive."""
         return PoolingCalls(self.llm_engine, self._add_and_run)
 
     def _add_and_run(

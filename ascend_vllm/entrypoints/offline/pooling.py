@@ -33,7 +33,7 @@ class PoolingCalls:
     """Pools prompts on an engine.
 
     Args:
-        engine: whose model decides what can be asked for.
+        engine: its model decides which tasks are possible.
         run: runs prompts on it.
     """
 
@@ -54,14 +54,14 @@ class PoolingCalls:
             ValueError: this is a generation model.
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
         """
-        # the caller computes here, and has torch loaded
+        # torch is loaded already: the model runs in this process
         import torch
 
         pooler = self._pooler("encode")
         check_task(pooling_task, pooler)
         outputs = self._pool(prompts, params, use_tqdm)
         for output in outputs:
-            # what msgpack brought cannot be written to
+            # arrays decoded from msgpack are read-only
             output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))
         return outputs
 

@@ -9,7 +9,7 @@ import tqdm
 
 from ascend_vllm.outputs import RequestOutput
 
-# True, False, or what makes a progress bar of tqdm's arguments
+# True, False, or a factory of progress bars with tqdm's arguments
 UseTqdm = bool | Callable[..., Any]
 
 

@@ -18,7 +18,7 @@ from ascend_vllm.errors import EngineBusyError, RequestError
 from ascend_vllm.sandbox import child
 from ascend_vllm.sandbox.pool import Job, LimitExceededError, Pool, ProcessBrokenError
 
-# JSON writes a character with at most so many bytes
+# most bytes of a character in JSON
 _MAX_BYTES_PER_CHARACTER = 6
 # an answer that is no text
 _MAX_OTHER_BYTES = 1 << 20
@@ -27,7 +27,7 @@ _CHARACTERS_PER_TOKEN = 16
 
 
 class Limits(child.Limits, frozen=True, kw_only=True):
-    """What one rendering may take.
+    """Limits of one rendering.
 
     Attributes:
         max_characters: of the text.
@@ -60,7 +60,7 @@ class TemplatePool:
     def __init__(self, limits: Limits, num_processes: int = 2, max_open: int = 128) -> None:
         self._max_open = max_open
         self._num_open = 0
-        # a thread for each process; they live as long as the pool
+        # a thread for each process, until the pool is closed
         self._threads = concurrent.futures.ThreadPoolExecutor(num_processes, "chat-template")
         self._pool = Pool(
             "chat templates",
@@ -70,7 +70,7 @@ class TemplatePool:
             max_answer_bytes=limits.max_characters * _MAX_BYTES_PER_CHARACTER + _MAX_OTHER_BYTES,
             setup=str(limits.max_characters).encode(),
         )
-        # also at the interpreter's end, if nobody called close()
+        # runs at interpreter exit if close() was not called
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     @property
@@ -111,10 +111,10 @@ class TemplatePool:
         self._finalizer()
 
     def _render(self, job: Job, special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> str:
-        # the wall clock is this process's: the other one need not know the time zone
+        # read here, since the limited process does not know the time zone
         now = datetime.datetime.now().isoformat()
         try:
-            # Python's JSON brings NaN, infinities and integers of any size back as they were; msgspec's does not
+            # Python's json, unlike msgspec's, preserves NaN, infinities and integers of any size
             data = json.dumps({"special_tokens": special_tokens, "now": now, "options": options}).encode()
         except (RecursionError, ValueError) as error:
             raise RequestError(f"The request cannot be handed to its chat template: {error}", "messages") from error

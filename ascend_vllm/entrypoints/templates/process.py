@@ -1,9 +1,9 @@
-"""What renders the chat templates of requests in limited processes (`prepare` there, see `sandbox.child`).
+"""Renders the chat templates of requests, in limited processes (see `sandbox.child`).
 
-A template that comes with a request is a program of a client. Jinja's sandbox keeps it from files, the network and
-the interpreter, but not from endless loops and from texts that fill the memory. So it runs in a process whose memory
-and CPU time the system limits, and which `pool` can kill at any moment. The process is given what one request brings,
-keeps nothing between requests, and imports neither torch nor transformers.
+A request's template is a client's program. Jinja's sandbox denies it files, the network and the interpreter, but does
+not stop endless loops or huge texts. So it runs in a process with limited memory and CPU time, which `pool` can kill
+at any moment. The process gets the data of one request at a time, keeps no state between requests, and imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2 import ext, nodes, parser
 from ascend_vllm.entrypoints.templates.chat_template import render_chat
 from ascend_vllm.errors import RequestError
 
-# a template may raise any text; an answer needs no more of it
+# a template may raise a text of any length; answers contain no more of it
 _MAX_ERROR_CHARACTERS = 20_000
 # arguments of transformers' apply_chat_template: a template does not see them
 _NOT_VARIABLES = frozenset(
@@ -44,7 +44,7 @@ _MARK = "END_OF_THE_CONTINUED_MESSAGE "
 
 
 class Answer(msgspec.Struct):
-    """What became of a job: either `text` or `error` is set.
+    """The result of a job: either `text` or `error` is set.
 
     Attributes:
         text: the prompt.
@@ -66,7 +66,7 @@ def exceeded(what: str) -> RequestError:
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Has that done which would be imported or read at the first job only; see `sandbox.child`.
+    """Imports and reads what would otherwise delay the first job; see `sandbox.child`.
 
     Args:
         setup: the most characters of a text, in decimal digits.
@@ -91,21 +91,21 @@ def answer_job(job: bytes, max_characters: int) -> Answer:
     except MemoryError:
         raise
     except Exception as error:
-        # `render_chat` takes whatever the renderer raises for the template's
+        # `render_chat` attributes any exception of the renderer to the template
         cause = error.__cause__ if isinstance(error.__cause__, MemoryError | RequestError) else error
         if isinstance(cause, MemoryError):
             raise cause from None
-        # what is no RequestError is of the parser, before anything is rendered
+        # other exceptions come from the parser, before anything is rendered
         param = cause.param if isinstance(cause, RequestError) else "chat_template"
         return Answer(error=(str(cause) or type(cause).__name__)[:_MAX_ERROR_CHARACTERS], param=param)
 
 
 class TemplateRenderer:
-    """Renders templates as transformers' tokenizers do, whose conventions for templates these are.
+    """Renders templates with the conventions of transformers' tokenizers.
 
     Args:
         special_tokens: variables that every template gets.
-        now: what ``strftime_now`` tells.
+        now: time of ``strftime_now``.
         max_characters: of a rendered text.
     """
 
@@ -128,7 +128,7 @@ class TemplateRenderer:
         documents: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt's text for a conversation, whose messages are as the template wants them.
+        """The prompt's text for a conversation, whose messages are in the template's format.
 
         Raises:
             RequestError: the text is too long.
@@ -142,7 +142,7 @@ class TemplateRenderer:
                 raise TypeError("Documents should be a list of dicts with 'title' and 'text' keys!")
         messages = [_as_templates_see_it(message) for message in conversation]
         continued = _mark_last(messages, chat_template) if continue_final_message else None
-        # a new environment each time: nothing of one request is left for the next
+        # a new environment each time, so that no state is shared between requests
         template = _make_environment(self._now).from_string(chat_template)
         variables = {key: value for key, value in variables.items() if key not in _NOT_VARIABLES}
         parts, size = [], 0
@@ -167,7 +167,7 @@ def _as_templates_see_it(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without nulls, and with its thoughts under the names that templates know."""
     seen = {key: value for key, value in message.items() if value is not None}
     thoughts = next((seen[name] for name in _THOUGHTS if name in seen), None)
-    # the order is what a template sees that prints whole messages
+    # the order matters to templates that print whole messages
     return seen if thoughts is None else {"thinking": thoughts} | seen | {"reasoning_content": thoughts}
 
 
