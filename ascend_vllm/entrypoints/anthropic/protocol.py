@@ -164,7 +164,7 @@ class CountTokensRequest(ApiRequest):
         return fields
 
     def _add_thinking(self, fields: dict[str, Any]) -> None:
-        """The fields of the chat request for reasoning and output format."""
+        """Adds the fields of the chat request for reasoning and output format."""
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
             if self.output_config.format is not None:

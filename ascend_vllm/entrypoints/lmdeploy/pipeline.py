@@ -505,7 +505,7 @@ def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[s
 
 
 def _kv_cache_bytes(config: EngineConfig, share: float) -> int:
-    """A share of the memory that the weights leave free, between the size of one sequence and of all of them."""
+    """A share of the memory that the weights leave free; without prefix caching at most what all sequences fill."""
     free = available_memory_bytes() - weight_bytes(config.model.model)
     blocks_per_sequence = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
     num_blocks = int(max(0, free) * share) // _block_bytes(config)
