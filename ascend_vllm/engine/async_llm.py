@@ -303,7 +303,7 @@ class AsyncLLM(AsyncControls):
         """The model's transformers tokenizer.
 
         Raises:
-            RequestError: there is none (--skip-tokenizer-init), or an adapter's is asked for.
+            RequestError: there is none (--skip-tokenizer-init), or an adapter's is requested.
         """
         refuse_adapters(lora_request=lora_request)
         if self.tokenizer is None:

@@ -93,7 +93,7 @@ class SequenceState:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over the tokens; None unless log-probabilities were asked for or decide between sequences."""
+        """Sum over the tokens; None unless log-probabilities were requested or best_of needs them."""
         return self._cumulative_logprob if self._is_scored else None
 
     @property

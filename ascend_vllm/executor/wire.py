@@ -111,7 +111,7 @@ def _from_plain(kind: type, value: Any) -> Any:
         dtype, shape, data = value
         # a bytearray, so that the array may be written to
         return np.frombuffer(bytearray(data), dtype).reshape(shape)
-    raise TypeError(f"{kind} is not told in steps")
+    raise TypeError(f"steps have no fields of type {kind}")
 
 
 # kind, and number of the call

@@ -188,7 +188,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     # of a beam search: its best sequences so far, best first, at its end and, if it streams, after every step.
     # new_token_ids is empty then.
     beams: list[BeamSequence] | None = None
-    # if they were asked for, one entry per prompt token but the first: those of the prompt's next tokens; the last
+    # if they were requested, one entry per prompt token but the first: those of the prompt's next tokens; the last
     # ones come with the first token that is generated
     prompt_logprobs: list[TokenLogprobs] | None = None
     # of a pooling request, at its end

@@ -243,7 +243,7 @@ def _chat_messages_of(message: Message) -> list[ChatMessage]:
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
-        elif block.type != "redacted_thinking":  # nobody here can read those
+        elif block.type != "redacted_thinking":  # encrypted by Anthropic
             parts.append(block.as_part())
     if not parts and not calls and not thoughts:
         return results

@@ -144,7 +144,7 @@ class VllmFormat:
     """vLLM's: prompt and text together, everything so far in every frame; ASCII alone in streams.
 
     Args:
-        max_sequences: most sequences that a request may ask for.
+        max_sequences: limit of n and best_of.
     """
 
     def __init__(self, max_sequences: int) -> None:

@@ -73,7 +73,7 @@ class CompletionChunkWriter(_ChunkWriter):
         self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail(None)
 
     def text_event(self, index: int, text: str) -> bytes:
-        """A chunk of text of a choice that goes on, with nothing else to tell."""
+        """A chunk with text only, of a choice that goes on."""
         return self._choice_heads[index] + b'"text":' + encode_json(text) + self._plain_tail
 
     def event(
@@ -108,7 +108,7 @@ class ChatChunkWriter(_ChunkWriter):
         self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail(None)
 
     def text_event(self, index: int, text: str) -> bytes:
-        """A chunk of text of a choice that goes on, with nothing else to tell."""
+        """A chunk with text only, of a choice that goes on."""
         return self._choice_heads[index] + b'"delta":{"content":' + encode_json(text) + self._plain_tail
 
     def event(self, index: int, delta: dict[str, Any], usage: Usage | None, extra: dict[str, Any]) -> bytes:
@@ -118,7 +118,7 @@ class ChatChunkWriter(_ChunkWriter):
         return self._choice_heads[index] + encode_json(fields)[1:] + self._tail(usage, finished)
 
     def opening_event(self, index: int, role: str, usage: Usage | None, prompt_token_ids: list[int] | None) -> bytes:
-        """A choice's first chunk: its role, and the prompt's token ids if they are asked for."""
+        """A choice's first chunk: its role, and the prompt's token ids if they were requested."""
         ids = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + encode_json(prompt_token_ids)
         choice = {"delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
         tail = self._tail(usage)

@@ -122,7 +122,7 @@ def pipeline(
 class Pipeline:
     """A model that answers prompts; `pipeline` makes it.
 
-    Calls may come from several threads, and streams may be read in turns: all of them share the engine's steps.
+    Calls may come from several threads, and streams may be interleaved: all share the engine's steps.
 
     Args:
         engine: runs the model; shut down with this object.

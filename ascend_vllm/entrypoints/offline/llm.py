@@ -565,7 +565,7 @@ class LLM(EngineControls):
         return request_ids
 
     def _run_engine(self, count: int, use_tqdm: UseTqdm) -> dict[str, RequestOutput]:
-        """Steps until all requests are done; returns outputs by request id, with those that nobody has fetched."""
+        """Steps until all requests are done; returns outputs by request id, with those not fetched yet."""
         outputs = self._done.copy()
         progress = Progress(count, use_tqdm)
         try:

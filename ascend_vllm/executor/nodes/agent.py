@@ -54,7 +54,7 @@ def connect(start: NodeStart, secret: bytes, wait_s: float) -> LinkToZero:
     """A mutually authenticated connection with node 0, which may be started later than this node.
 
     Raises:
-        ConfigError: nobody listens there within the time, or not node 0, or it has another secret.
+        ConfigError: node 0 does not answer in time, or has another secret, or something else listens there.
     """
     where = f"--master-addr {start.master_addr} --master-port {start.master_port}"
     logger.info("Looking for node 0 at %s, %g seconds at most", where, wait_s)

@@ -2,7 +2,7 @@
 
 Connections are zmq's, encrypted and authenticated by CURVE. Node 0's keys are derived from the nodes' secret, the
 public one, too: it is never sent, and CURVE's first message cannot be made without it. So both ends prove that they
-know the secret, and nobody else can read, change, repeat or leave out what they say. A message has a kind, the rank
+know the secret, and messages cannot be read, changed, replayed or dropped by others. A message has a kind, the rank
 of a worker and contents: msgpack, a text, or a record of `wire` as it came out of a ring. Nothing is pickled.
 
 TCP keepalives detect a machine that has vanished; zmq's own heartbeats would also drop a process that is only busy or

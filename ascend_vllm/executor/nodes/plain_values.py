@@ -43,7 +43,7 @@ def decode_plain(data: bytes | memoryview, *, with_functions: bool = False) -> A
         with_functions: import the modules that it names; only for senders that may run any code here.
 
     Raises:
-        Exception: it is no such value, or has a function that cannot be imported here or was not asked for.
+        Exception: it is no such value, holds a function that cannot be imported, or one without `with_functions`.
     """
 
     def unpack(kind: int, contents: memoryview) -> Any:

@@ -40,7 +40,7 @@ def import_ray() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    # before it is imported: Ray asks the environment once
+    # before the import, at which Ray reads the environment
     envs.prepare_ray()
     try:
         return importlib.import_module("ray")
@@ -259,7 +259,7 @@ def _check_address(address: str | None) -> None:
     """Checks that a cluster answers; Ray itself would try for a minute.
 
     Raises:
-        ConfigError: nobody listens at the address, or it is none that workers can be started through.
+        ConfigError: nothing listens at the address, or it is not host:port.
     """
     if address is None or address in ("auto", "local"):
         return
