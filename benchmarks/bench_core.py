@@ -1,11 +1,11 @@
-"""Host time of the engine core per decode step, with a device that takes no time.
+"""Measures the host time of the engine core per decode step, with an executor that computes nothing.
 
     python benchmarks/bench_core.py [--rows 1 64 256] [--calls 300] [--num-scheduler-steps 1 8] [--json FILE]
 
 Everything between two forward passes is real (schedule, diff, update, stop checks, messages, and with
---encode also the msgpack encoding of what goes to the API server); the forward pass is replaced by one that
-answers with a fixed token, and its time is taken out. The target is 150 µs + 3 µs per row and scheduler call; with
---num-scheduler-steps K a call stands for K tokens per row.
+--encode also the msgpack encoding of outputs for the API server); the forward pass is replaced by one that
+returns a fixed token, whose time is subtracted. The target is 150 µs + 3 µs per row and scheduler call; with
+--num-scheduler-steps K, a call generates K tokens per row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROMPT_LEN = 128
 
 
 class NullExecutor(Executor):
-    """A device that computes nothing; every row samples token 7. Rows must not be chunks of prompts."""
+    """Returns token 7 for every row without computing. Rows must not be chunks of prompts."""
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         super().__init__(config)
@@ -77,7 +77,7 @@ class NullExecutor(Executor):
 def make_config(
     max_num_seqs: int, max_model_len: int, num_scheduler_steps: int, prefix_caching: bool, overlap: bool
 ) -> EngineConfig:
-    """A configuration whose model is never loaded."""
+    """A configuration; its model is never loaded."""
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     arch = ArchConfig.from_hf(dict.fromkeys(sizes, 1))
     return EngineConfig(
@@ -127,7 +127,7 @@ def call_times_us(
 
 
 def main() -> None:
-    """Prints a table, and writes JSON if asked."""
+    """Prints a table; writes JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="running requests")
     parser.add_argument("--calls", type=int, default=300, help="scheduler calls measured for each")

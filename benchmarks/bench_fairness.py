@@ -1,15 +1,15 @@
-"""What one client's requests cost the others: latencies beside each attack, against those of a quiet server.
+"""Measures how far one client's requests delay those of others: latencies during attacks and on a quiet server.
 
     python scripts/make_random_model.py /tmp/tiny-152k --preset tiny-152k
     python benchmarks/bench_fairness.py --model /tmp/tiny-152k --json result.json
     python benchmarks/bench_fairness.py --model /tmp/tiny-152k --rows bad-words n-1024 --seconds 5
 
-A row is one client that sends what benchmarks/fairness/attacks.py has under its name, for some seconds. Another one
-asks for small completions (embeddings of a pooling model) and for /health all the while, at fixed times; what it
-waits is compared with what it waited before and after. Its 99th percentile may be at most three times the quiet one
-and 250 ms. What a server does once in its life, such as loading the libraries that compile grammars, is done before.
-All three are processes of their own, and the attacker has the lowest priority: on a machine with few cores the
-others should not notice what sending costs.
+In each row, one client sends an attack of benchmarks/fairness/attacks.py for some seconds. Another one, the victim,
+requests small completions (embeddings of a pooling model) and /health at fixed times; its latencies
+are compared with those before and after the attack. The 99th percentile may be at most three times the quiet one
+and 250 ms. One-time work of a server, such as loading the libraries that compile grammars, is done before.
+All three are separate processes, and the attacker has the lowest priority, so that on a machine with few cores the
+work of sending does not disturb the others.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from fairness.wire import HOST, Answers
 ALLOWED_RATIO, ALLOWED_S = 3.0, 0.25
 _HERE = pathlib.Path(__file__).resolve().parent / "fairness"
 _START_S = 300.0
-# how long a server may need to come to rest behind an attack
+# most seconds until a server is idle after an attack
 _REST_S = 60.0
-# for a process to say what it found
+# most seconds until a helper process returns its result
 _FINISH_S = 120.0
 _WATCH_S = 0.2
 _WORK = ("completion", "health")
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 _PYTHON_M = (sys.executable, "-m")
-# what the rows of a setup run on: the program, and what the victim asks it for
+# setup → the server program, and the victim's kind of request
 _SETUPS = {
     GENERATE: (servers.ours(_TOOLS), "generate"),
     POOLING: (servers.ours(("--runner", "pooling")), "pooling"),
@@ -57,10 +57,10 @@ _SETUPS = {
 
 
 def _ask_once(server: servers.Server, requests: Sequence[bytes]) -> None:
-    """Asks for what loads libraries when it is first asked for.
+    """Sends requests that make the server load libraries on first use.
 
     Raises:
-        ServerError: an answer is none of 200.
+        ServerError: an answer's status is not 200.
     """
     with socket.create_connection((HOST, server.port), timeout=_FINISH_S) as sock:
         answers = Answers(sock)
@@ -72,7 +72,7 @@ def _ask_once(server: servers.Server, requests: Sequence[bytes]) -> None:
 
 
 class Helper:
-    """A process that begins and ends its work when it is told, and then says what it found."""
+    """A process that starts and stops on a signal by pipe, and then returns its result."""
 
     def __init__(self, program: str, *words: str) -> None:
         self._process = subprocess.Popen(
@@ -82,33 +82,33 @@ class Helper:
         if self._process.stdout.readline() != "ready\n":
             raise servers.ServerError(f"{program} {' '.join(words)} did not begin.")
 
-    def tell(self) -> None:
-        """Lets it begin, then lets it end."""
+    def signal(self) -> None:
+        """Sends the next signal: the first one starts the work, the second one stops it."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
     def result(self) -> dict[str, Any]:
-        """What it says at its end."""
+        """Its result, after it has stopped."""
         found, _ = self._process.communicate(timeout=_FINISH_S)
         return json.loads(found)
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """Kills it."""
         self._process.kill()
         self._process.communicate()
 
 
 class MemoryWatch:
-    """Follows the memory of a server's processes, and ends them before they take the machine's.
+    """Watches the memory of a server's processes, and kills them before the machine's memory is exhausted.
 
     Args:
-        server: whose.
-        most: bytes at which they are ended.
+        server: to watch.
+        most: bytes above which its processes are killed.
 
     Attributes:
-        peak: most bytes so far.
-        has_ended_server: whether it came to that.
+        peak: largest number of bytes so far.
+        has_ended_server: whether the processes were killed.
     """
 
     def __init__(self, server: servers.Server, most: int) -> None:
@@ -138,14 +138,14 @@ class MemoryWatch:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What the victim found in some time; see `victim.Victim`."""
+    """The victim's measurements in one period; see `victim.Victim`."""
 
     due: dict[str, list[float]]
     latencies: dict[str, list[float]]
     failures: dict[str, int]
 
     def percentile(self, work: str, share: float) -> float:
-        """The latency, in seconds, that a share of the answers came within."""
+        """The latency in seconds below which a share of the answers was."""
         found = self.latencies[work]
         return float(np.quantile(found, share, method="inverted_cdf")) if found else math.nan
 
@@ -156,19 +156,19 @@ class Sample:
 
 
 def joined(samples: Sequence[Sample]) -> Sample:
-    """Several times as one."""
+    """Merges several samples."""
     latencies = {work: [value for sample in samples for value in sample.latencies[work]] for work in _WORK}
     return Sample({}, latencies, {})
 
 
 @dataclasses.dataclass
 class RowResult:
-    """One row: what was waited before and after (`quiet`) and beside the attack.
+    """The result of one row: latencies before and after (`quiet`) and during the attack.
 
     Attributes:
-        memory_mb: peak of the server's processes above what they held before.
-        attacker: what the attacker says of itself.
-        remarks: what else was wrong.
+        memory_mb: peak of the server's processes above their memory before.
+        attacker: the attacker's own result.
+        remarks: further problems.
     """
 
     attack: Attack
@@ -179,17 +179,17 @@ class RowResult:
     remarks: list[str]
 
     def allowed_ms(self, work: str) -> float:
-        """What the 99th percentile may be."""
+        """Limit of the 99th percentile, in milliseconds."""
         return 1e3 * (ALLOWED_RATIO * self.quiet.percentile(work, 0.99) + ALLOWED_S)
 
     @property
     def is_fair(self) -> bool:
-        """Whether the others noticed little, and everything was answered."""
+        """Whether latencies are within the limit, and all requests were answered."""
         fast = all(self.attacked.figures(work)["p99_ms"] <= self.allowed_ms(work) for work in _WORK)
         return fast and not self.remarks and not self.attacked.failures
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result for JSON."""
         work = {
             name: {
                 "quiet": self.quiet.figures(name),
@@ -210,7 +210,7 @@ class RowResult:
         }
 
     def line(self) -> str:
-        """For people."""
+        """The result as a line of the table."""
         cells = [f"{self.attack.name:18}"]
         for work in _WORK:
             quiet, attacked = self.quiet.figures(work), self.attacked.figures(work)
@@ -223,7 +223,7 @@ class RowResult:
 
 
 def heads() -> str:
-    """Above the lines."""
+    """The table's header."""
     names = ("q p50", "q p99", "p50", "p99", "max", "allowed")
     work = " ".join(f"{name:>7}" for name in names)
     titles = f"{'':18} | {'completions, ms':47} | {'/health, ms':47} |"
@@ -231,7 +231,7 @@ def heads() -> str:
 
 
 class Fairness:
-    """The rows, one after the other.
+    """Measures the rows one after the other.
 
     Args:
         args: the command line.
@@ -244,7 +244,7 @@ class Fairness:
         self.results: list[RowResult] = []
 
     def run(self, rows: Sequence[Attack]) -> None:
-        """Measures rows, setup by setup; a server that an attack has ended is started again for the next row."""
+        """Measures rows, grouped by setup; a server killed by an attack is restarted for the next row."""
         print(heads(), flush=True)
         for setup in _SETUPS:
             waiting = [row for row in rows if row.setup == setup]
@@ -263,7 +263,7 @@ class Fairness:
         self._commands[setup] = program.shown(str(self._args.model), flags)
         with servers.Server(program, str(self._args.model), flags) as server:
             server.wait_ready(_START_S)
-            # everything is done once before anything counts
+            # warm-up: one-time work is done before the measurement
             _ask_once(server, WARM_UP[setup])
             self._sample(server, setup, 1.0)
             yield server
@@ -274,23 +274,23 @@ class Fairness:
     def _sample(self, server: servers.Server, setup: str, seconds: float) -> Sample:
         victim = Helper("victim.py", str(server.port), _SETUPS[setup][1])
         with contextlib.closing(victim):
-            victim.tell()
+            victim.signal()
             time.sleep(seconds)
-            victim.tell()
+            victim.signal()
             return Sample(**victim.result())
 
     def _measure(self, server: servers.Server, attack: Attack, before: Sample) -> Sample | None:
-        """Takes a row; what was found behind it, None if the server is not to be used again."""
+        """Measures a row; returns the quiet sample after it, or None if the server cannot be used again."""
         attacker = Helper("attacker.py", str(server.port), attack.name)
         victim = Helper("victim.py", str(server.port), _SETUPS[attack.setup][1])
         resident = server.resident_bytes()
         watch = MemoryWatch(server, int(self._args.max_memory_gib * 2**30))
         with contextlib.closing(attacker), contextlib.closing(victim), watch:
-            victim.tell()
-            attacker.tell()
+            victim.signal()
+            attacker.signal()
             time.sleep(self._args.seconds)
-            victim.tell()
-            attacker.tell()
+            victim.signal()
+            attacker.signal()
             found, attacked = attacker.result(), Sample(**victim.result())
         remarks = []
         after: Sample | None = None
@@ -308,7 +308,7 @@ class Fairness:
         return after
 
     def _come_to_rest(self, server: servers.Server, attack: Attack, before: Sample) -> Sample | None:
-        """What is found once it is as quiet as before; None: it is not for a long time."""
+        """Waits until latencies are as before; returns the sample, or None after a timeout."""
         end = time.perf_counter() + _REST_S
         while time.perf_counter() < end and not server.has_ended:
             if not (server.wait_finished(_REST_S) and server.wait_idle(_REST_S)):

@@ -1,10 +1,10 @@
-"""How long requests wait for their grammars, and what goes on meanwhile.
+"""Measures how long requests wait for their grammars, and how long compiling blocks other work.
 
     python benchmarks/bench_grammars.py --tokenizer /models/Qwen2-0.5B [--count 20] [--grammar FILE] [--json FILE]
 
-Schemas as applications have them, each with names of its own, are compiled one after the other, and --grammar after
-them; for as long as each takes a loop measures how late it comes. Told are milliseconds from a request coming to its
-grammar, the longest pause of the loop, and the memory of the process and of those that it started.
+Typical schemas, each with different names, are compiled one after the other, and --grammar after
+them; meanwhile a loop measures its own delays. It prints milliseconds from a request to its
+grammar, the longest delay of the loop, and the memory of the process and its children.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ascend_vllm.types.messages import EngineCoreRequest
 
 
 def schema(number: int) -> dict[str, Any]:
-    """An ordinary schema that no other is equal to."""
+    """An ordinary schema, unique by its number."""
     text = {"type": "string"}
     address = {"type": "object", "properties": {f"street{number}": text, "zip": text}, "required": ["zip"]}
     properties = {
@@ -47,7 +47,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def memory_mib() -> int:
-    """Of this process, and of those that it has started."""
+    """Memory of this process and its children, in MiB."""
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -56,7 +56,7 @@ def memory_mib() -> int:
 
 
 def compile_one(manager: StructuredOutputManager, name: str, **fields: Any) -> dict[str, Any]:
-    """Has a constraint compiled, and tells how that went."""
+    """Compiles a constraint and returns the measurements."""
     params = StructuredOutputsParams(**fields)
     message = EngineCoreRequest(name, [1], SamplingParams(structured_outputs=params), None, time.time())
     request = Request(message, 4096, 0)

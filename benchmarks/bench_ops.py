@@ -1,4 +1,4 @@
-"""Every op's kernel against plain torch, at sizes of a 0.5B-parameter model.
+"""Compares every op's kernel with plain torch, at the sizes of a 0.5B-parameter model.
 
 Kernel and plain torch take turns, call by call, so that both see the same disturbances; medians are compared.
 "Plain torch" is the op's reference, except for linear layers, where it is torch's own `linear`, and for attention,
@@ -33,7 +33,7 @@ from ascend_vllm.ops.paged import make_paged_problem
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 896, 4864, 14, 2, 64, 151_936
 
 Arguments = tuple[Any, ...]
-# what is measured, the op's arguments, and the plain torch it competes with if that is not the reference
+# label, the op's arguments, and the torch function to compare with if it is not the reference
 Case = tuple[str, Arguments, Callable[[], object] | None]
 
 
@@ -146,7 +146,7 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
         query_len, length = rows[0]
         query = torch.randn(len(rows), HEADS, query_len, HEAD_SIZE).to(dtype)
         key, value = torch.randn(2, len(rows), KV_HEADS, length, HEAD_SIZE).to(dtype)
-        # the last token sees every key; torch has a faster way for prompts that are whole
+        # the last token attends to every key; torch is faster for whole prompts with `is_causal`
         is_whole, is_chunk = query_len == length, 1 < query_len < length
         mask = torch.ones(query_len, length, dtype=torch.bool).tril(length - query_len) if is_chunk else None
         sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -177,7 +177,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
 
 
 def _largest_input(spec: registry.OpSpec, dtype: torch.dtype) -> Iterator[Case]:
-    """What an op without cases of its own is measured on."""
+    """The largest sample of an op that has no cases here."""
 
     def size(arguments: Arguments) -> int:
         return sum(argument.numel() for argument in arguments if isinstance(argument, torch.Tensor))
@@ -186,7 +186,7 @@ def _largest_input(spec: registry.OpSpec, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s: float) -> tuple[float, float]:
-    """Median seconds of both, called in turns for about `budget_s`, at least five times each."""
+    """Median seconds of both, called alternately for about `budget_s`, at least five times each."""
     kernel()
     plain()
     times: tuple[list[float], list[float]] = ([], [])
@@ -198,7 +198,7 @@ def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s:
 
 
 def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
-    """Measures ops; those not defined for the dtype are measured in their own first one."""
+    """Measures ops in `dtype`, or in the first dtype that an op supports."""
     results = []
     progress = tqdm(names, unit="op", disable=not sys.stderr.isatty())
     for name in progress:
@@ -224,7 +224,7 @@ def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parses the command line and prints the table."""
     native.import_op_modules()
     parser = argparse.ArgumentParser(description="Microbenchmark of the ops against plain torch.")
     parser.add_argument("--op", nargs="+", choices=sorted(registry.OPS), default=sorted(registry.OPS))

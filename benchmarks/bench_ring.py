@@ -1,15 +1,15 @@
-"""What it costs to tell a step to all workers of this machine: the ring of shared memory, alone.
+"""Measures the cost of sending a step to all workers of this machine by the shared-memory ring, without a model.
 
     python benchmarks/bench_ring.py --workers 4 --requests 256
 
-A step in which so many rows decode is sent again and again to so many processes, which read and decode it as workers
-do. Two steps are measured in turn: one with nothing but the rows, and one in which every row gets another block, too.
-For comparison the same step goes through a pipe to each worker, pickled, as `multiprocessing` sends objects.
+A step with --requests decoding rows is sent repeatedly to --workers processes, which read and decode it as workers
+do. Two kinds of steps are measured: one without and one with a new block for every row.
+For comparison the same step is sent through a pipe to each worker, pickled as by `multiprocessing`.
 
-send_us   in the engine core's thread: encoding and writing; what a step takes from it.
-all_us    from the beginning of that to the moment when the last of the workers has the step as an object.
+send_us   time in the engine core's thread: encoding and writing.
+all_us    from the start of encoding until the last worker has decoded the step.
 
-Medians over --steps. With more processes than cores, all_us holds the time in which they take turns.
+Medians over --steps. With more processes than cores, all_us includes context switches between them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _TIME_BYTES = 8
 
 
 class ReaderSetup(msgspec.Struct):
-    """What a reader's process is told as its argument."""
+    """The argument of a reader's process."""
 
     steps: RingEnds
     answers: RingEnds
 
 
 def make_step(step_id: int, num_requests: int, *, grows: bool) -> SchedulerOutput:
-    """A step in which every row decodes a token; `grows`: and begins a block."""
+    """A step in which every row decodes a token and, if `grows`, gets a new block."""
     new_blocks = [(slot, [7 * slot + step_id % 7]) for slot in range(num_requests)] if grows else []
     return SchedulerOutput(step_id, [], [], list(range(num_requests)), [1] * num_requests, new_blocks)
 
@@ -53,7 +53,7 @@ def make_step(step_id: int, num_requests: int, *, grows: bool) -> SchedulerOutpu
 
 
 def read_from_ring(setup: ReaderSetup) -> None:
-    """A worker: tells for each step when it had it. Ends with a record that is no step."""
+    """A worker: reports the time at which it has each step. Ends with a record that is not a step."""
     steps, answers = RingReader(setup.steps), RingWriter(setup.answers)
     while (record := steps.read())[0] == wire.RecordKind.STEP:
         wire.decode_step(record)
@@ -61,7 +61,7 @@ def read_from_ring(setup: ReaderSetup) -> None:
 
 
 class RingWorkers:
-    """Readers of a ring in processes of their own."""
+    """Workers in processes that read from a ring."""
 
     def __init__(self, count: int) -> None:
         self._ends = [RingEnds.create(count), *(RingEnds.create(1) for _ in range(count))]
@@ -106,7 +106,7 @@ def read_from_pipe(connection: Connection) -> None:
 
 
 class PipeWorkers:
-    """Readers of a pipe each."""
+    """Workers in processes that read from one pipe each."""
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -139,7 +139,7 @@ class PipeWorkers:
 def measure(
     workers: RingWorkers | PipeWorkers, step_of: Callable[[int], SchedulerOutput], count: int
 ) -> dict[str, float]:
-    """Medians over `count` steps, in microseconds; steps before them make the processes warm."""
+    """Medians over `count` steps, in microseconds, after warm-up steps."""
     send, all_have = [], []
     for number in range(count + count // 10):
         step = step_of(number)

@@ -1,10 +1,10 @@
-"""What the scheduler's features gain, each with and without, side by side in one run.
+"""Measures the effect of the scheduler's features, each with and without, in one run.
 
     python benchmarks/bench_scheduling.py prefix  --model /tmp/qwen2-0.5b
     python benchmarks/bench_scheduling.py chunked --model /tmp/qwen2-0.5b
 
-prefix   time to the first token of a prompt whose beginning the prefix cache holds, against one it has never seen.
-chunked  the longest silence in running streams while a long prompt comes in, with and without chunked prefill.
+prefix   time to the first token of a prompt with a cached prefix, and of a new prompt.
+chunked  longest gap in running streams while a long prompt is computed, with and without chunked prefill.
 
 Both start real servers and measure over HTTP. Prompts are random token ids; scripts/make_random_model.py
 makes a model.
@@ -32,7 +32,7 @@ from ascend_vllm.tools.bench.datasets import PromptMaker
 from ascend_vllm.tools.bench.http_client import HttpClient
 
 START_TIMEOUT_S = 120
-# to have a long prompt come while streams run
+# most attempts to send a long prompt while all streams run
 MOST_TRIES = 20
 
 
@@ -41,8 +41,8 @@ MOST_TRIES = 20
 
 @contextlib.contextmanager
 def server(model: str, *flags: str) -> Iterator[str]:
-    """A server of a model; gives its address."""
-    # what the user's environment says of servers holds for this one
+    """Starts a server; yields its address."""
+    # variables of the user's environment apply to this server
     program = dataclasses.replace(servers.ours(), environment=dict(os.environ))
     with servers.Server(program, model, flags) as running:
         running.wait_ready(START_TIMEOUT_S)
@@ -50,7 +50,7 @@ def server(model: str, *flags: str) -> Iterator[str]:
 
 
 async def tokens(client: HttpClient, prompt: list[int], max_tokens: int) -> AsyncIterator[float]:
-    """Times at which a streamed completion's tokens arrive."""
+    """Arrival times of a streamed completion's tokens."""
     body = {
         "model": servers.MODEL_NAME,
         "prompt": prompt,
@@ -74,7 +74,7 @@ async def first_token_s(client: HttpClient, prompt: list[int]) -> float:
 
 
 def random_ids(args: argparse.Namespace) -> Callable[[int], list[int]]:
-    """Makes lists of so many random token ids."""
+    """Returns a function that makes lists of random token ids."""
     return PromptMaker(None, args.vocab_size, random.Random(args.seed)).ids
 
 
@@ -82,7 +82,7 @@ def random_ids(args: argparse.Namespace) -> Callable[[int], list[int]]:
 
 
 def bench_prefix(args: argparse.Namespace) -> dict[str, Any]:
-    """Cold and warm prompts in turn."""
+    """Measures cold and warm prompts alternately."""
     ids = random_ids(args)
 
     async def measure(url: str) -> tuple[list[float], list[float]]:
@@ -110,10 +110,10 @@ def bench_prefix(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, float, float]:
-    """While a long prompt comes in: longest silence of a running stream, median gap before, and the prompt's TTFT.
+    """Longest gap of a running stream during a long prompt, median gap before, and the prompt's TTFT.
 
     Raises:
-        RuntimeError: again and again the streams were at their end before the prompt was.
+        RuntimeError: in all attempts the streams ended before the prompt was computed.
     """
     for _ in range(MOST_TRIES):
         if (found := await try_longest_gap_s(url, args)) is not None:
@@ -122,7 +122,7 @@ async def longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, floa
 
 
 async def try_longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, float, float] | None:
-    """As `longest_gap_s`; None if a stream was at its end before the prompt was."""
+    """As `longest_gap_s`; None if a stream ended before the prompt was computed."""
     ids = random_ids(args)
     client = HttpClient(url)
     times: list[list[float]] = [[] for _ in range(args.streams)]
@@ -133,7 +133,7 @@ async def try_longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, 
             times[index].append(moment)
             if all(len(seen) >= 16 for seen in times):
                 running.set()
-        # a server that is ahead of its reader sends several tokens at once, and may have come to the end before
+        # if the client reads slowly, an event has several tokens, and the stream may end earlier
         running.set()
 
     tasks = [asyncio.create_task(decode(index)) for index in range(args.streams)]
@@ -142,7 +142,7 @@ async def try_longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, 
     ttft = await first_token_s(client, ids(args.prompt_len))
     counts = [len(seen) for seen in times]
     has_ended = any(task.done() for task in tasks)
-    # the first token after the prompt's belongs to the gap that the prompt made
+    # the gap caused by the prompt ends with the first token after the prompt's
     while any(len(seen) == count and not task.done() for seen, count, task in zip(times, counts, tasks, strict=True)):
         await asyncio.sleep(0.005)
     for task in tasks:
@@ -157,7 +157,7 @@ async def try_longest_gap_s(url: str, args: argparse.Namespace) -> tuple[float, 
 
 
 def bench_chunked(args: argparse.Namespace) -> dict[str, Any]:
-    """One server without and one with chunked prefill, in turn."""
+    """Measures a server without and one with chunked prefill, one after the other."""
     length = ["--max-model-len", str(args.max_model_len)]
     flags = {
         "whole": [*length, "--max-num-batched-tokens", str(args.max_model_len)],
@@ -178,7 +178,7 @@ def bench_chunked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the figures of one benchmark as JSON, and writes them if asked."""
+    """Prints the figures of one benchmark as JSON; writes them with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, run, max_model_len, repeat in (

@@ -1,13 +1,13 @@
-"""How fast workers that share the layers are against one worker with as many cores, side by side in one run.
+"""Compares tensor-parallel workers with one worker on the same cores, in one run.
 
     python scripts/make_random_model.py /tmp/qwen2-0.5b
     python benchmarks/bench_tensor_parallel.py --model /tmp/qwen2-0.5b
 
-An `LLM` for each of --sizes is loaded; then they take turns, --rounds times, to complete so many prompts of random
-tokens at once as --batch-sizes says. While one computes the others sleep. The workers of each share all cores.
+An `LLM` for each of --sizes is loaded; then, --rounds times, each in turn completes as many prompts of random
+tokens at once as in --batch-sizes, while the others sleep. The workers of each share all cores.
 
-tokens_per_s   generated tokens per second of the whole run, prompts included: the median of the rounds.
-against_first  that of a size by that of the first one, of the medians.
+tokens_per_s   generated tokens per second of the whole run, including prefill: median of the rounds.
+against_first  ratio of that median to the first size's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for batch_size in args.batch_sizes:
         found: dict[int, list[float]] = {size: [] for size in llms}
-        # the first round makes caches warm and does not count
+        # the first round is a warm-up
         for number in range(args.rounds + 1):
             maker = PromptMaker(None, args.vocab_size, random.Random(number))
             prompts = [TokensPrompt(prompt_token_ids=maker.ids(args.input_len)) for _ in range(batch_size)]

@@ -1,9 +1,9 @@
-"""`ascend-vllm bench serve`, and beside it what the machine's memory allows.
+"""`ascend-vllm bench serve`, with the limit set by the machine's memory bandwidth.
 
     python benchmarks/benchmark_serving.py --num-prompts 64 --max-concurrency 8 --input-len 128 --output-len 64
     python benchmarks/benchmark_serving.py --request-rate 4 --roofline /tmp/qwen2-0.5b --save-result
 
-With --roofline a model's directory is given: its weights are read once per decoding step, which memory limits.
+--roofline takes a model's directory: its weights are read once per decoding step, which bandwidth limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ascend_vllm.tools.bench.serve import add_arguments, measure
 
 
 def main() -> None:
-    """Measure the server, and the memory before and after."""
+    """Measures the server, and memory bandwidth before and after."""
     parser = FlexibleArgumentParser()
     add_arguments(parser)
     parser.add_argument("--roofline", metavar="MODEL_DIR", help="tell the limit that memory sets to this model")

@@ -1,4 +1,4 @@
-"""`ascend-vllm bench throughput`, and beside it what the machine's memory allows.
+"""`ascend-vllm bench throughput`, with the limit set by the machine's memory bandwidth.
 
     python benchmarks/benchmark_throughput.py --model /tmp/qwen2-0.5b --num-prompts 32 --input-len 128 --output-len 64
 
@@ -14,7 +14,7 @@ from ascend_vllm.tools.bench.offline import add_throughput_arguments, measure_th
 
 
 def main() -> None:
-    """Measure the engine, and the memory before and after."""
+    """Measures the engine, and memory bandwidth before and after."""
     parser = FlexibleArgumentParser()
     add_throughput_arguments(parser)
     parser.add_argument("--roofline", action="store_true", help="tell the limit that memory sets to the model")

@@ -1,9 +1,9 @@
-"""Whether the clients agree: `ascend-vllm bench serve` and `vllm bench serve` load the same server, in turns.
+"""Compares two clients: `ascend-vllm bench serve` and `vllm bench serve` load the same server alternately.
 
     python benchmarks/compare_clients.py --model /tmp/qwen2-0.5b --peer-program VLLM/bin/vllm --json result.json
 
-Both send random prompts of the same lengths, as many at once. Figures of a comparison that one client made for both
-servers hold for the other client too if the ratios here are near 1.
+Both send random prompts of the same lengths at the same concurrency. If the ratios are near 1, the figures of a
+comparison of servers do not depend on the client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from comparison.client import Client, LoadError
 from ascend_vllm.engine.tokenization import Tokenizer
 
 FIGURES = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
-# what both clients send
+# options for both clients
 SIZES = ("num_prompts", "concurrency", "input_len", "output_len")
 
 
@@ -33,7 +33,7 @@ def _peer_figures(args: argparse.Namespace, url: str, seed: int) -> dict[str, fl
     """One run of the peer's client.
 
     Raises:
-        LoadError: it ended with an error, or a request failed.
+        LoadError: it exited with an error, or a request failed.
     """
     with tempfile.TemporaryDirectory() as directory:
         words = [args.peer_program, "bench", "serve", "--base-url", url, "--model", args.served_model_name]
@@ -56,7 +56,7 @@ def _peer_figures(args: argparse.Namespace, url: str, seed: int) -> dict[str, fl
 
 
 def compare(args: argparse.Namespace, url: str) -> dict[str, Any]:
-    """Loads one server with both clients in turns.
+    """Loads one server with both clients alternately.
 
     Returns:
         for each of FIGURES both readings, their medians and the ratio of those, ours over the peer's.
@@ -77,7 +77,7 @@ def compare(args: argparse.Namespace, url: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, sides in readings.items():
         mine, theirs = (statistics.median(sides[side]) for side in ("ours", "peer"))
-        # answers that came as a whole have no time per token
+        # answers in one event have no time per token
         ratio = mine / theirs if theirs else None
         found[name] = {"ours": mine, "peer": theirs, "ratio": ratio, "readings": sides}
     return found
@@ -85,7 +85,7 @@ def compare(args: argparse.Namespace, url: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The address of the server: the one that --base-url names, or one that is started for this."""
+    """The server's address: --base-url, or of a server started here."""
     if args.base_url is not None:
         yield args.base_url
         return
@@ -144,7 +144,7 @@ def main() -> None:
     """Measures, prints a line for each figure, writes the file."""
     args = _parse_args()
     try:
-        # asked first, so that a failure costs no measurement
+        # before the measurement, so that a failure does not lose it
         peer_version = _peer_version(args)
         with _server(args) as url:
             found = compare(args, url)

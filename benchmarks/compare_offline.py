@@ -1,13 +1,13 @@
-"""Static batches without a server: this project's `LLM` against OpenVINO GenAI on the same machine, in turns.
+"""Compares this project's `LLM` with OpenVINO GenAI in static batches on one machine, alternately.
 
     pip install openvino-genai optimum-intel
     optimum-cli export openvino --model /tmp/qwen2-0.5b --task text-generation-with-past --weight-format fp16 DIR
     python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model DIR --json result.json
     python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer none --batch-sizes 1 --rounds 1
 
-Each side is a process of its own that keeps its model; only one of them computes at a time, on the same token ids.
-A batch is generated twice: whole, and to its first token only. "whole" is the tokens of the first over its time,
-"decode" all but the first tokens over the difference. OpenVINO may live in another environment (--peer-python).
+Each side is a process that keeps its model loaded; only one computes at a time, on the same token ids.
+A batch is generated twice: in full, and only its first token. "whole" is tokens per second of the full run,
+"decode" the other tokens over the difference in time. OpenVINO may be in another environment (--peer-python).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from comparison.peaks import Peaks, Reading, median_reading
 from ascend_vllm.tools.bench.datasets import PromptMaker
 
 _HERE = pathlib.Path(__file__).resolve().parent
-# what is above nothing would be met by a tie
+# the ratio to exceed
 _TARGET = 1.0
 
 
 class Worker:
-    """A process that generates batches; a context.
+    """A process that generates batches; a context manager.
 
     Args:
-        name: for people.
-        python: the interpreter.
-        script: in benchmarks/comparison.
-        settings: of its model, as JSON.
+        name: for messages.
+        python: path of the interpreter.
+        script: file name in benchmarks/comparison.
+        settings: for its model, sent as JSON.
 
     Raises:
-        SystemExit: it ended before it was ready; it has said why.
+        SystemExit: it exited before it was ready, after printing the reason.
     """
 
     def __init__(self, name: str, python: str, script: str, settings: Mapping[str, Any]) -> None:
@@ -67,10 +67,10 @@ class Worker:
         return answer
 
     def seconds(self, prompts: Sequence[Sequence[int]], output_len: int) -> float:
-        """How long a batch takes.
+        """Seconds to generate a batch.
 
         Raises:
-            SystemExit: the process ended, or generated another number of tokens.
+            SystemExit: the process exited, or generated another number of tokens.
         """
         assert self._process.stdin is not None
         request = json.dumps({"prompts": prompts, "output_len": output_len})
@@ -129,7 +129,7 @@ def _lines(batch: int) -> tuple[report.RowResult, report.RowResult]:
 
 
 class Comparison:
-    """Both workers and what was measured of them.
+    """Measures both workers.
 
     Args:
         args: the command line.
@@ -158,7 +158,7 @@ class Comparison:
 
     def _round(self, number: int, batch: int, decode: report.RowResult, whole: report.RowResult) -> None:
         args = self._args
-        # prompts that no round had before: nothing is in a cache
+        # new prompts in every round, so that none is cached
         maker = PromptMaker(None, self._vocab_size, random.Random(f"{number} {batch}"))
         prompts, others = ([maker.ids(args.input_len) for _ in range(batch)] for _ in range(2))
         limits = [self._peaks.read()]
@@ -169,7 +169,7 @@ class Comparison:
             whole_s = worker.seconds(prompts, args.output_len)
             limits.append(self._peaks.read())
             figures = {"first_token_s": first_s, "whole_s": whole_s}
-            # on a machine with other work the shorter run may take longer
+            # with other load on the machine, the shorter run may take longer
             decode_s = max(whole_s - first_s, 1e-9)
             decode.add(side, batch * (args.output_len - 1) / decode_s, figures)
             whole.add(side, batch * args.output_len / whole_s, figures)

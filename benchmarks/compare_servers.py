@@ -1,4 +1,4 @@
-"""The table: this project's server against vLLM's on the same machine, in turns, under the same client.
+"""Compares this project's server with vLLM's on one machine, alternately, with the same client.
 
     python scripts/make_random_model.py /tmp/qwen2-0.5b
     python scripts/make_random_model.py /tmp/tiny-5m --preset tiny-5m
@@ -6,12 +6,12 @@
         --peer-program /path/to/vllm/bin/vllm --json result.json
     python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --rows c1 c8 --rounds 1 --peer none
 
-Both servers get the same flags (bfloat16, the same KV cache) and only one of them computes at a time; in each round
-a row is measured on ours, then on the peer's, with the same prompts, which no other round has. vLLM is bound to every
-core, with tcmalloc where there is one. Prefix caching and chunked prompts are as each has them by default, but on for
-both in the rows "prefix" and "mixed". The rows "start" and "memory" start the servers each time, after a start that
-does not count, so that files and compiled graphs are in their caches (--warm-starts). The machine's limits are
-measured before and after each reading, once all servers have left the cores.
+Both servers get the same flags (bfloat16, KV cache of the same size), and only one computes at a time; in each round
+a row is measured on ours, then on the peer's, with the same prompts, new in each round. vLLM is bound to all
+cores, with tcmalloc if installed. Prefix caching and chunked prefill have each server's defaults, but are on for
+both in the rows "prefix" and "mixed". The rows "start" and "memory" start the servers each time, after a warm-up
+start, so that files and compiled graphs are cached (--warm-starts). The machine's limits are
+measured before and after each reading, when all servers are idle.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from comparison.rows import ROWS, SETUPS, Row, Sizes, Subject
 
 from ascend_vllm.engine.tokenization import Tokenizer
 
-# rounds are this far apart in seeds: more than a row has
+# difference between the seeds of rounds, above the number of seeds in a row
 _SEEDS_PER_ROUND = 1000
-# what vLLM does unless told otherwise, and this project when asked
+# vLLM's defaults, which are flags here
 _SETUP_FLAGS = {"shared": ("--enable-prefix-caching", "--enable-chunked-prefill")}
 
 
 class Comparison:
-    """Both programs, their models, and what was measured.
+    """Measures both programs.
 
     Args:
         args: the command line.
         programs: "ours" and, if there is one, "peer".
-        sizes: how much is asked for.
+        sizes: numbers and lengths of the requests.
         peaks: measures the machine's limits.
     """
 
@@ -65,7 +65,7 @@ class Comparison:
         return self._programs["peer"].name if "peer" in self._programs else None
 
     def run(self, rows: list[Row]) -> None:
-        """Measures the rows, setup by setup."""
+        """Measures the rows, grouped by setup."""
         for setup in SETUPS:
             if chosen := [row for row in rows if row.setup == setup]:
                 measured = [(row, report.RowResult(row)) for row in chosen]
@@ -96,7 +96,7 @@ class Comparison:
         facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
         for side in list(self._programs) * self._args.warm_starts:
             with self._server(side, setup) as server:
-                self._tell(f"{self._programs[side].name} was ready in {server.start_s:.1f} s, which does not count")
+                self._print(f"{self._programs[side].name} was ready in {server.start_s:.1f} s (warm-up)")
         for number in range(self._args.rounds):
             read_s = file_read_s(model)
             for row, result in measured:
@@ -130,12 +130,10 @@ class Comparison:
                     report.save(self._args.json, self.content())
 
     def _limits(self, running: dict[str, servers.Server]) -> Reading:
-        """The machine's limits when no server computes, and with that the beginning of the next reading."""
+        """Measures the machine's limits while no server computes."""
         for side, server in running.items():
             if not server.wait_idle():
-                self._tell(
-                    f"{self._programs[side].name} computes though it was asked nothing: readings suffer from it"
-                )
+                self._print(f"{self._programs[side].name} is busy without requests, which disturbs the readings")
         return self._peaks.read()
 
     def _seed(self, number: int, row: Row) -> int:
@@ -144,7 +142,7 @@ class Comparison:
     def _take(self, side: str, row: Row, result: report.RowResult, subject: Subject) -> None:
         value, figures = row.measure(subject)
         result.add(side, value, figures)
-        self._tell(f"{row.name:8} {self._programs[side].name:12} {value:10.4g} {row.unit}")
+        self._print(f"{row.name:8} {self._programs[side].name:12} {value:10.4g} {row.unit}")
 
     def _note_limits(self, row: Row, result: report.RowResult, facts: ModelFacts, limits: list[Reading]) -> None:
         result.limits += limits
@@ -152,7 +150,7 @@ class Comparison:
             result.allowed.append(row.limit(facts, self._sizes, median_reading(limits)))
 
     @staticmethod
-    def _tell(text: str) -> None:
+    def _print(text: str) -> None:
         print(text, flush=True)
 
     def content(self) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Each kernel's share of what the machine allows: reading its weights, or multiplying with them.
+"""Measures each kernel's share of the machine's limit: memory bandwidth or arithmetic.
 
-The machine's limits are measured in turns with the kernels, so that both see the same neighbours. A layer's weights
-are read from memory, as in decoding: calls go round among copies that together do not fit into the caches.
+The limits are measured alternately with the kernels, so that both see the same other load. A layer's weights
+are read from memory, as in decoding: calls rotate among copies that together exceed the caches.
 
     python benchmarks/roofline.py --json roofline.json
     python benchmarks/roofline.py --layers gate_up down --rows 1 64 --budget 1
 
-A kernel's limit is the time to read its operands once or the time for its multiplications and additions, whichever
+A kernel's limit is the time to read its operands once or for its multiplications and additions, whichever
 is longer. The share compares medians; at the end the fastest calls are compared with the highest limits of the run.
-On a machine with other work the limits are measured too low and the calls too long: shares then mean little.
+With other load on the machine, the limits are measured too low and the calls too long: shares then mean little.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _MIN_ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel with operands.
+    """A kernel with its operands.
 
     Attributes:
         kernel: its name.
-        label: what it is given.
-        calls: the same work on copies of the operands.
-        num_bytes: that a call reads and writes at least.
+        label: describes the operands.
+        calls: the same call on copies of the operands.
+        num_bytes: fewest bytes that a call reads and writes.
         flops: multiplications and additions of a call.
     """
 
@@ -75,16 +75,16 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A kernel beside its limits.
+    """A kernel's measurements and limits.
 
     Attributes:
         kernel: its name.
         label: what it is given.
         num_bytes: that a call reads and writes at least.
         flops: multiplications and additions of a call.
-        calls: how often it was called.
-        median_us: of the calls' times.
-        best_us: the shortest of them.
+        calls: number of calls.
+        median_us: median of the calls' times.
+        best_us: shortest of the calls' times.
         limits: medians of the limits, measured between the calls.
     """
 
@@ -104,15 +104,15 @@ class Result:
 
     @property
     def share(self) -> float:
-        """The time that the limits measured meanwhile allow, over the median time."""
+        """The shortest possible time by the limits' medians, over the median time."""
         return _limit_us(self, self.limits)[0] / self.median_us
 
     def best_share(self, highest: Reading) -> float:
-        """The time that the highest limits of the whole run allow, over the shortest time."""
+        """The shortest possible time by the run's highest limits, over the shortest time."""
         return _limit_us(self, highest)[0] / self.best_us
 
     def as_dict(self, highest: Reading) -> dict[str, Any]:
-        """For JSON, with what follows from the measurements."""
+        """The result for JSON, with derived figures."""
         derived = {
             "gb_s": self.num_bytes / self.median_us / 1e3,
             "gflop_s": self.flops / self.median_us / 1e3,
@@ -124,12 +124,12 @@ class Result:
 
 
 def _copies(num_bytes: int, mib: float) -> int:
-    """How many copies of so many bytes exceed the caches."""
+    """Number of copies of `num_bytes` that together exceed the caches."""
     return max(1, math.ceil(mib * 2**20 / num_bytes))
 
 
 def linear_cases(names: Sequence[str], rows: Sequence[int], dtype: torch.dtype, mib: float) -> Iterator[Case]:
-    """The linear layers, their weights packed as the engine packs them."""
+    """The linear layers, with weights packed as in the engine."""
     linear = torch.ops.ascend_vllm.packed_linear.default
     for name in names:
         inputs, outputs = LAYERS[name]
@@ -154,7 +154,7 @@ def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Ite
         num_bytes = (
             (2 * cached * KV_HEADS + 2 * sum(query for query, _ in batch) * HEADS) * HEAD_SIZE * dtype.itemsize
         )
-        # a token attends to itself and all before it: two products of its head's size for each
+        # a token attends to itself and all before it, with two products of head_size each
         pairs = sum(query * length - query * (query - 1) // 2 for query, length in batch)
         copies = min(_copies(num_bytes, mib), 64)
         problems = [make_paged_problem(dtype, batch, **shape, seed=seed) for seed in range(copies)]
@@ -163,17 +163,17 @@ def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Ite
 
 
 def _limit_us(work: Case | Result, limits: Reading) -> tuple[float, str]:
-    """The time that a call takes at least, in microseconds, and what sets it."""
+    """The shortest possible time of a call in microseconds, and the limit that determines it."""
     reading = work.num_bytes / (limits.bandwidth_gb_s * 1e3)
     computing = work.flops / (limits.peak_gflop_s * 1e3)
     return (reading, "bandwidth") if reading > computing else (computing, "peak")
 
 
 def measure(case: Case, peaks: Peaks, budget_s: float) -> tuple[Result, Reading]:
-    """Calls the kernel for about so many seconds, in turns with measurements of the limits.
+    """Calls the kernel for about `budget_s` seconds, alternately with measurements of the limits.
 
     Returns:
-        what was found, and the highest limits that were seen.
+        the result, and the highest limits measured.
     """
     times: list[float] = []
     limits: list[Reading] = []

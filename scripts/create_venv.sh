@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with torch in it, and what is needed to build against torch.
+# Makes a virtual environment with torch and the packages for building against it.
 #   PYTHON=python3.12 scripts/create_venv.sh .venv
 # Running it again on an existing environment only checks it.
 set -euo pipefail
 
 venv=${1:-.venv}
 torch_version=2.13.0
-# The CPU build: on Linux the one on PyPI brings gigabytes of CUDA libraries. Used only where it can be reached.
+# The CPU build: on Linux the one on PyPI needs gigabytes of CUDA libraries. Used only if the index can be reached.
 torch_index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 
 fail() {
@@ -62,6 +62,6 @@ index=()
 if [ -n "$torch_index" ] && ! "$venv/bin/python" -c "import torch" 2>/dev/null && can_reach "$torch_index/torch/"; then
     index=(--extra-index-url "$torch_index")
 fi
-# pip would spend longer on compiling modules that are never imported than Python does on those that are
+# without bytecode: pip compiles all modules, most of which are never imported
 "$venv/bin/python" -m pip install --no-compile "torch==$torch_version" "${index[@]}"
 "$venv/bin/python" -m pip install --no-compile numpy 'setuptools>=77' wheel

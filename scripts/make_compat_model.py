@@ -1,8 +1,8 @@
-"""Trains the tiny model on which this server's answers are held against the real vLLM's.
+"""Trains the tiny model for comparing this server's answers with the real vLLM's.
 
-The finished directory is part of the repository (tests/compat/model), for both servers must run the very same
-weights: train it anew only to teach it something, and then record all answers again. Its texts are few and learned
-by heart, so that the best token leads clearly and float noise changes no answer::
+The resulting directory is part of the repository (tests/compat/model), as both servers must run the same
+weights: train it again only for new texts, and then record all answers again. Its texts are few and learned
+by heart, so that the best token has a clear lead and rounding changes no answer::
 
     python scripts/make_compat_model.py tests/compat/model
 """
@@ -23,10 +23,10 @@ from ascend_vllm.tools.demo.training import DemoShape, Sample, TrainingPlan, tra
 
 VOCAB_SIZE = 512
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# ordinary tokens for the parsers of thoughts and calls: their text is not hidden
+# not special tokens: the parsers of reasoning and calls need their text
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
-# Qwen2's: transformers puts it into every tokenizer beside a Qwen2 model
+# Qwen2's pattern, which transformers puts into the tokenizer of every Qwen2 model
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -43,7 +43,7 @@ SHAPE = DemoShape(
 )
 PLAN = TrainingPlan(num_steps=420, batch_tokens=800)
 
-# the layout of Qwen's templates: tools in the system turn, calls and their results in tags
+# as in Qwen's templates: tools in the system turn, calls and their results in tags
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -80,7 +80,7 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-# texts that end with the end of a turn, of a text, or never
+# texts that end with an end-of-turn or end-of-text token, or do not end
 _TURNS = (
     "One two three four five six seven eight nine ten eleven twelve.",
     "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is Tokyo.",
@@ -161,7 +161,7 @@ def _user(text: str) -> dict[str, object]:
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]] | None, bool, str]]:
-    """Messages, tools, whether it thinks, and the answer to learn."""
+    """Messages, tools, whether to reason, and the answer to learn."""
     both: list[dict[str, object]] = [WEATHER_TOOL, TIME_TOOL]
     for question, answer in _ANSWERS.items():
         yield [_user(question)], None, False, answer
@@ -184,7 +184,7 @@ def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, o
 
 def _samples(tokenizer: PreTrainedTokenizerFast) -> Iterator[Sample]:
     texts = [f"{text}{TURN_END}" for text in _TURNS] + [f"{text}{END_OF_TEXT}" for text in _TEXTS] + [_ENDLESS]
-    # a text may begin in its middle, as a prompt of token ids may
+    # texts may begin in the middle, as prompts of token ids do
     for text in texts * 3:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         yield Sample(token_ids, 1)
@@ -245,7 +245,7 @@ def _write_json(path: pathlib.Path, content: dict[str, object]) -> None:
 
 def _write_tokenizer(directory: pathlib.Path, tokenizer: PreTrainedTokenizerFast) -> None:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    # a trainer knows special tokens only
+    # the trainer makes these special tokens, which they should not be
     for token in content["added_tokens"]:
         token["special"] = token["content"] not in _TAGS
     path = directory / "tokenizer.json"
@@ -273,7 +273,7 @@ def _write_configs(directory: pathlib.Path) -> None:
         "torch_dtype": "bfloat16",
     }
     _write_json(directory / "config.json", config)
-    # a second id that ends a text: it is a stop token, and told as the stop reason
+    # a second end-of-sequence id, which is a stop token and becomes the stop reason
     _write_json(directory / "generation_config.json", {"do_sample": True, "eos_token_id": [2, 0], "pad_token_id": 0})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -288,7 +288,7 @@ def _write_configs(directory: pathlib.Path) -> None:
 
 
 def _spread(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Check that training can see every sample whole."""
+    """Checks that training uses every sample in full."""
     for sample in samples:
         if len(sample.token_ids) > SHAPE.max_position_embeddings or max(sample.token_ids) >= vocab_size:
             raise SystemExit(f"a text of {len(sample.token_ids)} tokens does not fit the model")
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("directory", type=pathlib.Path, help="where to write; made if absent")
     directory: pathlib.Path = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
-    # sums in another order would give other weights
+    # another order of additions would give other weights
     torch.set_num_threads(1)
     tokenizer = _train_tokenizer()
     samples = list(_samples(tokenizer))

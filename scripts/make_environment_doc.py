@@ -53,7 +53,7 @@ They may be set; nothing changes.
 
 
 def variables() -> Iterator[tuple[str, str]]:
-    """Each variable that is read, and what its function says of it."""
+    """Each variable, with the docstring of the function that reads it."""
     for name, function in inspect.getmembers(envs, inspect.isfunction):
         if function.__module__ != envs.__name__ or name.startswith("_"):
             continue

@@ -64,7 +64,7 @@ caches. The share compares medians of both; "best" the fastest call with the hig
 
 
 def load_results(directory: pathlib.Path) -> list[Result]:
-    """All results, the newest first."""
+    """All results, newest first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))]
     return sorted(found, key=lambda result: str(result["machine"]["date"]), reverse=True)
 
@@ -94,7 +94,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _machine(result: Result) -> str:
-    """What was measured, where and when."""
+    """A paragraph on what was measured, where and when."""
     machine = result["machine"]
     lines = [
         f"{machine['cpu']} ({', '.join(machine['flags'])}), {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
@@ -107,18 +107,18 @@ def _machine(result: Result) -> str:
 
 
 def _processor(result: Result) -> str:
-    """What tells results of different machines apart."""
+    """The processor's description, which distinguishes results of different machines."""
     machine = result["machine"]
     return f"{machine['cpu']}, kernels for {machine['kernels_isa']}"
 
 
 def _sizes(result: Result) -> str:
-    """The lengths and numbers that were given."""
+    """The lengths and numbers of requests."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["sizes"].items())
 
 
 def _limits(rows: Sequence[Result]) -> str:
-    """The range in which the machine's limits were meanwhile."""
+    """The range of the machine's limits during the measurement."""
     readings = [reading for row in rows for reading in row["machine_limits"]]
     if not readings:
         return ""
@@ -132,7 +132,7 @@ def _limits(rows: Sequence[Result]) -> str:
 
 
 def _versus(result: Result) -> Iterator[str]:
-    """A comparison of two programs."""
+    """The section of a comparison of two programs."""
     programs, rows = result["programs"], result["rows"]
     names = [f"{programs[side]['name']} {programs[side]['version']}" for side in programs]
     peer = names[1] if len(names) > 1 else "peer"
@@ -160,7 +160,7 @@ def _versus(result: Result) -> Iterator[str]:
 
 
 def _roofline(result: Result) -> Iterator[str]:
-    """The kernels beside their limits."""
+    """The section of the kernels and their limits."""
     yield f"\n### Kernels in {result['dtype']}, {result['threads']} threads: {_processor(result)}\n\n"
     yield _machine(result)
     limits, highest = result["limits"], result["highest_limits"]
@@ -205,7 +205,7 @@ _CLIENT_FIGURES = {
 
 
 def _clients(result: Result) -> Iterator[str]:
-    """What two clients say of one server."""
+    """The section of a comparison of two clients on one server."""
     peer = f"vllm {result['peer_version']}"
     yield f"\n### ascend-vllm {result['machine']['ascend_vllm']} and {peer}: {_processor(result)}\n\n"
     yield _machine(result)
@@ -279,7 +279,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 1
 
 
 def chart(results: Sequence[Result]) -> str | None:
-    """How many times better each row is than the peer's, on a logarithmic scale; None: there is no peer.
+    """The chart of each row's ratio to the peer's, on a logarithmic scale; None: there is no peer.
 
     Args:
         results: the newest first.

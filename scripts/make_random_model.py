@@ -48,7 +48,7 @@ PRESETS = {
     "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, 32768),
     "qwen2-1.5b": Shape(151936, 1536, 8960, 28, 12, 2, 32768),
     "tiny-5m": Shape(8192, 256, 704, 4, 4, 2, 4096),
-    # next to nothing to compute, but as many tokens as real models have
+    # little to compute, but a vocabulary as large as real models'
     "tiny-152k": Shape(151936, 64, 176, 2, 2, 1, 4096),
 }
 
@@ -75,7 +75,7 @@ def _parameters(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
-    """Draws all weights, each from its own stream, and writes them as one file."""
+    """Draws all weights, each from its own random stream, and writes them to one file."""
     weights = {}
     for name, size in tqdm(list(_parameters(shape)), desc="Drawing weights", unit="tensor"):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -89,7 +89,7 @@ def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs to merge, best first: two letters, then a space and two letters, then four letters, and so on."""
+    """The pairs to merge, in order: two letters, then a space and two letters, then four letters, and so on."""
     letters = string.ascii_lowercase
     pairs = ["".join(pair) for pair in itertools.product(letters, repeat=2)]
     yield from itertools.product(letters, letters)
@@ -101,7 +101,7 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 
 def write_tokenizer(directory: pathlib.Path, vocab_size: int, model_max_length: int) -> None:
-    """Writes a byte-level BPE tokenizer with exactly vocab_size entries; any text goes there and back."""
+    """Writes a byte-level BPE tokenizer with exactly vocab_size entries, which encodes any text without loss."""
     vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     num_learned = vocab_size - len(_SPECIAL_TOKENS)
     merges = []
@@ -174,7 +174,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Writes the model that the command line describes."""
+    """Writes the model described by the command line."""
     args = _parse_args()
     overrides = {field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)}
     shape = dataclasses.replace(

@@ -1,10 +1,10 @@
-"""Writes tests/seconds.json, by which tests/conftest.py lets the longest files begin first.
+"""Writes tests/seconds.json, by which tests/conftest.py starts the longest files first.
 
     make test-cpu ARGS=--junitxml=build/cpu.xml
     make test-npu ARGS=--junitxml=build/npu.xml
     python scripts/record_test_seconds.py build/cpu.xml build/npu.xml
 
-Files that the reports do not name keep what they had, unless they are gone.
+Files that are not in the reports keep their seconds, unless they are deleted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TABLE = ROOT / "tests" / "seconds.json"
 
 
 def seconds_of(report: pathlib.Path) -> dict[str, float]:
-    """Seconds of each file of tests in a report of pytest's: fixtures, calls and what comes after them.
+    """Seconds of each test file in a pytest report: setup, calls and teardown.
 
     Args:
-        report: a file that --junitxml names.
+        report: a file written by --junitxml.
     """
     found: dict[str, float] = collections.defaultdict(float)
     for case in ElementTree.parse(report).iter("testcase"):

@@ -1,6 +1,6 @@
-"""Records the real vLLM's answers to the requests of tests/compat, which hold ours against them.
+"""Records the real vLLM's answers to the requests of tests/compat, for comparison with ours.
 
-It starts the given vLLM on the model of tests/compat once for each server of tests/compat/servers.py, sends the
+It starts the given vLLM with the model of tests/compat once for each server of tests/compat/servers.py, sends the
 requests one after the other, and writes tests/compat/recorded/*.json::
 
     python scripts/record_vllm.py /opt/vllm/bin/vllm
@@ -39,7 +39,7 @@ _SHARED_FLAGS = ("--host", "127.0.0.1", "--uvicorn-log-level", "warning")
 def _vllm(
     command: str, model: pathlib.Path, spec: ServerSpec, port: int, log: pathlib.Path
 ) -> Iterator[httpx.Client]:
-    """A running vLLM and a client of it."""
+    """Starts vLLM; yields a client of it."""
     arguments = [
         command,
         "serve",
@@ -60,7 +60,7 @@ def _vllm(
                 _wait(client, process, log)
                 yield client
         finally:
-            # the engine's process goes with it
+            # also ends the engine's process
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
@@ -76,7 +76,7 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: pathlib.P
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with as many digits as single precision has."""
+    """Rounds floats to the digits of single precision."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):
@@ -85,13 +85,13 @@ def _rounded(value: Any) -> Any:
 
 
 def _write(path: pathlib.Path, version: str, records: dict[str, Any]) -> None:
-    """One line per request, so that changes can be read."""
+    """Writes one line per request, so that diffs are readable."""
     lines = [
         f"{json.dumps(name)}: {json.dumps(_rounded(record), ensure_ascii=False, separators=(',', ':'))}"
         for name, record in records.items()
     ]
     text = ",\n".join([f'"vllm": {json.dumps(version)}', *lines])
-    # the model's place is this machine's own
+    # the model's path differs between machines
     text = text.replace(f'"{MODEL}"', '"tests/compat/model"')
     path.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 

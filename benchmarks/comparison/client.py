@@ -23,16 +23,16 @@ _T = TypeVar("_T")
 
 
 class LoadError(Exception):
-    """A request failed: nothing can be compared."""
+    """A request failed, so that there is nothing to compare."""
 
 
 class Client:
-    """One server under load.
+    """Sends load to one server.
 
     Args:
         url: the server's address.
         tokenizer: of the model.
-        model_name: under which the server knows it.
+        model_name: the model's name on the server.
     """
 
     def __init__(self, url: str, tokenizer: Tokenizer, model_name: str = MODEL_NAME) -> None:
@@ -50,9 +50,9 @@ class Client:
         Args:
             seed: of the prompts.
             num_prompts: how many.
-            concurrency: requests under way at once.
-            input_len: tokens of a prompt behind those that all share.
-            output_len: tokens to generate, whatever the model says.
+            concurrency: requests running at a time.
+            input_len: tokens of a prompt behind the common prefix.
+            output_len: tokens to generate, ignoring end-of-sequence tokens.
             prefix_len: tokens that all prompts share.
 
         Returns:
@@ -79,7 +79,7 @@ class Client:
     def mixed(
         self, *, seed: int, streams: int, input_len: int, output_len: int, long_len: int
     ) -> tuple[list[float], list[float]]:
-        """Answers stream while long prompts arrive, the next one when one has its first token.
+        """Streams answers and sends long prompts meanwhile, each after the first token of the one before.
 
         Args:
             seed: of the prompts.
@@ -119,7 +119,7 @@ class Client:
     def _arguments(
         self, seed: int, num_prompts: int, concurrency: int, input_len: int, output_len: int, prefix_len: int
     ) -> argparse.Namespace:
-        """What `ascend-vllm bench serve` would be given."""
+        """Arguments of `ascend-vllm bench serve`."""
         words = ["--base-url", self._url, "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
         words += ["--seed", str(seed), "--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)]
         words += ["--input-len", str(input_len), "--output-len", str(output_len)]
@@ -132,7 +132,7 @@ class Client:
 async def _until_done(
     streaming: asyncio.Task[Run], generator: LoadGenerator, prompts: list[SampleRequest]
 ) -> tuple[Run, list[Outcome]]:
-    """Sends one prompt after another while the streams go on."""
+    """Sends one prompt after another while the streams run."""
     arrived = []
     number = 0
     while not streaming.done():

@@ -1,4 +1,4 @@
-"""How long a call takes."""
+"""Measures the time of a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

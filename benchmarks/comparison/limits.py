@@ -1,4 +1,4 @@
-"""The least time that a machine needs for a model's work, from its bandwidth and its peak."""
+"""The shortest possible time of a model's work, from the machine's bandwidth and peak performance."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What decides a model's work.
+    """The sizes that determine a model's work.
 
     Attributes:
-        weight_bytes: that a decoding step reads.
-        resident_bytes: of all weights, each once.
+        weight_bytes: bytes of weights that a decoding step reads.
+        resident_bytes: bytes of all weights.
         matrix_elements: elements of the matrices that every token is multiplied with.
         head_elements: elements of the output layer, which only sampled tokens are multiplied with.
         attention_width: query heads times their size, over all layers.
@@ -39,7 +39,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model_dir: str) -> ModelFacts:
-        """Facts of a directory with config.json and safetensors files.
+        """Reads them from a directory with config.json and safetensors files.
 
         Raises:
             FileNotFoundError: one of them is missing.
@@ -69,7 +69,7 @@ class ModelFacts:
         return max(num_bytes / (limits.bandwidth_gb_s * 1e9), flops / (limits.peak_gflop_s * 1e9))
 
     def prefill_s(self, limits: Reading, prompts: int, tokens: int, cached: int = 0) -> float:
-        """Seconds for prompts of so many tokens each, the first of them computed before; one token is sampled."""
+        """Seconds for prompts of `tokens` tokens each, `cached` of them cached; one token is sampled."""
         new = tokens - cached
         # a token attends to itself and to all before it: two products for each
         pairs = new * cached + new * (new + 1) / 2
@@ -77,7 +77,7 @@ class ModelFacts:
         return self._seconds(self.weight_bytes, flops, limits)
 
     def step_s(self, limits: Reading, sequences: int, context: float) -> float:
-        """Seconds for a decoding step of so many sequences, each with so many tokens before it."""
+        """Seconds for a decoding step of `sequences` sequences with `context` tokens each."""
         num_bytes = self.weight_bytes + sequences * context * self.kv_bytes_per_token
         flops = 2 * (self.matrix_elements + self.head_elements) + 4 * context * self.attention_width
         return self._seconds(num_bytes, sequences * flops, limits)
@@ -85,14 +85,14 @@ class ModelFacts:
     def output_tok_s(
         self, limits: Reading, sequences: int, input_len: int, output_len: int, cached: int = 0
     ) -> float:
-        """Generated tokens per second at most, prompts included, if so many are always under way.
+        """Most generated tokens per second, including prefill, with a constant number of running sequences.
 
         Args:
             limits: of the machine.
-            sequences: under way at once.
+            sequences: running at a time.
             input_len: tokens of a prompt.
             output_len: tokens generated for it.
-            cached: tokens of the prompt that were computed before.
+            cached: tokens of the prompt in the prefix cache.
         """
         prefill = self.prefill_s(limits, sequences, input_len, cached)
         steps = (output_len - 1) * self.step_s(limits, sequences, input_len + output_len / 2)
@@ -100,7 +100,7 @@ class ModelFacts:
 
 
 def _tensor_entries(model_dir: str) -> dict[str, dict[str, Any]]:
-    """What the heads of the safetensors files say of each tensor."""
+    """The entries of all tensors in the headers of the safetensors files."""
     files = sorted(pathlib.Path(model_dir).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {model_dir}")
@@ -115,9 +115,9 @@ def _tensor_entries(model_dir: str) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def beside_memory_limit(model_dir: str | None, gib: float = 1.0) -> Iterator[None]:
-    """Prints, after what is done within, the decoding steps that memory allows a model: each reads every weight.
+    """Prints, after the block, the decoding steps per second that memory bandwidth allows: each reads all weights.
 
-    Neighbours change what a machine can read: the better of a reading before and one after is the limit.
+    Other load changes the bandwidth: the better of a measurement before and one after is the limit.
 
     Args:
         model_dir: the model's directory; None: nothing is measured or printed.
@@ -143,7 +143,7 @@ def _bandwidth_gb_s(gib: float) -> float:
 
 
 def file_read_s(model_dir: str) -> float:
-    """Seconds to read the weights' files from beginning to end, once they are in the system's file cache."""
+    """Seconds to read all weight files when they are in the system's file cache."""
     files = sorted(pathlib.Path(model_dir).glob("*.safetensors"))
     buffer = bytearray(_CHUNK_BYTES)
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""What machine a result comes from."""
+"""Describes the machine for results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ascend_vllm
 from ascend_vllm.ops import native
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-# the instructions that decide how fast a processor computes; names of /proc/cpuinfo, x86 and Arm
+# instruction sets that determine a processor's performance, as in /proc/cpuinfo on x86 and Arm
 _FLAGS = (
     *("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("avx_vnni", "amx_tile", "amx_bf16", "amx_int8"),
@@ -40,7 +40,7 @@ def _read(path: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that is measured, with a plus if files differ from it."""
+    """The measured commit, with a plus if the tree has changes."""
     try:
         words = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -55,7 +55,7 @@ def _chosen_huge_pages() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """The machine, its system and the software that decide a result."""
+    """The hardware, system and software that affect results."""
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     native.load_native_library()
@@ -84,7 +84,7 @@ def describe() -> dict[str, Any]:
 
 
 def one_line(machine: dict[str, Any]) -> str:
-    """For people."""
+    """The description in one line of text."""
     load = machine["load_average"][0]
     return (
         f"{machine['cpu']} ({', '.join(machine['flags'])}), {machine['cores']} cores, {machine['memory_gib']} GiB, "

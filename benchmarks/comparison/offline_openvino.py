@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's pipeline, as a process that generates batches when it is told to; see `compare_offline.py`.
+"""OpenVINO GenAI's pipeline in a process that generates batches on request; see `compare_offline.py`.
 
 Imports nothing but OpenVINO and numpy, so that it runs in an environment of its own.
 """

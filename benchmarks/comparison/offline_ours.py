@@ -1,4 +1,4 @@
-"""This project's `LLM`, as a process that generates batches when it is told to; see `compare_offline.py`."""
+"""This project's `LLM` in a process that generates batches on request; see `compare_offline.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 def main() -> None:
     """Reads one JSON object per line: the token ids of a batch and how many tokens to generate; answers with JSON."""
-    # what the library prints must not come between the answers
+    # output of the library must not mix with the answers
     answers, sys.stdout = sys.stdout, sys.stderr
     settings = json.loads(sys.argv[1])
 

@@ -1,6 +1,6 @@
-"""The machine's limits: how fast it reads memory, and how fast it multiplies and adds.
+"""Measures the machine's limits: memory bandwidth and multiply-adds per second.
 
-`peaks.cpp` is compiled by the machine's own compiler when it is needed, for this machine's instructions.
+`peaks.cpp` is compiled when needed, for this machine's instruction set.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Reading:
 
     @property
     def peak_gflop_s(self) -> float:
-        """What bounds a product of bfloat16 matrices: without its own instructions it is computed in float32."""
+        """Peak for bfloat16 matrix products, which use float32 on processors without bfloat16 instructions."""
         return self.bf16_gflop_s or self.fp32_gflop_s
 
     @property
     def peak_name(self) -> str:
-        """Which of the two `peak_gflop_s` is."""
+        """The name of the dtype of `peak_gflop_s`."""
         return "bf16 dot products" if self.bf16_gflop_s else "fp32 FMA (the processor has no bf16 dot product)"
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """The reading for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -65,10 +65,10 @@ class Peaks:
     """Measures the limits. Close it when they are known: it holds a large buffer.
 
     Args:
-        gib: size of the buffer that is read, in GiB; far larger than the caches.
-        seconds: how long one measurement multiplies.
-        passes: measurements of each limit that make a reading; the best of them counts, since what is slower was
-            somebody else's work.
+        gib: size of the buffer to read, in GiB; far larger than the caches.
+        seconds: duration of one measurement of arithmetic.
+        passes: measurements of each limit per reading, of which the best counts, as others are slowed down
+            by other load.
         threads: None: one for each core that this process may use.
 
     Attributes:
@@ -89,7 +89,7 @@ class Peaks:
             raise SystemExit(f"No memory for a buffer of {gib} GiB; ask for a smaller one with --gib.")
 
     def read(self, threads: int | None = None) -> Reading:
-        """All limits, with so many threads or with all."""
+        """All limits, with `threads` threads or with all."""
         count = threads or self.threads
         return best_reading([self._read_once(count) for _ in range(self._passes)])
 
@@ -102,7 +102,7 @@ class Peaks:
         )
 
     def close(self) -> None:
-        """Gives the buffer back."""
+        """Frees the buffer."""
         if self._buffer:
             self._library.peaks_free(self._buffer, self._bytes)
             self._buffer = None

@@ -1,4 +1,4 @@
-"""The result of a comparison: what is kept of it, and how it is shown."""
+"""The result of a comparison, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from comparison.peaks import Reading
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What a line of a table says.
+    """The properties of a line of the table.
 
     Attributes:
         name: on the command line.
         title: in the table.
         unit: of its readings.
-        higher_is_better: of two readings.
-        target_ratio: what ours over the peer's should at least be, or at most if lower is better.
-        limit_text: what sets the limit, if there is one.
+        higher_is_better: whether higher readings are better.
+        target_ratio: lower bound of the ratio of ours to the peer's; upper bound if lower is better.
+        limit_text: what determines the limit, if there is one.
     """
 
     name: str
@@ -43,9 +43,9 @@ class RowResult:
     """The readings of a row.
 
     Attributes:
-        row: which.
+        row: its properties.
         readings: of each side, "ours" and "peer", one per round, in the row's unit.
-        figures: what each reading was taken from.
+        figures: all figures of each measurement.
         limits: readings of the machine's limits, before and after those of each round.
         allowed: what the limits of each round allow, in the row's unit.
     """
@@ -57,36 +57,36 @@ class RowResult:
     allowed: list[float] = dataclasses.field(default_factory=list)
 
     def add(self, side: str, value: float, figures: dict[str, Any]) -> None:
-        """Notes a reading."""
+        """Adds a reading."""
         self.readings.setdefault(side, []).append(value)
         self.figures.setdefault(side, []).append(figures)
 
     def median(self, side: str) -> float | None:
-        """Of a side's readings; None: it has none."""
+        """Median of a side's readings; None: it has none."""
         values = self.readings.get(side)
         return statistics.median(values) if values else None
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the peer's, of medians; None without both."""
+        """Ratio of our median to the peer's; None without both."""
         mine, theirs = self.median("ours"), self.median("peer")
         return mine / theirs if mine is not None and theirs else None
 
     @property
     def limit(self) -> float | None:
-        """What the machine allows; None: it was not computed."""
+        """Median of the machine's limit for this row; None: it was not computed."""
         return statistics.median(self.allowed) if self.allowed else None
 
     @property
     def share(self) -> float | None:
-        """How near ours comes to the limit: 1 is at it."""
+        """Our share of the limit."""
         mine, limit = self.median("ours"), self.limit
         if not mine or not limit:
             return None
         return mine / limit if self.row.higher_is_better else limit / mine
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result for JSON."""
         row, ratio = self.row, self.ratio
         name = "ratio_at_least" if row.higher_is_better else "ratio_at_most"
         meets = None
@@ -117,7 +117,7 @@ def _number(value: float | None) -> str:
 
 
 def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
-    """The table, for people."""
+    """The lines of the table."""
     heads = f"{'ours':>10} {peer or 'peer':>10} {'ratio':>7} {'target':>8} {'limit':>10} {'of limit':>9}"
     yield f"{'row':8} {heads}  unit"
     for result in results:
@@ -130,12 +130,12 @@ def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
         )
 
 
-# what is true of one machine only: where its programs and results are; and what is kept beside the command
+# options left out of shown commands: paths on one machine, and the note, which is shown separately
 _NOT_SHOWN = ("--peer-program", "--peer-python", "--tcmalloc", "--json", "--note")
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
-    """The command as somebody would type it on another machine."""
+    """The command without options for this machine only."""
     kept, skip = [], False
     for word in words:
         option, equals, _ = word.partition("=")
@@ -147,7 +147,7 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 
 def parser_of(documentation: str | None, after: str) -> argparse.ArgumentParser:
-    """A parser with the options that every program with a result has; `after` says when the result is written."""
+    """A parser with the options of all programs with a result; `after`: when it is written, for the help."""
     parser = argparse.ArgumentParser(
         description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -157,19 +157,19 @@ def parser_of(documentation: str | None, after: str) -> argparse.ArgumentParser:
 
 
 def heading(kind: str, program: str, args: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
-    """What every result begins with: its kind, the note, the machine and the command."""
+    """The first fields of all results: kind, note, machine and command."""
     command = command_line(program, sys.argv[1:])
     return {"kind": kind, "note": args.note, "machine": machine, "command": command}
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a program so that one that is ended from outside still ends the processes that it started."""
+    """Runs a program so that it also ends its child processes on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
     main()
 
 
 def save(path: pathlib.Path | None, content: dict[str, Any]) -> None:
-    """Writes a result as a whole or not at all: a run that is cut short keeps what it had. None: nowhere."""
+    """Writes a result atomically, so that an interrupted run keeps the last one. None: does nothing."""
     if path is None:
         return
     temporary = path.with_name(path.name + ".part")

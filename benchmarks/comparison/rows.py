@@ -1,4 +1,4 @@
-"""The rows of the table: what is measured of both servers, what is aimed at, and what the machine allows."""
+"""The rows of the table: how to measure each, its target, and the machine's limit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from comparison.servers import Server
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is asked for.
+    """Numbers and lengths of the requests.
 
     Attributes:
         input_len: tokens of a prompt.
         output_len: tokens of an answer.
-        waves: prompts of a row for each request under way at once.
+        waves: prompts of a row, as a multiple of its concurrency.
         long_len: tokens of a long prompt.
-        long_prompts: long prompts whose first token is waited for.
-        mixed_output_len: tokens of the answers that stream while long prompts arrive.
-        prefix_len: tokens of a shared beginning.
+        long_prompts: number of long prompts.
+        mixed_output_len: tokens of the answers streamed while long prompts arrive.
+        prefix_len: tokens of a shared prefix.
         tiny_input_len: tokens of a prompt for the tiny model.
-        tiny_concurrency: requests for the tiny model under way at once.
+        tiny_concurrency: requests for the tiny model running at a time.
     """
 
     input_len: int = 128
@@ -45,14 +45,14 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a row measures.
+    """The subject of a measurement.
 
     Attributes:
         server: a running server.
-        client: of it.
+        client: of the server.
         model: facts of its model.
-        sizes: how much is asked for.
-        seed: of the prompts; other in every round, so that no answer is in a cache.
+        sizes: of the requests.
+        seed: of the prompts; different in every round, so that nothing is cached.
     """
 
     server: Server
@@ -62,7 +62,7 @@ class Subject:
     seed: int
 
 
-# a reading, and the figures that it was taken from
+# a reading, and all figures of the measurement
 Measured = tuple[float, dict[str, Any]]
 
 
@@ -72,8 +72,8 @@ class Row(Line):
 
     Attributes:
         setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "shared", "tiny".
-        measure: takes a reading.
-        warm_up: makes a server do everything once; None: nothing is to be done.
+        measure: returns a reading.
+        warm_up: runs everything once; None: not needed.
         limit: what the machine allows; None: it is not computed from the machine's limits.
     """
 
@@ -150,7 +150,7 @@ def _mixed(subject: Subject) -> Measured:
 
 
 def _warm(subject: Subject, concurrency: int, **lengths: int) -> None:
-    """One prompt for each request under way at once, with short answers."""
+    """Sends as many prompts at a time as the row does, with short answers."""
     short = lengths | {"output_len": min(4, lengths["output_len"])}
     subject.client.load(seed=subject.seed + 900_000, num_prompts=concurrency, concurrency=concurrency, **short)
 

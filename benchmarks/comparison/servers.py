@@ -1,4 +1,4 @@
-"""The servers that are compared: started, waited for, looked at and ended."""
+"""Starts, observes and stops the servers to compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import psutil
 
 MODEL_NAME = "benchmark"
 _POLL_S = 0.01
-# a server that takes less of a core than this, over this time, leaves the machine to others
+# a server that uses less than this many cores over this time is idle
 _IDLE_CORES, _IDLE_S = 0.1, 0.2
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -32,18 +32,18 @@ _TCMALLOC = (
 
 
 class ServerError(Exception):
-    """A server did not start, or ended; the message holds the end of its log."""
+    """A server did not start, or exited; the message contains the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is started.
+    """A server program.
 
     Attributes:
-        name: for people.
-        words: the command before the flags that both servers are given.
-        options: flags that only this one is given.
-        environment: variables that only this one is given.
+        name: for messages.
+        words: the command without the flags of both servers.
+        options: flags of this server only.
+        environment: variables of this server only.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Program:
         return [*self.words, model, *where, *flags, *self.options]
 
     def shown(self, model: str, flags: Sequence[str]) -> str:
-        """The command as somebody would type it; which file the program is and its port do not matter."""
+        """The command for reports, without the program's path and the port."""
         variables = [f"{name}={pathlib.Path(value).name}" for name, value in self.environment.items()]
         return " ".join([*variables, self.name, "serve", model, *flags, *self.options])
 
 
 def _cores() -> str:
-    """The cores that this process may use, as vLLM names them: 0-1, or 0,2,5."""
+    """The cores that this process may use, in vLLM's format: 0-1, or 0,2,5."""
     cores = sorted(os.sched_getaffinity(0))
     if cores == list(range(cores[0], cores[-1] + 1)):
         return f"{cores[0]}-{cores[-1]}"
@@ -76,12 +76,12 @@ def ours(options: Sequence[str] = ()) -> Program:
 
 
 def vllm(program: str | None, options: Sequence[str] = (), tcmalloc: str | None = None) -> Program:
-    """vLLM's server as it is fastest on a CPU: bound to every core, with tcmalloc where there is one.
+    """vLLM's server in its fastest configuration on a CPU: bound to all cores, with tcmalloc if installed.
 
     Args:
-        program: the path of vLLM's command; None: the one that the shell finds.
+        program: path of vLLM's command; None: the one in PATH.
         options: further flags.
-        tcmalloc: path of the library; None: where systems have it.
+        tcmalloc: path of the library; None: the usual paths.
 
     Raises:
         ServerError: there is no such program or library.
@@ -128,12 +128,12 @@ def _free_port() -> int:
 
 
 class Server:
-    """A server process and those that it starts; a context.
+    """A server process and its children; a context manager.
 
     Args:
         program: what to start.
         model: directory of the model.
-        flags: what both servers are given.
+        flags: of both servers.
 
     Attributes:
         start_s: seconds from the start of the process to the first 200 of /health, once `wait_ready` has returned.
@@ -143,7 +143,7 @@ class Server:
         self._name = program.name
         self._port = _free_port()
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed by close()
-        # variables for one of the servers must not reach the other
+        # each server has variables of its own only
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         command = program.command(model, flags, self._port)
         self._started = time.perf_counter()
@@ -160,14 +160,14 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where the server listens on 127.0.0.1."""
+        """The server's port on 127.0.0.1."""
         return self._port
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when /health answers 200.
+        """Waits until /health answers 200.
 
         Raises:
-            ServerError: the server ended or took too long.
+            ServerError: the server exited or took too long.
         """
         while not self._is_healthy():
             if self._process.poll() is not None:
@@ -193,14 +193,14 @@ class Server:
         return "\n".join(pathlib.Path(self._log.name).read_text(errors="replace").splitlines()[-30:])
 
     def version(self) -> str:
-        """What the server says of its version."""
+        """The version from /version."""
         return str(json.loads(self._get("/version")[1])["version"])
 
     def kv_cache_tokens(self) -> int:
-        """How many tokens the KV cache holds, as the server's metrics tell.
+        """Size of the KV cache in tokens, from the server's metrics.
 
         Raises:
-            ServerError: they do not tell.
+            ServerError: it is not in the metrics.
         """
         metrics = self._get("/metrics")[1]
         line = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
@@ -211,7 +211,7 @@ class Server:
             raise ServerError(f"{self._name} does not tell the size of its KV cache: {error}") from error
 
     def _sum(self, of: Callable[[psutil.Process], float]) -> float:
-        """Of something over the server's processes, as far as they still live."""
+        """Sums a quantity over the server's live processes."""
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self._process.pid)
@@ -221,15 +221,15 @@ class Server:
         return total
 
     def resident_bytes(self) -> int:
-        """Memory that the server's processes hold, shared pages divided among those that share them."""
+        """Memory of the server's processes (PSS: shared pages are divided among them)."""
         return int(self._sum(lambda process: process.memory_full_info().pss))
 
     def begin_peak(self) -> None:
-        """From now on `peak_bytes` tells the peak since now."""
+        """Resets the peak that `peak_bytes` returns."""
         self._sum(_forget_peak)
 
     def peak_bytes(self) -> int:
-        """The most memory that the server's processes held, each at its own time, shared pages counted for each."""
+        """Sum of the processes' peaks of memory, which may be at different times; shared pages count for each."""
         return int(self._sum(_peak))
 
     @property

@@ -1,7 +1,7 @@
-"""One attack, sent for some time, by a process that leaves the cores to everybody else.
+"""Sends one attack for some time, in a process with the lowest priority.
 
-It makes its requests, says "ready", begins at the first line of its standard input, ends at the second, and prints
-the number of answers by status as JSON; status 0 stands for connections that ended without one.
+It makes its requests, prints "ready", starts at the first line of its standard input, stops at the second, and prints
+the number of answers by status as JSON; status 0 stands for connections that ended without an answer.
 
     python benchmarks/fairness/attacker.py 8000 bad-words < lines
 """
@@ -26,9 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fairness.attacks import ATTACKS, Attack
 from fairness.wire import HOST, Answers
 
-# bytes that a slow reader takes at once, and how often
+# bytes that a slow reader reads at a time, and the seconds between
 _SIP, _SIP_S = 256, 0.2
-# of what a client left and comes back
+# seconds after which a client that disconnected connects again
 _PAUSE_S = 0.02
 
 
@@ -36,7 +36,7 @@ class Attacker:
     """Sends one attack from many threads.
 
     Args:
-        attack: which.
+        attack: to send.
         port: where the server listens.
 
     Attributes:
@@ -53,7 +53,7 @@ class Attacker:
         self.statuses: collections.Counter[int] = collections.Counter()
 
     def run(self) -> None:
-        """Attacks until somebody calls `stop`, or everything has been sent."""
+        """Attacks until `stop` is called or all requests are sent."""
         work: Callable[[], None] = getattr(self, f"_{self._attack.how}")
         threads = [threading.Thread(target=self._repeat, args=(work,)) for _ in range(self._attack.clients)]
         for thread in threads:
@@ -62,7 +62,7 @@ class Attacker:
             thread.join()
 
     def stop(self) -> None:
-        """Ends every connection as it is."""
+        """Closes all connections."""
         self._stop.set()
         for sock in list(self._sockets):
             with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def main() -> None:
     thread.join(30)
     seconds = time.perf_counter() - start
     print(json.dumps({"statuses": attacker.statuses, "seconds": seconds, "cpu_s": time.process_time()}), flush=True)
-    # threads that still wait for a server that has stopped answering are not waited for
+    # without waiting for threads whose server has stopped answering
     os._exit(0)
 
 

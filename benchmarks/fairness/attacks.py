@@ -1,7 +1,7 @@
 """The attacks: requests that are long, deep, many or never read, by name.
 
-Every row is one client that does nothing but this. What it sends is made before it begins, and costs it little, so
-that what the others notice is the server's doing.
+Every row is one client that sends one attack. Its requests are made before it starts and cost it little, so
+that delays of other clients come from the server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fairness.wire import MODEL, get, post, post_bytes
 
 Make = Callable[[], list[bytes]]
 
-# what a row needs of the server, by the name of its setup
+# names of setups
 GENERATE, POOLING, PLAIN = "generate", "pooling", "plain"
 
 
@@ -27,13 +27,13 @@ class Attack:
     Attributes:
         name: on the command line.
         make: the requests, which are sent in turn, again and again.
-        clients: connections that send at the same time.
-        how: "ask" reads each answer before it asks again; "leave" goes away after an answer's first bytes;
-            "unread" sends one request behind the other and reads nothing; "slow" reads a few bytes a second;
-            "idle" sends what there is and waits.
+        clients: number of simultaneous connections.
+        how: "ask" reads each answer before the next request; "leave" disconnects after an answer's first bytes;
+            "unread" sends requests without reading answers; "slow" reads a few bytes per second;
+            "idle" sends its bytes and waits.
         setup: on which server.
-        times: requests of all clients together; 0: as many as there is time for.
-        leaves_work: what it has asked for goes on for minutes without it.
+        times: number of requests of all clients together; 0: unlimited.
+        leaves_work: the server goes on working on its requests for minutes afterwards.
     """
 
     name: str
@@ -62,17 +62,17 @@ def response(**fields: Any) -> bytes:
 
 
 def words(count: int) -> list[str]:
-    """So many words, all different, of a few letters."""
+    """`count` different words of a few letters."""
     return [f"w{number:x}" for number in range(count)]
 
 
 def nested_json(depth: int, opening: str = '{"a":', closing: str = "}") -> str:
-    """JSON as text, which Python's own encoder would be too shallow for."""
+    """Nested JSON as text, too deep for Python's encoder."""
     return opening * depth + "1" + closing * depth
 
 
 def _each(texts: Iterator[str] | list[str], *fields: str) -> list[bytes]:
-    """Completions with each text in each field; a field is dotted where it is within another."""
+    """Completions with each text in each field; dots separate the names of nested fields."""
     found = []
     for text, field in itertools.product(texts, fields):
         outer, _, inner = field.partition(".")
@@ -80,7 +80,7 @@ def _each(texts: Iterator[str] | list[str], *fields: str) -> list[bytes]:
     return found
 
 
-# ---- grammars: each text is a new one, so that no cache has it ----------------------------------------------------
+# ---- grammars: each text is new, so that none is cached -----------------------------------------------------------
 
 
 def _lark_repeats() -> list[bytes]:
@@ -143,7 +143,7 @@ def _schema_repeats() -> list[bytes]:
 
 
 def _schema_references() -> list[bytes]:
-    """Definitions each of which names the next one several times: short to write, endless when written out."""
+    """Definitions that each refer to the next one several times: short, but exponential when expanded."""
     definitions = {
         f"d{number}": {
             "type": "object",
@@ -169,7 +169,7 @@ def _schema_values() -> list[bytes]:
 
 
 def _with_schemas(schemas: list[Any]) -> list[bytes]:
-    """Each schema in each field that takes one."""
+    """Completions with each schema in each field for schemas."""
     found = []
     for schema in schemas:
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
@@ -185,7 +185,7 @@ def _with_schemas(schemas: list[Any]) -> list[bytes]:
 
 
 def _schema_depth() -> list[bytes]:
-    """As deep as JSON is let through, and far beyond."""
+    """Schemas as deep as the server accepts, and far deeper."""
     found = []
     for depth in (100, 400, 900, 100_000):
         text = nested_json(depth, '{"type":"array","items":', "}").replace("1", '{"type":"null"}', 1)
@@ -260,7 +260,7 @@ def _many_prompts() -> list[bytes]:
 
 
 def _tool_stream() -> list[bytes]:
-    """Calls whose arguments are a text of thousands of characters, streamed through the parser."""
+    """Streamed tool calls with arguments of thousands of characters."""
     call = r'<tool_call>\n\{"name": "f", "arguments": \{"a": "[a-z ]*"\}\}\n</tool_call>'
     properties = {"a": {"type": "string", "pattern": "^[a-z ]*$"}}
     parameters = {"type": "object", "properties": properties, "required": ["a"]}
@@ -306,11 +306,11 @@ def _deep_arguments() -> list[bytes]:
     return found
 
 
-# ---- responses that are kept -------------------------------------------------------------------------------------
+# ---- stored responses --------------------------------------------------------------------------------------------
 
 
 def _large_responses() -> list[bytes]:
-    """Each of 2 MB, kept by the server, in fields that no prompt is made of, and cut where they are."""
+    """Responses with 2 MB in fields that are stored and not part of the prompt, or truncated."""
     long = "some word " * 210_000
     tool = {"type": "function", "name": "f", "description": long, "parameters": {"type": "object"}}
     return [
@@ -322,7 +322,7 @@ def _large_responses() -> list[bytes]:
 
 
 def _response_chains() -> list[bytes]:
-    """Conversations that grow by a long turn each, from the one before."""
+    """Conversations that each continue the one before by a long turn."""
     found = []
     for number in range(400):
         fields: dict[str, Any] = {"request_id": f"resp_chain{number}", "input": "some word " * 5000}
@@ -357,7 +357,7 @@ def _pooling_lists() -> list[bytes]:
 
 
 def _generate_bodies() -> list[bytes]:
-    """The same ideas for the program whose only route is /generate."""
+    """Similar requests for the /generate server."""
     bodies: list[dict[str, Any]] = [
         {"bad_words": words(100_000)},
         {"stop": words(300_000)},
@@ -381,7 +381,7 @@ def _heads() -> list[bytes]:
 
 
 def _unended() -> list[bytes]:
-    """Beginnings of requests whose rest does not come."""
+    """Incomplete requests."""
     return [
         b"",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
@@ -401,7 +401,7 @@ def _bodies() -> list[bytes]:
     ]
 
 
-# what loads a library when it is first asked for, by setup
+# requests that make the server load libraries on first use, by setup
 _GRAMMARS = ({"json": {"type": "object"}}, {"grammar": "start: /[a-z]+/"})
 WARM_UP: dict[str, list[bytes]] = {
     GENERATE: [completion(structured_outputs=grammar) for grammar in _GRAMMARS],

@@ -1,8 +1,8 @@
-"""The others: a client that asks for little and notes how long each answer took.
+"""The victim: a client that sends small requests and measures the latency of each answer.
 
-It sends at fixed times, whether earlier answers have come or not, and counts from the time at which it should have
-sent: a server that stands still for a second is late for everything of that second. It begins at the first line of
-its standard input and ends at the second, then waits for what is still open, and prints JSON.
+It sends at fixed times, whether or not earlier answers have arrived, and measures from the time when it should have
+sent: if a server stops for a second, all requests of that second are late. It starts at the first line of
+its standard input and stops at the second, then waits for open requests and prints JSON.
 
     python benchmarks/fairness/victim.py 8000 < lines
 """
@@ -20,15 +20,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
 from fairness.wire import HOST, MODEL
 
-# an answer that takes longer counts as this, and as failed
+# a slower answer counts as this latency, and as failed
 LONGEST_S = 60.0
-# more are not asked for at once: each of them counts as late already
+# most open requests; these are late already
 _MOST_OPEN = 200
 
 _COMPLETION = {"model": MODEL, "prompt": "one two three", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 _PLAIN = {"prompt": "one two three", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 _EMBEDDING = {"model": MODEL, "input": "one two three"}
-# server → what it is asked for completions
+# setup → path and body of the small request
 WORK = {
     "generate": ("/v1/completions", _COMPLETION),
     "pooling": ("/v1/embeddings", _EMBEDDING),
@@ -45,9 +45,9 @@ class Victim:
         port: where the server listens.
 
     Attributes:
-        due: when what was asked for was due, by its name; seconds of the clock that processes share.
-        latencies: seconds from then to the answer's end, likewise.
-        failures: answers other than 200, and connections that ended, by status (0: no answer).
+        due: when requests were due, by name; seconds of the monotonic clock, which all processes share.
+        latencies: seconds from then to the answer's end, by name.
+        failures: number of answers other than 200, and of failed connections, by status (0: no answer).
     """
 
     def __init__(self, port: int) -> None:
@@ -58,7 +58,7 @@ class Victim:
         self.failures: dict[int, int] = {}
 
     async def send(self, name: str, path: str, body: bytes, interval_s: float) -> None:
-        """Asks for the same again and again until it is cancelled; without a body by a GET."""
+        """Sends the same request repeatedly until it is cancelled; a GET without a body."""
         self.latencies[name], self.due[name] = [], []
         due = time.perf_counter()
         while True:
@@ -70,7 +70,7 @@ class Victim:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
     async def finish(self) -> None:
-        """Waits for every answer."""
+        """Waits for all answers."""
         while self._open:
             await asyncio.wait(self._open)
         self._client.close()
@@ -92,7 +92,7 @@ class Victim:
 
 
 async def run(port: int, kind: str) -> dict[str, object]:
-    """Everything between the two lines; the figures."""
+    """Sends requests between the two lines; returns the figures."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)

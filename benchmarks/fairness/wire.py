@@ -1,4 +1,4 @@
-"""HTTP/1.1 as little as a client needs of it: requests as bytes, and where an answer ends."""
+"""A minimal HTTP/1.1 client: makes requests as bytes, and finds where answers end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PIECE = 1 << 18
 
 
 def post_bytes(path: str, body: bytes, *headers: str) -> bytes:
-    """A POST of bytes that say they are JSON."""
+    """A POST of bytes with the content type of JSON."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
@@ -32,14 +32,14 @@ class ClosedError(ConnectionError):
 
 
 class Answers:
-    """The answers that come over one connection, each read to its end and thrown away."""
+    """The answers on one connection, which are read to their ends and discarded."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._rest = b""
 
     def head(self) -> bytes:
-        """Reads the head of the next answer, without what ends it.
+        """Reads the head of the next answer, without the empty line.
 
         Raises:
             OSError: the connection ended.
@@ -50,7 +50,7 @@ class Answers:
         return head.lower()
 
     def skip(self) -> int:
-        """Reads an answer; its status.
+        """Reads an answer; returns its status.
 
         Raises:
             OSError: the connection ended.
@@ -67,7 +67,7 @@ class Answers:
         return status
 
     def _skip_chunks(self) -> None:
-        # an answer in chunks is the last one that was asked for: nothing follows its end
+        # a chunked answer is the last one of the connection: nothing follows its end
         while not self._rest.endswith(b"0\r\n\r\n"):
             self._rest = self._rest[-8:] + self._receive()
         self._rest = b""
