@@ -1,4 +1,4 @@
-"""The way of one streaming chat request through the files of the package, as docs/architecture.md lists it.
+"""The path of one streaming chat request through the files of the package, as docs/architecture.md lists it.
 
 A real server and its engine core note which files' functions run from the moment a request is sent until the model is
 called; see tests/request_trace.
@@ -19,8 +19,8 @@ from tests.server import OPENAI_SERVER, ROOT, Server, further_flags, running, wa
 
 # The plan is 40; those of the front end (entrypoints, engine and root modules) are 28.
 MAX_FILES = 57
-HEADING = "## The way of one streaming chat request, file by file"
-# what runs beside requests, now and then: the server's clock, the log, the metrics' timer
+HEADING = "## The path of one streaming chat request, file by file"
+# code that runs independently of requests: the server's clock, the log, the metrics' timer
 BESIDE = {"entrypoints/http/launcher.py", "entrypoints/http/server.py", "log_lines.py", "engine/metrics.py"}
 NUM_REQUESTS = 3
 
