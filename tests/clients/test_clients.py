@@ -1,4 +1,4 @@
-"""Programs on other people's clients get what the server answers to plain HTTP."""
+"""Third-party clients get the same answers as plain HTTP requests."""
 
 from __future__ import annotations
 

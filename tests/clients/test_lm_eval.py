@@ -1,4 +1,4 @@
-"""lm-eval's local-completions measures on the server what transformers says of the same model."""
+"""lm-eval's local-completions gets the same results from the server as from transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds an answer against the recorded one: the places where they differ.
+"""Compares an answer with the recorded one; returns the places where they differ.
 
 A place is a path like ``body.choices.0.text``; in streams ``events.3.choices.0.delta``. What differs in every two
 answers (ids, times, fingerprints) is not looked at, and where the tokens were drawn only the shape is.
@@ -132,12 +132,12 @@ def _compare_objects(place: str, theirs: dict[str, Any], ours: dict[str, Any], s
                 yield f"{place}.{key}: {_shown(ours[key])} instead of absent"
 
 
-# told as null by vLLM 0.32 where nothing was asked for, and left out here
+# null in vLLM 0.32 if not requested, and absent here
 _NULL_MAY_BE_ABSENT = frozenset({"token_ids", "prompt_token_ids", "content", "strict", "description"})
 
 
 def same_message(theirs: str, ours: str) -> bool:
-    """Whether two texts of an error say the same.
+    """Whether two error texts have the same meaning.
 
     What 0.32 appends to its texts is not looked at. Of the findings of a validation the first counts: how many there
     are for a value that may be of several types, and how the value is shown, is a matter of the models behind.

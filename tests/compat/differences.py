@@ -1,4 +1,4 @@
-"""Where our answers are meant to differ from vLLM 0.32's: the one table of it.
+"""The table of intended differences between our answers and vLLM 0.32's.
 
 Each entry says of which requests what may differ, and under which heading of docs/compatibility.md the reason stands.
 An entry that is not needed any more fails a test, and so does one without its heading.

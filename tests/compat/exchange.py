@@ -1,4 +1,4 @@
-"""Sends a request of the tables and keeps what matters of the answer."""
+"""Sends a request of the tables; returns the parts of the answer to compare."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 
 from tests.compat.requests_common import Case
 
-# told by servers for a reason; the others belong to connections and dates
+# headers to compare; the others depend on connections and dates
 _HEADERS = ("content-type", "www-authenticate", "allow", "access-control-allow-origin", "location", "x-request-id")
 
 

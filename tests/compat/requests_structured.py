@@ -1,4 +1,4 @@
-"""Requests whose output is kept to a schema, an expression, a choice or a grammar."""
+"""Requests whose output is constrained by a schema, an expression, a choice or a grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams made comparable: pieces of the same text, arguments or thoughts become one event.
+"""Normalises streams for comparison: consecutive deltas of text, arguments or reasoning are merged.
 
 How many tokens an event carries is a matter of time - both servers send together what a client has not read yet -
 and so is the order in which the choices of a request move on. What is left is compared: which kinds of events there
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def merge_events(events: list[list[Any]]) -> list[list[Any]]:
-    """The events of a stream with neighbouring pieces put together.
+    """The events of a stream with consecutive deltas merged.
 
     Args:
         events: ``[name or None, data]`` in the order in which they came.
@@ -41,7 +41,7 @@ def _merge_chunks(events: list[list[Any]]) -> list[list[Any]]:
 
 
 def _kind(choice: dict[str, Any]) -> str | None:
-    """What a chunk tells of; None: nothing but an end."""
+    """The kind of a chunk's delta; None: it has only a finish reason."""
     if "text" in choice:
         return "text"
     delta = {key: value for key, value in choice["delta"].items() if value is not None}
@@ -88,7 +88,7 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _merge_deltas(events: list[list[Any]]) -> list[list[Any]]:
-    """Named events, of which those that carry a ``delta`` of the same item are pieces of one."""
+    """Merges named events with a ``delta`` of the same item."""
     merged: list[list[Any]] = []
     for name, data in events:
         if (

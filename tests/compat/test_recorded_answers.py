@@ -1,4 +1,4 @@
-"""Our answers beside the real vLLM's, request by request.
+"""Compares our answers with the real vLLM's, request by request.
 
 What may differ stands in `differences.DIFFERENCES`, with a reason in docs/compatibility.md. What a model answers is
 asked of engines with two workers as well: they have the same answers.
@@ -28,7 +28,7 @@ _NUM_AT_ONCE = 16
 # a guard
 _TIMEOUT_S = 180.0
 _MAIN, *_OTHERS = arrangements()
-# refusals come from the API server, which knows nothing of workers
+# refusals come from the API server and do not depend on workers
 _OF_THE_MODEL = {"tools": ("completions", "chat", "structured", "routes", "agents")}
 _CASES = [
     pytest.param(

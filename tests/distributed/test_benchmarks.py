@@ -1,4 +1,4 @@
-"""The benchmarks of several workers run, and measure what they say."""
+"""The benchmarks of several workers run, and print what they document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.tiny_models import tiny_model
 
 
 def _result_of(*command: str) -> Any:
-    """What a benchmark prints."""
+    """The JSON that a benchmark prints."""
     stdout = run_script(*command)
     return json.loads(stdout[stdout.index("{\n") :])
 

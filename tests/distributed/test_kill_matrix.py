@@ -294,7 +294,7 @@ def is_healthy(server: Server) -> bool:
 
 
 def victim_of(server: Watched, cell: Cell) -> tuple[psutil.Process, str]:
-    """A process, and what is told of its death."""
+    """A process to kill, and the expected error text."""
     if cell.kind == "core":
         cores = server.find("ascend_vllm.core.proc")
         name = "the engine core" if len(cores) == 1 else f"engine core {cell.number}"
@@ -318,7 +318,7 @@ def victim_of(server: Watched, cell: Cell) -> tuple[psutil.Process, str]:
 
 
 def tokens_of(server: Server, prompt: str) -> list[int]:
-    """What an OpenAI server makes of a prompt, greedily."""
+    """An OpenAI server's greedy completion of a prompt."""
     body = {"prompt": prompt, "max_tokens": GREEDY.max_tokens, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=TIMEOUT_S)
     return list(answer.raise_for_status().json()["choices"][0]["token_ids"])

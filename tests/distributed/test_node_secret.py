@@ -1,4 +1,4 @@
-"""Who comes to node 0 without knowing the secret of the nodes, or listens in its place: over real sockets."""
+"""Attackers without the nodes' secret, who connect to node 0 or listen in its place: over real sockets."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_nothing_of_a_stranger_is_unpickled(acceptor: Acceptor, model: str, tmp_
 
 
 def _overheard(acceptor: Acceptor, model: str) -> bytes:
-    """What a true node says to node 0, by one who sits between them."""
+    """Messages of an authentic node to node 0, recorded by a man in the middle."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as middle:
 

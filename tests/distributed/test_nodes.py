@@ -1,4 +1,4 @@
-"""Nodes that come to node 0, or try to: over real sockets, without workers."""
+"""Nodes that connect to node 0, or fail to: over real sockets, without workers."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class _NodeZero:
         self._acceptor = acceptor
 
     def receive(self) -> tuple[MessageKind, str]:
-        """What the node says."""
+        """The next message of the node."""
         found: list[Message] = []
 
         def has_come() -> bool:

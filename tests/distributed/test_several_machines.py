@@ -170,7 +170,7 @@ def test_two_hosts_whose_wire_is_cut(odd_model: str, texts: list[str], hosts: tu
 def test_stages_on_two_machines_die_with_a_worker(
     odd_model: str, texts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """Their secret is in a file, which comes before the variable."""
+    """Their secret is in a file, which takes precedence over the variable."""
     secret = tmp_path / "secret"
     secret.write_text("another secret than that of the variable\n")
     secret.chmod(0o600)
@@ -286,7 +286,7 @@ def _is_open(place: tuple[str, int]) -> bool:
 
 
 def test_node_zero_waits_for_the_true_node(odd_model: str, tmp_path: pathlib.Path) -> None:
-    """Neither who tells all that is public, nor a node with another secret keeps the engine from serving."""
+    """Neither a client that sends all public facts, nor a node with another secret, keeps the engine from serving."""
     config, files = _config(odd_model), {name: tmp_path / name for name in ("wrong", "right")}
     for file, text in zip(files.values(), ("a secret of other nodes", ENV["ASCEND_VLLM_NODE_SECRET"]), strict=True):
         file.write_text(text)
@@ -369,7 +369,7 @@ asyncio.run(main())
 
 
 def test_a_node_ends_with_a_node_zero_that_is_killed(odd_model: str, tmp_path: pathlib.Path) -> None:
-    """Its engine core, which notices, tells why."""
+    """Its engine core notices, and logs the reason."""
     config, log = _config(odd_model), tmp_path / "log"
     args = {"model": odd_model, "nnodes": 2, "tensor_parallel_size": 2, "master_port": config.parallel.master_port}
     with _second_node(config, log) as node:

@@ -1,4 +1,4 @@
-"""Servers that the tests of this room share: started once, on a tiny random model in float32."""
+"""Servers shared by the tests of this directory: started once, with a tiny random model in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of development and profiling on a real server, under traffic."""
+"""Routes for development and profiling on a real server, under load."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Stream:
         return self
 
     def end(self) -> str | None:
-        """Waits for the end; the finish reason."""
+        """Waits for the end; returns the finish reason."""
         self._thread.join(30)
         assert not self._thread.is_alive()
         return self.finish_reason
@@ -110,7 +110,7 @@ class Stream:
 
 
 def interrupt(client: httpx.Client, path: str, count: int = 1) -> list[Stream]:
-    """Streams in the midst of which a request is made; again, if they were at their ends before it was."""
+    """Makes a request while streams run; repeats if they ended before."""
     for _ in range(20):
         streams = [Stream(client) for _ in range(count)]
         for stream in streams:
@@ -123,13 +123,13 @@ def interrupt(client: httpx.Client, path: str, count: int = 1) -> list[Stream]:
 
 
 def is_beginning(text: str, whole: str) -> bool:
-    """Whether a text is how another begins, but for a character that was cut."""
+    """Whether a text is a prefix of another one, except for an incomplete character at its end."""
     return whole.startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
 @pytest.fixture(scope="module")
 def whole_text(server: Server) -> str:
-    """What nobody disturbed."""
+    """The text of an undisturbed completion."""
     answer = ok(httpx.post(f"{server.url}/v1/completions", json=GREEDY, timeout=60))
     return str(answer["choices"][0]["text"])
 
@@ -274,7 +274,7 @@ def test_calling_the_workers(developer: httpx.Client) -> None:
         return developer.post("/collective_rpc", json=body)
 
     assert ok(call(method="determine_num_cpu_blocks"))["results"][0] > 0
-    # what JSON cannot hold is told as text
+    # values that JSON cannot represent are returned as text
     (model,) = ok(call(method="get_model"))["results"]
     assert "Qwen2ForCausalLM" in model
     failed = call(method="sleep", args=["x"], kwargs={"more": 1})

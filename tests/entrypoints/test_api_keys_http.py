@@ -1,6 +1,6 @@
-"""Keys guard routes, however their paths are written: real connections to the real application.
+"""API keys protect routes, whatever the spelling of their paths: real connections to the real application.
 
-The engine is a scripted one, for requests without a key must not come near it.
+The engine is a scripted one, as requests without a key must not reach it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT_PATHS = ["", "/", "//", "/llm", "/llm/", "/a/b", "/v", "/v1", "/v1/", "/v1/
 
 
 class Engine(ScriptedEngine):
-    """A scripted engine that can be asked how it is."""
+    """A scripted engine with a health check."""
 
     def __init__(self, pooler: PoolerConfig | None = None) -> None:
         super().__init__(["Hi"])
@@ -47,7 +47,7 @@ class Engine(ScriptedEngine):
 
 @pytest.fixture
 def every_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that adds routes is switched on."""
+    """Enables everything that adds routes."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/absent")
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
@@ -131,7 +131,7 @@ async def connected(app: FastAPI) -> AsyncGenerator[Connection, None]:
 
 
 def spellings(path: str, root: str) -> list[str]:
-    """What a client may write to come to a path, or hope to."""
+    """Spellings with which a client may try to reach a path."""
     root = root.rstrip("/")
     inner = path[1:].replace("/", "%2f")
     return [
@@ -220,7 +220,7 @@ async def test_what_leads_to_no_route_tells_nothing_without_a_key() -> None:
 
 
 async def test_routes_added_later_are_guarded(reached: list[str | None]) -> None:
-    """Nobody has to remember: a route of any kind, added when the application is complete, needs the key."""
+    """Routes of any kind that are added to the complete application need the key by default."""
 
     async def secret() -> str:
         return "secret"

@@ -1,6 +1,6 @@
-"""The common bad requests, one row after the other of the table that vLLM's users know, against a real server.
+"""The common bad requests of vLLM's users, one per row of a table, against a real server.
 
-Each row tells what vLLM 0.6.3 or 0.32 says of a request. Where both refuse, the text of one of them is there; where
+Each row has the answer of vLLM 0.6.3 or 0.32. If both refuse, the text must be one of theirs; if
 one of them serves the request, so does this server, unless docs/compatibility.md gives the reason.
 """
 
@@ -395,7 +395,7 @@ ROWS = [
         {"chat_template": "{{ 1 }}"},
         "Chat template is passed with request, but --trust-request-chat-template is not set.",
     ),
-    # rules that are no rows of the table
+    # rules without rows in the contract's table
     Row("best_of 3, n 3", COMPLETIONS, {"best_of": 3, "n": 3}, "n must be 1 when using greedy sampling, got 3."),
     Row(
         "best_of 2, n 1, stream, chat",
@@ -478,7 +478,7 @@ def asked(openai_server: Server) -> Iterator[httpx.Client]:
 
 
 def check_error(response: httpx.Response, status: int, kind: str, text: str) -> None:
-    """The error has both shapes at once: the nested one of today, the flat one of 0.6.3."""
+    """Checks that the error has both forms: today's nested one and the flat one of 0.6.3."""
     body = response.json()
     assert (response.status_code, body["code"], body["type"]) == (status, status, kind), body
     assert response.headers["content-type"] == "application/json"

@@ -1,4 +1,4 @@
-"""How long bodies are read: in parts, one at a time, beside the event loop, and no further than they must be."""
+"""How long bodies are read: in parts, one at a time, outside the event loop, and no further than necessary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = b"x" * (2 << 20)
 
 
 class Client:
-    """Who sends a body, and may go away.
+    """A client that sends a body and may disconnect.
 
     Attributes:
         request: of the client.
@@ -192,7 +192,7 @@ def test_json_in_parts_is_as_wrong_as_at_once(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_long_lists_of_numbers_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million ids at once were tens of milliseconds in which nobody else had the interpreter."""
+    """Decoding a million ids at once blocked the interpreter for tens of milliseconds."""
     sizes: list[int] = []
     decode = msgspec.json.decode
 

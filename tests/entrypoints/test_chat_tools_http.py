@@ -1,6 +1,6 @@
-"""Tools and thoughts in /v1/chat/completions.
+"""Tools and reasoning in /v1/chat/completions.
 
-A tiny model calls no tools, so what it would write is written here by hand and handed to the real application as the
+A tiny model calls no tools, so its outputs are written here by hand and passed to the real application as the
 engine's outputs. What does not depend on the output is tested on a real server.
 """
 
@@ -47,7 +47,7 @@ async def ask_stream(
 
 
 def joined(choices: list[dict[str, Any]], index: int = 0) -> tuple[str, str, list[list[str]], str]:
-    """Thoughts, content, calls and finish reason of one choice of a stream."""
+    """Reasoning, content, calls and finish reason of one choice of a stream."""
     content = reasoning = ""
     calls: list[list[str]] = []
     own = [choice for choice in choices if choice["index"] == index]
@@ -90,7 +90,7 @@ async def test_a_call_in_a_stream() -> None:
     assert [choice["delta"] for choice in choices[1:3]] == [{"content": "I "}, {"content": "look.\n"}]
     opening = choices[3]["delta"]["tool_calls"][0]
     assert opening["function"] == {"name": "find", "arguments": ""} or opening["function"]["arguments"] == "{"
-    assert len(choices) > 10  # the arguments came in pieces
+    assert len(choices) > 10  # the arguments came in chunks
     assert (choices[-1]["delta"], choices[-1]["finish_reason"]) == ({}, "tool_calls")
     assert joined(choices) == ("", "I look.\n", [["find", ARGUMENTS]], "tool_calls")
 
@@ -140,7 +140,7 @@ async def test_tool_choice_none_leaves_calls_in_the_text() -> None:
 
 
 async def test_every_token_s_details_are_told() -> None:
-    """A parser holds text back, but not what else a token has."""
+    """A parser buffers text, but not the other fields of a token."""
     fields: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
     choices = await ask_stream(ScriptedEngine(list(CALL)), **fields)
     told = [choice for choice in choices if choice["logprobs"]]
@@ -211,7 +211,7 @@ async def test_the_official_client_streams() -> None:
 
 
 def add_end_of_thoughts(model: pathlib.Path) -> int:
-    """Make the last token of a model's vocabulary the one that ends thoughts; its id."""
+    """Make the last token of a model's vocabulary the end of reasoning; returns its id."""
     path = model / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -226,7 +226,7 @@ def add_end_of_thoughts(model: pathlib.Path) -> int:
 
 @pytest.fixture(scope="module")
 def thinking_model(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The tiny model with a token that ends thoughts."""
+    """The tiny model with a token that ends reasoning."""
     directory = tmp_path_factory.mktemp("thinking") / "model"
     shutil.copytree(tiny_dir, directory)
     return directory
@@ -298,12 +298,12 @@ def test_constraints_hold_behind_the_thoughts(tool_server: Server, end_id: int) 
     base = BASE | {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "tools": [tool]}
     with httpx.Client(base_url=tool_server.url, timeout=60) as http:
         for fields in ({"tool_choice": NAMED}, {"tool_choice": "required"}, schema | {"tools": None}):
-            # thoughts without an end: nothing holds, and nothing else comes
+            # reasoning without an end: no constraint applies, and there is no content
             (choice,) = http.post("/v1/chat/completions", json=base | fields).json()["choices"]
             assert choice["finish_reason"] == "length"
             assert choice["message"]["reasoning"]
             assert (choice["message"]["content"] or "", choice["message"]["tool_calls"]) == ("", [])
-            # they end: what follows is kept to the schema
+            # reasoning ends: the text behind it matches the schema
             (choice,) = http.post("/v1/chat/completions", json=base | fields | thoughtless).json()["choices"]
             message = choice["message"]
             if fields.get("tools", True) is None:
@@ -314,7 +314,7 @@ def test_constraints_hold_behind_the_thoughts(tool_server: Server, end_id: int) 
             value = json.loads(text)
             assert value["kind"] in ("cat", "dog")
             assert value["count"] in (1, 2)
-            # the same in pieces
+            # the same in a stream
             asked = base | fields | thoughtless | {"stream": True}
             response = http.post("/v1/chat/completions", json=asked)
             events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line][:-1]
@@ -335,7 +335,7 @@ def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json=fields | {"tool_choice": "none"})
     plain = http.post("/v1/chat/completions", json=fields | {"tools": None})
     assert answer.status_code == 200
-    # the tiny model's own template knows no tools
+    # the tiny model's own template ignores tools
     assert answer.json()["choices"] == plain.json()["choices"]
 
 

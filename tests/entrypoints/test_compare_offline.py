@@ -54,7 +54,7 @@ def test_ours_alone(
 def test_openvino_that_is_not_installed(
     program: types.ModuleType, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An environment without packages tells what to install."""
+    """Without the packages, the error says what to install."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     python.chmod(0o755)

@@ -26,7 +26,7 @@ ASK: dict[str, Any] = {"prompt": "Hello", "stream": True}
 
 
 class Engine(ScriptedEngine):
-    """An engine that answers the first piece at once, and the rest when it is told to.
+    """An engine that sends the first output at once, and the rest when `may_end` is set.
 
     Attributes:
         may_end: set when it does.

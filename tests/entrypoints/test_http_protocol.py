@@ -1,4 +1,4 @@
-"""Requests as the models read them: defaults, refusals, and how errors are told."""
+"""Validation of requests by the pydantic models: defaults, refusals, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offline pooling: encode, embed, classify and score, held against transformers."""
+"""Offline pooling: encode, embed, classify and score, compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that are made in pieces, or beside the event loop."""
+"""Answers that are encoded in chunks, or outside the event loop."""
 
 from __future__ import annotations
 

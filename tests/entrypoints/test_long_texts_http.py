@@ -29,7 +29,7 @@ def http(openai_server: Server) -> Any:
 
 
 def longest_wait(http: httpx.Client, work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What work returns, its time, and how long GET /health took at the most meanwhile, in seconds."""
+    """The result of `work`, its time, and the longest GET /health meanwhile, in seconds."""
     done = threading.Event()
     waits = [0.0]
 
@@ -69,7 +69,7 @@ def test_others_are_answered_while_a_long_text_is_tokenised(
 
 
 def test_the_tokens_of_a_long_text(http: httpx.Client, tiny_dir: str) -> None:
-    """Their answer is made in pieces, which must be those of a short one."""
+    """The answer is encoded in chunks, whose concatenation must be the ordinary encoding."""
     text = WORDS * 1000
     tokenizer = Tokenizer.from_directory(tiny_dir)
     answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

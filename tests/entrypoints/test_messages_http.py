@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, asked by the official client of Anthropic."""
+"""POST /v1/messages and /v1/messages/count_tokens, by Anthropic's official client."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"q": {"type": "boolea
 
 
 def test_a_tool_that_must_be_called(client: anthropic.Anthropic, http: httpx.Client) -> None:
-    """A model with random weights need not come to the end of its call; it is the chat room's all the same."""
+    """A model with random weights may not complete its call; it must equal that of the chat endpoint."""
     tool = {"name": "find", "input_schema": SCHEMA}
     asked = ASKED | {"tools": [tool], "tool_choice": {"type": "tool", "name": "find"}}
     whole = client.messages.create(**asked)

@@ -1,4 +1,4 @@
-"""Reasoning parsers: thoughts and answer, however the text is cut."""
+"""Reasoning parsers: reasoning and answer, however the text is split into chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ascend_vllm.entrypoints.parsers.reasoning import check_reasoning_parser, make_reasoning_parser
 from ascend_vllm.errors import ConfigError
 
-# format, prompt, text, thoughts, answer
+# format, prompt, text, reasoning, answer
 CASES = [
     ("deepseek_r1", "", "<think>\nhm</think>\n\nYes", "\nhm", "\n\nYes"),
     ("deepseek_r1", "", "hm</think>Yes</think>", "hm", "Yes</think>"),

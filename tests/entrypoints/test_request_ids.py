@@ -27,7 +27,7 @@ NAMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", NAMED)
 async def test_a_name_is_one_living_requests(path: str, stream: bool) -> None:
-    """Two living requests once had the same name, so that one could not be told from the other."""
+    """Two running requests once had the same id, and could not be distinguished."""
     if stream and path.endswith("batch"):
         pytest.skip("a batch has no stream")
     engine = PatientEngine(["a", "b"])
@@ -64,7 +64,7 @@ async def test_a_name_is_free_again_when_its_request_failed() -> None:
 
 
 async def test_a_header_may_come_again() -> None:
-    """Proxies repeat it when they try again, and services hand it on to all that they ask."""
+    """Proxies repeat it when they retry, and services forward it to all their backends."""
     engine = PatientEngine(["a", "b"])
     async with client_of(engine) as client:
         asked = [
@@ -158,7 +158,7 @@ def test_a_name_lives_as_long_as_a_response_in_the_background(callers: tuple[htt
 
 
 def test_a_response_belongs_to_the_key_that_made_it(callers: tuple[httpx.Client, httpx.Client]) -> None:
-    """Whoever knew the id of a response once had it, could end it, and go on with its conversation."""
+    """Any caller who knew the id of a response could once read it, cancel it and continue its conversation."""
     one, two = callers
     ended = one.post("/v1/responses", json=RESPONSE).json()["id"]
     background = {"background": True, "stream": True}

@@ -156,7 +156,7 @@ def test_beams_and_their_ends_are_limited_together(num_beams: int, num_stop_ids:
 
 
 def test_what_is_told_of_prompts_is_limited() -> None:
-    """64 choices that each repeat 20 log-probabilities of 30,000 prompt tokens were an answer of 3 GB."""
+    """64 choices that each repeated 20 log-probabilities of 30,000 prompt tokens made an answer of 3 GB."""
     request_limits.check_repeated_prompts(30_000, 1, 20, are_repeated=True)
     request_limits.check_repeated_prompts(30_000, 200, None, are_repeated=True)
     request_limits.check_repeated_prompts(30_000, 1024, None, are_repeated=False)
@@ -167,7 +167,7 @@ def test_what_is_told_of_prompts_is_limited() -> None:
 
 
 async def test_the_prompts_of_a_request_do_not_begin_all_at_once() -> None:
-    """What each needs until its first wait went on for all of a thousand without a turn for anybody else."""
+    """Starting a thousand prompts at once blocked the event loop for all other clients."""
     begun = 0
 
     async def answers() -> AsyncGenerator[int, None]:

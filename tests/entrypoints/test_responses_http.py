@@ -1,4 +1,4 @@
-"""POST /v1/responses and what is kept of its answers, asked by the official client."""
+"""POST /v1/responses and stored responses, by the official client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 
 HELLO: dict[str, Any] = {"role": "user", "content": "Hello!"}
 WHO: dict[str, Any] = {"role": "user", "content": "Who are you?"}
 TICK: dict[str, Any] = BASE | {"max_output_tokens": 400, "input": "Tick", "extra_body": {"ignore_eos": True}}
-# what runs until it is stopped, as far as a test can tell; for `patient`
+# long enough to run until it is stopped; for `patient`
 ENDLESS: dict[str, Any] = TICK | {"max_output_tokens": LONG_TOKENS}
 FIND: dict[str, Any] = {
     "type": "function",
@@ -286,7 +286,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     first = client.responses.create(**BASE, input="Hello!", instructions="Be brief.")
     second = client.responses.create(**BASE, input="Who are you?", previous_response_id=first.id)
     said = {"role": "assistant", "content": first.output_text}
-    # instructions hold for one response only
+    # instructions apply to one response only
     assert second.output_text == chat_text(client, HELLO, said, WHO)
     assert second.previous_response_id == first.id
     with client.responses.stream(**BASE, input="Hello!", previous_response_id=second.id) as stream:
@@ -419,7 +419,7 @@ def test_cancelling_ends_the_stream(patient: openai.OpenAI, patient_server: Serv
 
 
 class Fruit(pydantic.BaseModel):
-    """What the text is to be, small enough for a model that knows nothing."""
+    """A schema that is small enough for an untrained model."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What kept responses count for is what the process grows by.
+"""The size that the store counts for responses is the memory by which the process grows.
 
 The real application on an engine whose model writes by hand; memory is counted by Python itself, for a process's own
 size says little about a few megabytes.
@@ -43,7 +43,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[ResponseStore]:
 
 @pytest.fixture
 def grown() -> Iterator[Callable[[], int]]:
-    """Tells by how many bytes Python's objects have grown since it was asked first."""
+    """Returns a function for the bytes by which Python's objects have grown since its first call."""
 
     def measure() -> int:
         gc.collect()
@@ -111,7 +111,7 @@ async def test_a_conversation_counts_for_what_it_takes(stores: list[ResponseStor
 async def test_what_runs_counts_for_what_it_takes(
     stores: list[ResponseStore], grown: Callable[[], int], fields: dict[str, Any]
 ) -> None:
-    """What runs was always kept, and counted for next to nothing."""
+    """Running responses were always kept, and counted almost no memory."""
     engine = PatientEngine(["text " * 4] * 200)
     async with client_of(engine) as client:
         asked: list[asyncio.Task[Any]] = []
@@ -134,7 +134,7 @@ async def test_what_runs_counts_for_what_it_takes(
         for _ in range(5):
             await engine.reached_end.acquire()
         counted = stores[0].size - before
-        # what is told apart less finely while it runs counts for more rather than less
+        # estimates for running responses are rather too high than too low
         assert grown() / 1.5 < counted < grown() * 5
         engine.may_end.set()
         await asyncio.gather(*asked)

@@ -168,7 +168,7 @@ def test_the_others_responses_do_not_exist() -> None:
 
 
 def test_who_has_most_makes_room() -> None:
-    """One caller's responses once pushed out everybody's."""
+    """One caller's responses could once evict those of all others."""
     store = ResponseStore(max_responses=6)
     store.put(ended("a", caller=KEY_A))
     for index in range(50):

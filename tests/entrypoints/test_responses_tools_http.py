@@ -1,6 +1,6 @@
-"""Tool calls and thoughts in /v1/responses, and what becomes of an engine that fails.
+"""Tool calls and reasoning in /v1/responses, and failures of the engine.
 
-A tiny model calls no tools, so what it would write is written here by hand, as in the tests of chat.
+A tiny model calls no tools, so its outputs are written here by hand, as in the tests of chat.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ async def test_thoughts_then_text() -> None:
     ]
     events = await ask_stream(ScriptedEngine(list(text)), flags, include_reasoning=False)
     assert shorter([name for name, _ in events]) == ["created", "in_progress", *TEXT_EVENTS, "completed"]
-    # log-probabilities of the text are told, and of the tag before it, which is part of neither
+    # log-probabilities of the text are returned, and of the tag before it, which is not reasoning either
     logprobs = {"include": ["message.output_text.logprobs"]}
     pieces = ["hm", "</think>", "Yes", "!"]
     told = await ask(ScriptedEngine(pieces), flags, **logprobs)
@@ -239,7 +239,7 @@ async def test_the_official_client_streams_calls() -> None:
 
 
 class FailingEngine(ScriptedEngine):
-    """An engine that dies after its first pieces."""
+    """An engine that dies after its first outputs."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         async for output in super().generate(*args, **kwargs):

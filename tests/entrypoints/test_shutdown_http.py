@@ -1,4 +1,4 @@
-"""What clients are told when a server that was told to stop does not wait for them any longer."""
+"""The errors that clients get when a stopping server does not wait for them any longer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_error(error: dict[str, Any]) -> None:
 
 
 def test_open_requests_are_told_that_the_server_ends(tiny_dir: str) -> None:
-    """Their connections were cut without a word."""
+    """Their connections were once closed without an error."""
     flags = ["--model", tiny_dir, "--served-model-name", "tiny", *FLAGS]
     server = Server(OPENAI_SERVER, flags, LONG_ENV | {"VLLM_ENABLE_RESPONSES_API_STORE": "1"})
     try:
@@ -166,7 +166,7 @@ async def test_nobody_speaks_less_than_tls_1_2_with_forward_secrecy(tmp_path: pa
     files = {"ssl_keyfile": str(tmp_path / "server.key"), "ssl_certfile": str(tmp_path / "server.pem")}
 
     async def handshake(port: int, ciphers: str, version: ssl.TLSVersion) -> tuple[str, str] | None:
-        """What was agreed on; None: nothing was."""
+        """The negotiated protocol; None: the handshake failed."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_ciphers(ciphers)

@@ -54,7 +54,7 @@ def test_load(guarded: httpx.Client, guarded_server: Server, http: httpx.Client)
 
 
 def test_signs_of_life(guarded: httpx.Client, guarded_server: Server) -> None:
-    """A server whose engine stands still answers nothing but comments."""
+    """A stream whose engine makes no progress sends only comments."""
     core = guarded_server.engine_core()
     body = CHAT | {"stream": True}
     core.suspend()
@@ -91,7 +91,7 @@ def test_invocations(guarded: httpx.Client) -> None:
     nothing = guarded.post("/invocations", json={"model": "tiny"})
     assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "prompt")
     assert guarded.post("/invocations", json=[1]).status_code == 400
-    # the other door to the same room has the same lock
+    # /invocations, which forwards to the same route, needs the key, too
     assert httpx.post(guarded.base_url.join("/invocations"), json=CHAT, timeout=60).status_code == 401
 
 

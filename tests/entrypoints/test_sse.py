@@ -62,6 +62,6 @@ def test_chat_events(usage_follows: bool) -> None:
     }
     event = writer.event(1, {"content": "y"}, Usage(1, 3, 2), {"finish_reason": "stop", "stop_reason": 5})
     choice |= {"delta": {"content": "y"}, "finish_reason": "stop", "stop_reason": 5}
-    # the stream's last chunk tells the fingerprint: the one with its usage, else each choice's own
+    # the last chunk has the fingerprint: the one with the usage, else the last one of each choice
     fingerprint = {} if usage_follows else {"system_fingerprint": "fp"}
     assert decoded(event) == head | {"choices": [choice], "usage": USAGE} | fingerprint

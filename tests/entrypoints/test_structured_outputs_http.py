@@ -104,7 +104,7 @@ def server(tiny_dir: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def asked(server: Server) -> Iterator[httpx.Client]:
-    """A client of it; nothing is left behind at the end."""
+    """A client of the server; afterwards no request may be left."""
     with httpx.Client(base_url=server.url, timeout=60) as http:
         yield http
         assert http.get("/health").status_code == 200
@@ -154,7 +154,7 @@ def test_the_text_keeps_to_its_constraint(asked: httpx.Client, kind: str, path: 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_any_object(asked: httpx.Client, path: str) -> None:
-    """A model that would rather end is held to an object, and then ends at once."""
+    """A model whose likeliest token is the end must write an object first, and then ends."""
     close = asked.post("/tokenize", json={"prompt": "{}", "add_special_tokens": False}).json()["tokens"]
     bias = {str(token): 50 for token in close}
     for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
@@ -242,7 +242,7 @@ def test_log_probabilities(asked: httpx.Client) -> None:
 
 
 def test_free_requests_beside_constrained_ones(asked: httpx.Client) -> None:
-    """Neither sees the other: greedy texts are what they are alone."""
+    """They do not influence each other: greedy texts are the same as alone."""
     free = {"ignore_eos": True, "max_tokens": 40}
     alone = asked.post(COMPLETIONS, json=BASES[COMPLETIONS] | free).json()["choices"][0]["text"]
     expected = {kind: texts(asked, COMPLETIONS, **fields) for kind, (fields, _) in KINDS.items()}
@@ -419,7 +419,7 @@ def test_a_grammar_of_endless_repetitions_is_refused_at_once(asked: httpx.Client
 
 
 def test_a_client_that_leaves_ends_the_compilation_of_its_grammar(server: Server, asked: httpx.Client) -> None:
-    """Its thread went on, with all its memory, and others' requests waited for the processor."""
+    """The compilation once went on in its thread, using memory and delaying other requests."""
     name = "ascend_vllm.core.structured.compile_process"
     texts(asked, COMPLETIONS, guided_regex="a")
     # the quick ones stand back behind nobody

@@ -58,7 +58,7 @@ def make_parser(name: str) -> ToolParser:
 
 
 def read(name: str, pieces: Sequence[str]) -> tuple[str, Calls]:
-    """Content and calls; deltas must be as a stream wants them: in order, name and id once and first."""
+    """Content and calls; checks the order of deltas, with name and id only in a call's first one."""
     parser = make_parser(name)
     content, ids = "", set()
     calls: list[list[str]] = []
@@ -219,7 +219,7 @@ HELD_BACK = [
 
 
 def test_the_work_is_in_proportion_to_the_text() -> None:
-    """No text is read again with every token that follows: 100,000 of them took minutes, for everybody's streams."""
+    """Text is not scanned again with every new token: 100,000 tokens once took minutes and blocked all streams."""
     start = time.process_time()
     for name, opening, again in HELD_BACK:
         parser = make_parser(name)
@@ -241,7 +241,7 @@ def test_false_starts_are_counted() -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
 def test_values_that_are_too_deep(name: str) -> None:
-    """What a model writes must not end in a RecursionError."""
+    """A model's output must not cause a RecursionError."""
     deep = "[" * 100_000 + "]" * 100_000
     if name == "hermes":
         text = f'<tool_call>{{"id": {deep}, "name": "f"}}'

@@ -1,4 +1,4 @@
-"""Exceptions that nobody foresaw: an answer, on a connection that goes on."""
+"""Unexpected exceptions become error responses, and the connection stays open."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests that no client in its right mind sends: drawn at random, the same ones for the same seed.
+"""Malformed and extreme requests, drawn at random and reproducible by their seed.
 
-Half of them are a valid request with one to three of its values replaced by something hostile, so that they come
+Half of them are a valid request with one to three of its values replaced by hostile ones, so that they get
 far; the others are broken as JSON or as HTTP.
 """
 

@@ -1,4 +1,4 @@
-"""Another client of a server under attack, in a process of its own: how long it waits, and for whom."""
+"""Measures the latencies of another client while a server is under attack, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL_NAME = "benchmark"
 
 
 class Probe:
-    """What it found, once it has been stopped.
+    """The results of a probe that has been stopped.
 
     Attributes:
         latencies: seconds by what was asked for, "health" or "completion".

@@ -1,4 +1,4 @@
-"""Every place in a request body where a client can put something, found in the JSON schema of the body.
+"""Finds all paths of values in a request body by the body's JSON schema.
 
 A schema that says nothing of a place (`dict[str, Any]`, `list[Any]`), or not what belongs together, is completed by
 what such places really hold: `EXAMPLES`. A field that is in none of them is found all the same.

@@ -1,4 +1,4 @@
-"""Hostile requests in great number: each gets an answer that blames the client, and nothing is left behind."""
+"""Many hostile requests: each gets a 4xx response, and none leaves anything in the server."""
 
 from __future__ import annotations
 

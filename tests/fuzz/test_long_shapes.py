@@ -1,4 +1,4 @@
-"""Long, deep, repeated and costly values in every field of every endpoint: nobody else notices.
+"""Long, deep, repeated and costly values in every field of every endpoint must not delay other clients.
 
 The places are found in the schemas that the server itself publishes, so that a field is attacked as soon as there is
 one. Meanwhile another process asks for /health and small completions.
@@ -136,7 +136,7 @@ def declared_paths(
 
 
 def test_every_body_is_published() -> None:
-    """A route that reads a body says so in the document that the places are taken from."""
+    """Every route with a body has it in the OpenAPI schema, from which the paths are taken."""
 
     def leaves(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
         below = model.__subclasses__()
@@ -232,7 +232,7 @@ def check_pauses(quiet: Probe, probe: Probe, outcomes: Sequence[Outcome]) -> lis
 
 
 def attack(server: Server, kind: str, requests: Sequence[LongRequest]) -> list[Outcome]:
-    """Sends everything twice beside a probe, and checks what is left of it.
+    """Sends all requests twice while a probe measures, and checks that the server is idle afterwards.
 
     Args:
         server: whose model has the probe's name.

@@ -1,4 +1,4 @@
-"""What a forward pass of a whole model launches, counted by layers."""
+"""The operators that a forward pass of a whole model launches, counted per layer."""
 
 from __future__ import annotations
 

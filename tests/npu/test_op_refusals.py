@@ -1,4 +1,4 @@
-"""What operators refuse, and that every operator has a numerical test."""
+"""Invalid arguments that operators refuse; and every operator has a numerical test."""
 
 from __future__ import annotations
 

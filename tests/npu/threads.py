@@ -1,4 +1,4 @@
-"""What is known of another process's threads."""
+"""Facts about another process's threads."""
 
 from __future__ import annotations
 
