@@ -23,7 +23,7 @@ from tests.core.memory_executor import (
 
 
 def rows(executor: MemoryExecutor, index: int = -1) -> dict[str, int]:
-    """A step's rows: request id → tokens. Only while the rows are still in their slots."""
+    """A step's rows: request id → number of tokens. Works while the rows are in their slots."""
     made = executor.steps[index]
     return {
         executor.slots[slot].request_id: count
@@ -34,7 +34,7 @@ def rows(executor: MemoryExecutor, index: int = -1) -> dict[str, int]:
 # ---- order and budget -------------------------------------------------------------------------------------
 
 
-def test_prompts_come_first_and_alone() -> None:
+def test_prompts_come_first_in_steps_of_their_own() -> None:
     core, executor = make_core(max_num_seqs=4)
     core.add_request(make_request("a", 5))
     core.step()
@@ -51,7 +51,7 @@ def test_whole_prompts_fill_the_budget_in_order() -> None:
     for name, length in {"a": 8, "b": 6, "c": 4, "d": 1}.items():
         core.add_request(make_request(name, length))
     core.step()
-    # c does not fit any more, and d must not overtake it
+    # c does not fit, and d must not overtake it
     assert rows(executor) == {"a": 8, "b": 6}
     core.step()
     assert rows(executor) == {"c": 4, "d": 1}
@@ -112,7 +112,7 @@ def test_running_row_costs_two_integers() -> None:
     for _ in range(6):
         core.step()
     new_blocks = [step.new_blocks for step in executor.steps[1:]]
-    # the fifth token opens a block, the ninth the next
+    # the fifth and the ninth token need a new block
     assert [len(blocks) for blocks in new_blocks] == [1, 0, 0, 0, 1]
     assert all(not step.new_rows and not step.freed_slots for step in executor.steps[1:])
 
@@ -134,12 +134,12 @@ def test_watermark_holds_back_admission_only_while_others_run() -> None:
 # ---- preemption -------------------------------------------------------------------------------------------
 
 
-def test_last_come_is_preempted_and_goes_on_with_the_same_tokens(package_log: pytest.LogCaptureFixture) -> None:
+def test_the_last_request_is_preempted_and_keeps_its_tokens(package_log: pytest.LogCaptureFixture) -> None:
     core, executor = make_core(num_blocks=6, block_size=4, max_num_seqs=3)
     requests = [make_request(name, 4, max_tokens=12, seed=i) for i, name in enumerate("abc")]
     for request in requests:
         core.add_request(request)
-    # waits for a slot; it would fit into what c gives up, and c has to come first all the same
+    # waits for a slot; it would fit into the blocks that c frees, but c comes first
     core.add_request(make_request("late", 2))
     collected: dict[str, Collected] = {}
     while not core.stats()["num_preemptions"]:
@@ -162,7 +162,7 @@ def test_last_come_is_preempted_and_goes_on_with_the_same_tokens(package_log: py
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_pressure_changes_no_token(chunked: bool) -> None:
+def test_preemptions_change_no_token(chunked: bool) -> None:
     core, _ = make_core(num_blocks=9, block_size=4, max_num_seqs=6, max_model_len=32, chunked=chunked)
     random_source = random.Random(3)
     requests = [
@@ -190,7 +190,7 @@ def test_warning_comes_every_fifty_preemptions(package_log: pytest.LogCaptureFix
     assert len(warnings) == (count - 1) // 50 + 1
 
 
-def test_prompt_tokens_count_once_however_often_computed() -> None:
+def test_prompt_tokens_count_once_though_recomputed() -> None:
     core, _ = make_core(num_blocks=9, block_size=4, max_num_seqs=6, max_model_len=32, max_num_batched_tokens=32)
     for index in range(12):
         core.add_request(make_request(f"r{index}", 6, max_tokens=20))
@@ -204,7 +204,7 @@ def test_prompt_tokens_count_once_however_often_computed() -> None:
         generated += stats.num_generation_tokens
         preemptions |= {output.request_id: output.num_preemptions for output in outputs.outputs}
     assert core.stats()["num_preemptions"] > 0
-    # each output tells its own sequence's
+    # each output has its own sequence's count
     assert sum(preemptions.values()) == core.stats()["num_preemptions"]
     assert (prompt_tokens, generated) == (12 * 6, 12 * 20)
 
@@ -219,7 +219,7 @@ def test_prompt_beyond_the_model_ends_with_length(package_log: pytest.LogCapture
     results = run(core)
     assert (results["long"].token_ids, results["long"].finish_reason) == ([], FinishReason.LENGTH)
     assert "Input prompt (17 tokens) is too long and exceeds limit of 16" in package_log.text
-    # a full sequence samples once
+    # a sequence of max_model_len samples one token
     assert (len(results["full"].token_ids), results["full"].finish_reason) == (1, FinishReason.LENGTH)
     assert len(executor.steps) == 1
 
@@ -230,7 +230,7 @@ def test_whole_prompts_beyond_the_budget_end_with_length() -> None:
     core.add_request(make_request("grows", 8, max_tokens=20))
     results = run(core)
     assert (results["long"].token_ids, results["long"].finish_reason) == ([], FinishReason.LENGTH)
-    # beyond the budget it could not be resumed after a preemption
+    # a sequence beyond the budget could not be recomputed after a preemption
     assert (len(results["grows"].token_ids), results["grows"].finish_reason) == (3, FinishReason.LENGTH)
 
 
@@ -256,7 +256,7 @@ def test_empty_prompt_is_an_error() -> None:
     assert_all_free(core)
 
 
-def test_answer_to_an_unservable_request_does_not_wait_its_turn() -> None:
+def test_an_unservable_request_ends_without_waiting() -> None:
     core, _ = make_core(max_num_seqs=1, max_model_len=16)
     core.add_request(make_request("runs", 4, max_tokens=10))
     core.step()
@@ -292,7 +292,7 @@ def test_stop_conditions_through_the_core() -> None:
     assert len(results["ignored"].token_ids) == 8
 
 
-def test_sampler_is_told_what_ends_the_sequence() -> None:
+def test_workers_get_what_ends_the_sequence() -> None:
     core, executor = make_core()
     core.add_request(make_request("a", 3, eos=5, ignore_eos=False, stop_token_ids=[7]))
     core.step()
@@ -300,7 +300,7 @@ def test_sampler_is_told_what_ends_the_sequence() -> None:
     assert (row.stop_token_ids, row.seed, row.num_prompt_tokens) == ([5, 7], 1, 3)
 
 
-def test_first_output_tells_when_the_request_was_scheduled() -> None:
+def test_first_output_has_the_time_of_scheduling() -> None:
     core, _ = make_core()
     core.add_request(make_request("a", 3))
     outputs = [core.step().outputs[0] for _ in range(3)]
@@ -320,7 +320,7 @@ def test_unseeded_requests_draw_from_the_engines_seed() -> None:
     assert len({*seeds(0), *seeds(1)}) == 6
 
 
-def test_logprobs_go_to_those_who_asked() -> None:
+def test_logprobs_are_emitted_if_wanted() -> None:
     core, _ = make_core()
     core.add_request(make_request("none", 2))
     core.add_request(make_request("zero", 2, logprobs=0))
@@ -372,14 +372,14 @@ def test_abort_while_a_prompt_is_half_computed() -> None:
     assert executor.steps[1].freed_slots == [0]
 
 
-def test_duplicate_id_is_refused_and_harms_nobody() -> None:
+def test_a_duplicate_id_is_refused_without_effect() -> None:
     core, _ = make_core()
     request = make_request("a", 3)
     core.add_request(request)
     with pytest.raises(RequestError, match="Request a already exists"):
         core.add_request(make_request("a", 5))
     assert run(core)["a"].token_ids == generate_alone(request, 1, 64)[0]
-    # an id is free again after the end
+    # an id can be used again after its request has ended
     core.add_request(request)
     assert len(run(core)["a"].token_ids) == 8
 

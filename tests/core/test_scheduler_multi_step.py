@@ -1,4 +1,4 @@
-"""Several forward steps of one scheduler call (--num-scheduler-steps)."""
+"""Steps of several forward passes (--num-scheduler-steps)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def outputs_of(core: EngineCore) -> list[EngineCoreOutput]:
 
 
 def num_steps(executor: MemoryExecutor) -> list[int]:
-    """Forward steps of each call."""
+    """Forward passes of each step."""
     return [made.num_steps for made in executor.steps]
 
 
-def test_one_call_gives_several_tokens() -> None:
+def test_a_step_gives_several_tokens() -> None:
     core, executor = make_core(num_scheduler_steps=4)
     request = make_request("a", 3, max_tokens=9)
     core.add_request(request)
@@ -57,12 +57,12 @@ def test_blocks_are_reserved_ahead() -> None:
     core.add_request(make_request("a", 4, max_tokens=20))
     core.step()
     core.step()
-    # the call computes the 5th to the 12th token
+    # the step computes the 5th to the 12th token
     assert [made.new_blocks for made in executor.steps] == [[], [(0, [1, 2])]]
     assert len(core._scheduler.requests["a"].block_ids) == 3
 
 
-def test_no_blocks_are_reserved_behind_the_end() -> None:
+def test_no_blocks_are_reserved_beyond_the_end() -> None:
     core, executor = make_core(block_size=4, num_scheduler_steps=8)
     request = make_request("a", 4, max_tokens=5)
     core.add_request(request)
@@ -74,7 +74,7 @@ def test_no_blocks_are_reserved_behind_the_end() -> None:
     assert (len(outputs[0].new_token_ids), outputs[0].finish_reason) == (4, FinishReason.LENGTH)
 
 
-def test_prompts_make_a_single_step() -> None:
+def test_steps_with_prompts_are_single() -> None:
     core, executor = make_core(num_scheduler_steps=4, chunked=True, max_num_batched_tokens=8)
     requests = [make_request("a", 3, max_tokens=20), make_request("b", 12, max_tokens=9)]
     core.add_request(requests[0])
@@ -90,7 +90,7 @@ def test_prompts_make_a_single_step() -> None:
     assert_tokens(collected, requests)
 
 
-def test_too_few_blocks_for_all_steps_make_a_single_one() -> None:
+def test_steps_are_single_if_blocks_are_short() -> None:
     core, executor = make_core(num_blocks=5, block_size=4, num_scheduler_steps=8)
     requests = [make_request("a", 4, max_tokens=9), make_request("b", 4, max_tokens=9)]
     for request in requests:
@@ -98,7 +98,7 @@ def test_too_few_blocks_for_all_steps_make_a_single_one() -> None:
     collected: dict[str, Collected] = {}
     step(core, collected)
     step(core, collected)
-    # a took both blocks it may come to need, b took the last one
+    # a has both blocks that it may need, b has the last one
     assert executor.steps[1].new_blocks == [(0, [2, 3]), (1, [4])]
     assert num_steps(executor) == [1, 1]
     assert scheduled(executor)[1] == {"a": 1, "b": 1}
@@ -106,7 +106,7 @@ def test_too_few_blocks_for_all_steps_make_a_single_one() -> None:
     while core.has_unfinished():
         step(core, collected)
         assert core.audit()["violations"] == []
-    # with the other gone, there is room
+    # after the other has ended there are blocks
     assert num_steps(executor)[-1] == 8
     assert_tokens(collected, requests)
     assert_all_free(core)
@@ -127,14 +127,14 @@ def test_tokens_after_an_end_are_dropped(async_scheduling: bool) -> None:
     ]
     for request in requests:
         core.add_request(request)
-    num_told = num_generated = 0
+    num_emitted = num_generated = 0
     collected: dict[str, Collected] = {}
     while core.has_unfinished():
         made = core.step()
         assert made.stats is not None
         num_generated += made.stats.num_generation_tokens
         for output in made.outputs:
-            num_told += len(output.new_token_ids)
+            num_emitted += len(output.new_token_ids)
             result = collected.setdefault(output.request_id, Collected())
             assert result.finish_reason is None
             result.token_ids += output.new_token_ids
@@ -146,8 +146,8 @@ def test_tokens_after_an_end_are_dropped(async_scheduling: bool) -> None:
         "eos": 5,
         "length": 3,
     }
-    # what is dropped is not counted either
-    assert num_told == num_generated == 33
+    # dropped tokens are not counted
+    assert num_emitted == num_generated == 33
     assert_all_free(core)
 
 
@@ -162,7 +162,7 @@ def test_rows_near_the_greatest_length(steps: int, async_scheduling: bool) -> No
         num_scheduler_steps=steps,
         async_scheduling=async_scheduling,
     )
-    # 3 blocks hold a sequence; together they take the whole cache
+    # 3 blocks are enough for a sequence; together they take the whole cache
     requests = [make_request(f"{length}", length, max_tokens=50, seed=length) for length in (12, 11, 9, 5)]
     for request in requests:
         core.add_request(request)
@@ -209,7 +209,7 @@ def test_nothing_changes_but_the_number_of_calls(
         assert max(made.num_steps for made in executor.steps) == steps
         assert_all_free(core)
     if num_blocks == 64:
-        # with few blocks those kept for a call cost preemptions
+        # with few blocks, reserving some for a step causes preemptions
         assert num_calls[0] > num_calls[1] > num_calls[2] > num_calls[3]
 
 
@@ -247,7 +247,7 @@ def test_logprobs_of_several_tokens() -> None:
             assert [entry.logprobs[0] for entry in told] == [-token for token in output.new_token_ids]
 
 
-def test_beams_go_step_by_step_and_the_log_says_so_once(
+def test_beam_searches_make_steps_single_which_is_logged_once(
     package_log: pytest.LogCaptureFixture,
 ) -> None:
     core, executor = make_core(num_scheduler_steps=4, max_num_seqs=6)
@@ -268,7 +268,7 @@ def test_beams_go_step_by_step_and_the_log_says_so_once(
     assert "not 4" in lines[0]
 
 
-def test_no_word_of_single_steps_where_they_are_the_rule(
+def test_single_steps_are_not_logged_where_all_are(
     package_log: pytest.LogCaptureFixture,
 ) -> None:
     core, _ = make_core()
@@ -277,7 +277,7 @@ def test_no_word_of_single_steps_where_they_are_the_rule(
     assert "--num-scheduler-steps" not in package_log.text
 
 
-def test_new_requests_join_between_calls() -> None:
+def test_new_requests_join_between_steps() -> None:
     core, executor = make_core(num_scheduler_steps=4)
     core.add_request(make_request("a", 3, max_tokens=9))
     core.step()

@@ -27,7 +27,7 @@ from tests.core.memory_executor import (
 
 
 class WatchedFuture(Future[StepOutput]):
-    """Notes when its result is asked for."""
+    """Records when its result is awaited."""
 
     def __init__(self, inner: Future[StepOutput], step_id: int, events: list[str]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class WatchedFuture(Future[StepOutput]):
 
 
 class WatchedExecutor(MemoryExecutor):
-    """Notes the order in which steps are handed out and waited for."""
+    """Records the order in which steps are handed out and awaited."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -56,7 +56,7 @@ def make_watched(**settings: Any) -> tuple[EngineCore, WatchedExecutor]:
     return EngineCore(config, executor), executor
 
 
-def test_a_step_is_handed_out_before_the_one_before_has_come_back() -> None:
+def test_a_step_is_handed_out_before_the_last_ones_outputs_arrive() -> None:
     core, executor = make_watched(async_scheduling=True)
     request = make_request("a", 3, max_tokens=4)
     core.add_request(request)
@@ -74,7 +74,7 @@ def test_without_it_steps_alternate() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_both_orders_take_the_same_steps(chunked: bool) -> None:
-    # lengths alone end them, so that there is nothing a step ahead could not know
+    # they end by length, which is known before a step's outputs are
     requests = [make_request(name, 4 + index, max_tokens=5 + index) for index, name in enumerate("abc")]
     told = []
     for async_scheduling in (False, True):
@@ -87,7 +87,7 @@ def test_both_orders_take_the_same_steps(chunked: bool) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
-def test_a_row_that_ends_by_length_is_not_computed_once_more(max_tokens: int) -> None:
+def test_a_row_that_ends_by_length_is_not_computed_again(max_tokens: int) -> None:
     core, executor = make_core(async_scheduling=True)
     core.add_request(make_request("a", 3, max_tokens=max_tokens))
     core.add_request(make_request("long", 3, max_tokens=9))
@@ -96,7 +96,7 @@ def test_a_row_that_ends_by_length_is_not_computed_once_more(max_tokens: int) ->
     assert len(executor.steps) == 9
 
 
-def test_a_row_at_the_models_length_is_not_computed_once_more() -> None:
+def test_a_row_at_the_models_length_is_not_computed_again() -> None:
     core, executor = make_core(async_scheduling=True, max_model_len=8)
     core.add_request(make_request("a", 5, max_tokens=50))
     assert len(run(core)["a"].token_ids) == 4
@@ -126,7 +126,7 @@ def test_a_wasted_token_is_not_counted() -> None:
     assert [stat.num_generation_tokens for stat in stats if stat is not None] == [1, 1, 1, 0]
 
 
-def test_a_freed_slot_is_taken_while_its_last_step_is_under_way() -> None:
+def test_a_freed_slot_is_reused_while_its_last_step_is_under_way() -> None:
     prompt = [1, 2, 3]
     third = generate_alone(make_request("x", prompt), 1, 64)[0][2]
     core, executor = make_core(async_scheduling=True, max_num_seqs=1)
@@ -137,7 +137,7 @@ def test_a_freed_slot_is_taken_while_its_last_step_is_under_way() -> None:
     ]
     for request in requests:
         core.add_request(request)
-    # what a step computed for a row that had ended must not reach the one that has its slot now
+    # tokens that a step sampled for an ended row must not be appended to the row that has its slot now
     assert_tokens(run(core), requests)
     assert [entries(executor, name)[0].slot for name in "abc"] == [0, 0, 0]
     assert_all_free(core)
@@ -154,7 +154,7 @@ def test_an_abort_frees_blocks_at_once(num_steps: int) -> None:
     core.abort_requests(["a"])
     assert_all_free(core)
     assert core.has_unfinished()
-    # all blocks and the slot go to the next one, while the workers still have to compute the old row
+    # all blocks and the slot are reused, while the workers have not computed the old row yet
     request = make_request("b", 12, max_tokens=4, seed=4)
     core.add_request(request)
     while core.has_unfinished():
@@ -166,7 +166,7 @@ def test_an_abort_frees_blocks_at_once(num_steps: int) -> None:
     assert_all_free(core)
 
 
-def test_nothing_is_told_after_an_abort_and_the_core_runs_dry() -> None:
+def test_nothing_is_emitted_after_an_abort_and_the_core_becomes_idle() -> None:
     core, executor = make_watched(async_scheduling=True)
     core.add_request(make_request("a", 3))
     core.step()
@@ -177,13 +177,13 @@ def test_nothing_is_told_after_an_abort_and_the_core_runs_dry() -> None:
     assert not executor.late
     assert executor.events == ["make 0", "make 1", "wait 0", "wait 1"]
     assert_all_free(core)
-    # and begins anew
+    # and it takes new requests
     request = make_request("a", 4)
     core.add_request(request)
     assert_tokens(run(core), [request])
 
 
-def test_every_token_is_told_once() -> None:
+def test_every_token_is_emitted_once() -> None:
     core, _ = make_core(async_scheduling=True, max_num_seqs=2)
     requests = [make_request(f"r{i}", i + 1, max_tokens=3 + i, seed=i) for i in range(5)]
     for request in requests:
@@ -202,7 +202,7 @@ def test_every_token_is_told_once() -> None:
         assert [output.first_scheduled_time is not None for output in own] == [True] + [False] * (len(own) - 1)
 
 
-def test_a_row_with_tokens_to_come_is_not_preempted() -> None:
+def test_a_row_with_pending_tokens_is_not_preempted() -> None:
     core, executor = make_core(num_blocks=6, async_scheduling=True, max_num_seqs=3)
     requests = [make_request(name, 4, max_tokens=12, seed=i) for i, name in enumerate("abc")]
     for request in requests:
@@ -211,14 +211,14 @@ def test_a_row_with_tokens_to_come_is_not_preempted() -> None:
     assert core.stats()["num_preemptions"] > 0
     for made in executor.steps:
         for row in made.new_rows:
-            # a resumed row knows all tokens it was told to have; the tokens of steps under way were waited for
+            # a resumed row has all of its tokens: those of steps under way were awaited before
             assert len(row.token_ids) - row.num_prompt_tokens in range(12)
     resumed = entries(executor, "c")[-1]
     assert resumed.token_ids[4:] == generate_alone(requests[2], 2, 64)[0][: len(resumed.token_ids) - 4]
     assert_all_free(core)
 
 
-def test_a_failed_step_fails_all_and_leaves_nothing() -> None:
+def test_a_failed_step_fails_all_requests_and_frees_everything() -> None:
     core, executor = make_core(async_scheduling=True)
     for name in "ab":
         core.add_request(make_request(name, 3))

@@ -1,4 +1,4 @@
-"""Priorities, delays, shares of a step for prompts, and the time a request may wait."""
+"""Priorities, delayed prompts, prompts that share a step, and the time limit of waiting."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_order_of_admission(policy: str, order: str) -> None:
     assert core.stats()["num_preemptions"] == 0
 
 
-def test_equals_keep_the_order_of_their_arrival() -> None:
+def test_requests_of_equal_priority_keep_their_order() -> None:
     core, executor = make_core(max_num_seqs=1, policy="priority")
     for name, arrival_time in {"c": 3.0, "a": 1.0, "b": 2.0, "d": 3.0}.items():
         core.add_request(make_ranked(name, 5, arrival_time, max_tokens=1))
@@ -92,7 +92,7 @@ def test_an_urgent_request_takes_the_slot_of_a_running_one(mode: str, async_sche
     step(core, collected)
     step(core, collected)
     core.add_request(requests[2])
-    # steps under way are waited for; then the one that matters least goes
+    # after the steps under way the least urgent request is preempted
     for _ in range(3):
         step(core, collected)
     assert "u" in collected
@@ -107,13 +107,13 @@ def test_an_urgent_request_takes_the_slot_of_a_running_one(mode: str, async_sche
     assert_tokens(collected, requests)
     assert order_of_entry(executor) == "abub"
     assert core.stats()["num_preemptions"] == 1
-    # the row that gave way did not stop the other one
+    # the other row decoded in the meantime
     assert all("a" in counts for counts in scheduled(executor)[3 if async_scheduling else 2 : 5] if "u" not in counts)
     assert_all_free(core)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_an_urgent_request_takes_the_blocks_of_as_many_as_it_needs(async_scheduling: bool) -> None:
+def test_an_urgent_request_preempts_as_many_as_it_needs(async_scheduling: bool) -> None:
     core, executor = make_core(num_blocks=6, max_num_seqs=5, policy="priority", async_scheduling=async_scheduling)
     # two blocks each from the second step on
     requests = [make_ranked(name, 1, index, max_tokens=5) for index, name in enumerate("abc")]
@@ -130,25 +130,25 @@ def test_an_urgent_request_takes_the_blocks_of_as_many_as_it_needs(async_schedul
         step(core, collected)
     finish(core, collected)
     assert_tokens(collected, [*requests, urgent])
-    # the latest go first, and come back in the order of their arrival
+    # the latest are preempted first, and resume in the order of arrival
     assert order_of_entry(executor) == "abcubc"
     assert core.stats()["num_preemptions"] == 2
     assert_all_free(core)
 
 
 @pytest.mark.parametrize("priority", [1, 2])
-def test_nobody_gives_way_to_an_equal_or_a_lesser_one(priority: int) -> None:
+def test_nothing_is_preempted_for_equal_or_lower_urgency(priority: int) -> None:
     core, executor = make_core(max_num_seqs=1, policy="priority")
     core.add_request(make_ranked("a", 1, 5.0))
     core.step()
-    # it came earlier, and still has to wait
+    # it arrived earlier, but has to wait
     core.add_request(make_ranked("b", priority, 1.0))
     run(core)
     assert order_of_entry(executor) == "ab"
     assert core.stats()["num_preemptions"] == 0
 
 
-def test_under_fcfs_nobody_gives_way() -> None:
+def test_fcfs_preempts_nothing_for_a_new_request() -> None:
     core, executor = make_core(max_num_seqs=1, policy="fcfs")
     core.add_request(make_ranked("a", 1))
     core.step()
@@ -158,7 +158,7 @@ def test_under_fcfs_nobody_gives_way() -> None:
     assert core.stats()["num_preemptions"] == 0
 
 
-def test_where_there_is_room_nobody_gives_way() -> None:
+def test_nothing_is_preempted_if_there_is_room() -> None:
     core, executor = make_core(max_num_seqs=2, policy="priority")
     core.add_request(make_ranked("a", 1))
     core.step()
@@ -184,16 +184,16 @@ def test_a_preempted_request_does_not_starve(async_scheduling: bool) -> None:
     finish(core, collected)
     assert_tokens(collected, [low, *urgent, *others])
     entered = order_of_entry(executor)
-    # it comes back as soon as no urgent one waits, before all that came later, however often it gave way
+    # it resumes as soon as no urgent one waits, before later ones, no matter how often it was preempted
     assert entered.replace("a", "") == "uvwxyz"
     assert entered.rindex("a") < entered.index("x")
     assert entered.count("a") == core.stats()["num_preemptions"] + 1 > 1
     assert_all_free(core)
 
 
-def test_when_blocks_run_out_the_one_that_matters_least_makes_room() -> None:
+def test_without_free_blocks_the_least_urgent_request_is_preempted() -> None:
     core, executor = make_core(num_blocks=6, block_size=4, max_num_seqs=3, policy="priority")
-    # the first that came matters least
+    # the first one is the least urgent
     requests = [make_ranked(name, 2 - index, index, max_tokens=12, seed=index) for index, name in enumerate("abc")]
     for request in requests:
         core.add_request(request)
@@ -208,7 +208,7 @@ def test_when_blocks_run_out_the_one_that_matters_least_makes_room() -> None:
 
 
 class Clock:
-    """A time.monotonic() that stands still unless it is moved."""
+    """A time.monotonic() that changes only when the test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -226,7 +226,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class TimedExecutor(MemoryExecutor):
-    """A second for each step."""
+    """Each step takes a second."""
 
     clock: Clock
 
@@ -252,7 +252,7 @@ def test_prompts_wait_for_a_multiple_of_the_last_prompts_time(
     core.add_request(requests[0])
     collected: dict[str, Collected] = {}
     step(core, collected)
-    # the prompt took a second; b is let in by the first step that is made later than factor seconds after it came
+    # the prompt took a second; b is admitted to the first step made more than `factor` seconds after its arrival
     requests.append(make_ranked("b", 0, clock.now, max_tokens=3))
     core.add_request(requests[1])
     finish(core, collected)
@@ -271,7 +271,7 @@ def test_the_delay_counts_from_the_earliest_arrival(clock: Clock) -> None:
     core.add_request(make_ranked("c", 0, clock.now, max_tokens=3))
     for _ in range(3):
         core.step()
-    # they gathered, and are computed together
+    # they are computed together
     assert scheduled(executor) == [{"a": 4}, {"a": 1}, {"a": 1}, {"a": 1}, {"b": 4, "c": 4}]
 
 
@@ -284,7 +284,7 @@ def test_nothing_is_delayed_when_nothing_runs(clock: Clock) -> None:
 
 
 class PacedExecutor(MemoryExecutor):
-    """A hundredth of a second for each token."""
+    """Each token takes a hundredth of a second."""
 
     clock: Clock
 
@@ -293,8 +293,8 @@ class PacedExecutor(MemoryExecutor):
         return super()._run(step)
 
 
-def pieces_beside_an_answer(clock: Clock, **settings: Any) -> list[int]:
-    """Tokens of a long prompt, 64 of which would fit, in each step while another request decodes."""
+def chunks_beside_a_decoding_row(clock: Clock, **settings: Any) -> list[int]:
+    """Chunks of a long prompt while another request decodes; 64 tokens fit a step."""
     config = make_config(chunked=True, max_model_len=256, **settings)
     executor = PacedExecutor(config, 128, 0)
     executor.clock = clock
@@ -311,20 +311,20 @@ def pieces_beside_an_answer(clock: Clock, **settings: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_pieces_are_as_small_as_the_pause_needs(clock: Clock, async_scheduling: bool) -> None:
+def test_chunks_are_as_small_as_the_pause_needs(clock: Clock, async_scheduling: bool) -> None:
     block_size = make_config().cache.block_size
-    pieces = pieces_beside_an_answer(clock, max_decode_pause_s=0.201, async_scheduling=async_scheduling)
-    # of 20 tokens' time one belongs to the answer; a step that is made ahead does not know it yet
-    assert pieces[0] == 20 and set(pieces[2:-1]) == {20 - block_size} and sum(pieces) == 100
-    # a pause that is too short for a block still lets the prompt go on
-    assert set(pieces_beside_an_answer(clock, max_decode_pause_s=0.001)) == {block_size}
+    chunks = chunks_beside_a_decoding_row(clock, max_decode_pause_s=0.201, async_scheduling=async_scheduling)
+    # one of the 20 tokens is the decoding row's; a step that is made ahead does not know it yet
+    assert chunks[0] == 20 and set(chunks[2:-1]) == {20 - block_size} and sum(chunks) == 100
+    # chunks have at least a block, also if the pause is too short for that
+    assert set(chunks_beside_a_decoding_row(clock, max_decode_pause_s=0.001)) == {block_size}
 
 
-def test_pieces_fill_the_step_without_a_limit(clock: Clock) -> None:
-    assert pieces_beside_an_answer(clock) == [63, 37]
+def test_chunks_fill_the_step_without_a_limit(clock: Clock) -> None:
+    assert chunks_beside_a_decoding_row(clock) == [63, 37]
 
 
-def test_a_prompt_that_nobody_waits_beside_is_not_cut_smaller(clock: Clock) -> None:
+def test_a_prompt_without_decoding_rows_gets_the_whole_step(clock: Clock) -> None:
     config = make_config(chunked=True, max_model_len=256, max_decode_pause_s=0.05)
     executor = PacedExecutor(config, 128, 0)
     executor.clock = clock
@@ -335,7 +335,7 @@ def test_a_prompt_that_nobody_waits_beside_is_not_cut_smaller(clock: Clock) -> N
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_who_waits_too_long_is_refused(clock: Clock, async_scheduling: bool) -> None:
+def test_requests_that_wait_too_long_are_refused(clock: Clock, async_scheduling: bool) -> None:
     core, executor = make_core(max_num_seqs=1, queue_timeout_s=5.0, async_scheduling=async_scheduling)
     requests = [make_ranked("runs", 0, 100.0, max_tokens=20), make_ranked("waits", 0, 101.0)]
     late = make_ranked("late", 0, 105.0, max_tokens=2)
@@ -354,7 +354,7 @@ def test_who_waits_too_long_is_refused(clock: Clock, async_scheduling: bool) -> 
     assert refused.error_class == "EngineBusyError"
     assert "5 s (--queue-timeout-s)" in (refused.error or "")
     assert core.stats()["num_waiting"] == 1
-    # what runs may take as long as it takes
+    # running requests have no limit
     clock.now = 109.0
     finish(core, collected)
     assert_tokens(collected, [requests[0], late])
@@ -362,7 +362,7 @@ def test_who_waits_too_long_is_refused(clock: Clock, async_scheduling: bool) -> 
     assert_all_free(core)
 
 
-def test_nobody_is_refused_without_a_limit(clock: Clock) -> None:
+def test_no_request_is_refused_without_a_limit(clock: Clock) -> None:
     core, _ = make_core(max_num_seqs=1)
     requests = [make_ranked("a", 0, 100.0), make_ranked("b", 0, 100.0)]
     for request in requests:
@@ -396,7 +396,7 @@ def test_a_preempted_request_is_not_refused(clock: Clock, mode: str) -> None:
     ("max_num_partial_prefills", "first_step"),
     [(1, {"a": 12}), (2, {"a": 6, "b": 6}), (3, {"a": 4, "b": 4, "c": 4}), (4, {"a": 4, "b": 4, "c": 4})],
 )
-def test_prompts_under_way_share_the_step(max_num_partial_prefills: int, first_step: dict[str, int]) -> None:
+def test_partial_prompts_share_the_step(max_num_partial_prefills: int, first_step: dict[str, int]) -> None:
     core, executor = make_core(
         chunked=True, max_num_batched_tokens=12, max_num_partial_prefills=max_num_partial_prefills
     )
@@ -407,7 +407,7 @@ def test_prompts_under_way_share_the_step(max_num_partial_prefills: int, first_s
     assert scheduled(executor)[0] == first_step
 
 
-def test_a_prompt_alone_has_the_whole_step() -> None:
+def test_a_single_prompt_gets_the_whole_step() -> None:
     core, executor = make_core(chunked=True, max_num_batched_tokens=12, max_num_partial_prefills=4)
     core.add_request(make_request("a", 20))
     core.step()
@@ -426,12 +426,12 @@ def test_a_long_prompt_takes_no_more_than_the_threshold() -> None:
 @pytest.mark.parametrize(
     ("max_long_partial_prefills", "steps"),
     [
-        # b waits for a, and c, which came last, does not
+        # b waits for a; c, which came last, does not
         (1, [{"a": 6, "c": 4}, {"a": 6, "c": 1}, {"a": 2, "b": 6, "c": 1}]),
         (2, [{"a": 6, "b": 6, "c": 4}, {"a": 6, "b": 6, "c": 1}, {"a": 2, "b": 2, "c": 1}]),
     ],
 )
-def test_short_prompts_pass_long_ones(max_long_partial_prefills: int, steps: list[dict[str, int]]) -> None:
+def test_short_prompts_overtake_long_ones(max_long_partial_prefills: int, steps: list[dict[str, int]]) -> None:
     core, executor = make_core(
         chunked=True,
         max_num_batched_tokens=24,
@@ -500,7 +500,7 @@ def test_the_budget_is_used_and_never_exceeded(settings: dict[str, Any], async_s
     assert_all_free(core)
 
 
-def test_whole_prompts_that_keep_coming_do_not_stop_those_that_decode(clock: Clock) -> None:
+def test_rows_decode_though_whole_prompts_keep_coming(clock: Clock) -> None:
     core, executor = make_timed(clock, max_num_seqs=16)
     core.add_request(make_ranked("a", 0, clock.now, max_tokens=20))
     core.step()
@@ -509,17 +509,17 @@ def test_whole_prompts_that_keep_coming_do_not_stop_those_that_decode(clock: Clo
         core.add_request(make_ranked(f"b{index}", 0, clock.now, max_tokens=20))
         core.step()
     steps = scheduled(executor)
-    # the first passes, for as long as rows may wait; from then on rows and prompts take turns
+    # the first prompts are computed until rows have waited long enough; then rows and prompts alternate
     assert [step.get("a", 0) for step in steps[1:7]] == [0, 1, 0, 1, 0, 1]
     assert [set(step.values()) for step in steps[1:7]] == [{4}, {1}] * 3
     assert steps[5].keys() == {"b3", "b4"}
 
 
-# ---- prompts whose log-probabilities are asked for -----------------------------------------------------------
+# ---- scored prompts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_scored_prompts_are_cut_and_others_pass_them(chunked: bool) -> None:
+def test_scored_prompts_are_cut_and_others_overtake_them(chunked: bool) -> None:
     core, executor = make_core(chunked=chunked, max_scored_tokens=6, max_num_seqs=8)
     requests = [
         make_request("a", 4, max_tokens=9),
@@ -534,7 +534,7 @@ def test_scored_prompts_are_cut_and_others_pass_them(chunked: bool) -> None:
     assert_tokens(collected, requests)
     steps = scheduled(executor)
     assert steps[0] == {"a": 4, "s": 6, "b": 10}
-    # whole prompts and the beginnings of others come before the rest of those that run, unless all are cut
+    # whole prompts and first chunks come before further chunks of running ones, unless all prompts are cut
     scored = [step.get("s", 0) + step.get("t", 0) for step in steps]
     assert scored[:6] == ([6, 6, 6, 6, 6, 1] if chunked else [6, 6, 6, 6, 5, 2])
     beside = [step.get("a", 0) for step in steps[1:5]]
@@ -543,7 +543,7 @@ def test_scored_prompts_are_cut_and_others_pass_them(chunked: bool) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_other_requests_pass_sequences_that_wait_for_their_prompt(chunked: bool) -> None:
+def test_other_requests_overtake_sequences_that_wait_for_their_parent(chunked: bool) -> None:
     core, executor = make_core(chunked=chunked, max_scored_tokens=4, max_num_seqs=8)
     first = make_request("first", 13, prompt_logprobs=1, max_tokens=2)
     more = [

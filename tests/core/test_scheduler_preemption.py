@@ -1,4 +1,4 @@
-"""Preemption: who makes room, what becomes of their blocks, and how they come back."""
+"""Preemption: which requests, by recomputation or swapping, and how they resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.core.memory_executor import (
 
 
 def make_tight(names: str = "abc", **given: Any) -> tuple[EngineCore, MemoryExecutor, list[EngineCoreRequest]]:
-    """Six blocks for requests that need four each in the end; the last is preempted first."""
+    """Six blocks for requests that finally need four each; the last is preempted first."""
     settings = {"num_blocks": 6, "block_size": 4, "max_num_seqs": 3, "preemption_mode": "swap", **given}
     core, executor = make_core(**settings)
     requests = [make_request(name, 4, max_tokens=12, seed=i) for i, name in enumerate(names)]
@@ -53,7 +53,7 @@ def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_swapped_blocks_come_back_and_nothing_is_computed_again(chunked: bool, async_scheduling: bool) -> None:
+def test_swapped_blocks_are_swapped_in_and_nothing_is_recomputed(chunked: bool, async_scheduling: bool) -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8, chunked=chunked, async_scheduling=async_scheduling)
     collected: dict[str, Collected] = {}
     step_until(core, "c", RequestStatus.SWAPPED, collected)
@@ -78,7 +78,7 @@ def test_swapped_blocks_come_back_and_nothing_is_computed_again(chunked: bool, a
 
 
 @pytest.mark.parametrize("num_cpu_blocks", [0, 1])
-def test_without_room_in_cpu_memory_it_is_computed_again(num_cpu_blocks: int) -> None:
+def test_without_room_in_cpu_memory_it_is_recomputed(num_cpu_blocks: int) -> None:
     core, executor, requests = make_tight("ab", num_blocks=5, num_cpu_blocks=num_cpu_blocks)
     collected: dict[str, Collected] = {}
     step_until(core, "b", RequestStatus.PREEMPTED, collected)
@@ -95,7 +95,7 @@ def test_a_full_cpu_pool_is_used_as_far_as_it_goes() -> None:
     core, _, requests = make_tight(num_cpu_blocks=2)
     collected: dict[str, Collected] = {}
     step_until(core, "c", RequestStatus.SWAPPED, collected)
-    # c has taken both; b has to make room as well, before a has all it needs
+    # c has both CPU blocks; b is preempted, too, before a has all blocks that it needs
     step_until(core, "b", RequestStatus.PREEMPTED, collected)
     assert core.stats()["num_swapped"] == 1
     finish(core, collected)
@@ -140,11 +140,11 @@ def test_which_requests_are_swapped(mode: str | None, several: str, expected: Re
     assert_all_free(core)
 
 
-def test_swapped_requests_come_back_before_new_prompts() -> None:
+def test_swapped_requests_resume_before_new_prompts() -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8)
     collected: dict[str, Collected] = {}
     step_until(core, "c", RequestStatus.SWAPPED, collected)
-    # one block and a slot would do for it, and both are there
+    # it needs one block and a slot, and both are free
     late = make_request("late", 1, max_tokens=2)
     core.add_request(late)
     while len(entries(executor, "c")) == 1:
@@ -157,7 +157,7 @@ def test_swapped_requests_come_back_before_new_prompts() -> None:
     assert order.index("late") > order.index("c", 3)
 
 
-def test_a_swapped_row_decodes_in_the_step_that_brings_it_back() -> None:
+def test_a_swapped_row_decodes_in_the_step_that_swaps_it_in() -> None:
     core, executor, _ = make_tight("ab", num_blocks=5, num_cpu_blocks=8)
     run(core)
     back = next(made for made in executor.steps if made.new_rows and made.new_rows[0].num_computed_tokens)
@@ -167,13 +167,13 @@ def test_a_swapped_row_decodes_in_the_step_that_brings_it_back() -> None:
 
 
 def test_moves_precede_the_use_of_the_blocks_they_free() -> None:
-    # none is free when a needs its third
+    # no block is free when a needs its third
     core, executor, _ = make_tight("ab", num_blocks=4, num_cpu_blocks=8)
     run(core)
     out = next(made for made in executor.steps if made.block_moves)
     swapped = {source for kind, source, _ in out.block_moves if kind == MoveKind.SWAP_OUT}
     taken = {block_id for _, block_ids in out.new_blocks for block_id in block_ids}
-    # a step takes what it frees: the workers copy first
+    # a step may use the blocks that it swaps out: the workers copy first
     assert swapped & taken
     assert out.freed_slots == [1]
 
@@ -206,13 +206,13 @@ def test_failing_all_while_one_is_swapped_frees_everything() -> None:
     assert_all_free(core)
 
 
-def test_blocks_that_came_back_are_found_again() -> None:
+def test_swapped_in_blocks_are_found_again() -> None:
     core, executor, requests = make_tight("ab", num_blocks=6, num_cpu_blocks=8, prefix_caching=True)
     collected: dict[str, Collected] = {}
     step_until(core, "b", RequestStatus.SWAPPED, collected)
     finish(core, collected)
     assert_tokens(collected, requests)
-    # its blocks were entered again after it came back
+    # its blocks were cached again after it was swapped in
     history = [*requests[1].prompt_token_ids, *collected["b"].token_ids]
     core.add_request(make_request("next", [*history, 5], max_tokens=1))
     assert run(core)["next"].num_cached_tokens == 12
@@ -220,11 +220,11 @@ def test_blocks_that_came_back_are_found_again() -> None:
     assert_all_free(core)
 
 
-# ---- computing again --------------------------------------------------------------------------------------
+# ---- recomputation ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["recompute", None])
-def test_recomputing_gives_all_blocks_back_and_moves_nothing(mode: str | None) -> None:
+def test_recomputation_frees_all_blocks_and_moves_nothing(mode: str | None) -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8, preemption_mode=mode)
     collected: dict[str, Collected] = {}
     step_until(core, "c", RequestStatus.PREEMPTED, collected)
@@ -234,12 +234,12 @@ def test_recomputing_gives_all_blocks_back_and_moves_nothing(mode: str | None) -
     assert_tokens(collected, requests)
     assert not executor.moves
     assert entries(executor, "c")[-1].num_computed_tokens == 0
-    # what was generated before is computed with the prompt, in one step
+    # prompt and generated tokens are recomputed in one step
     assert len(entries(executor, "c")[-1].token_ids) > 4
     assert_all_free(core)
 
 
-def test_a_chunked_prompt_half_computed_makes_room_and_begins_anew() -> None:
+def test_a_half_computed_prompt_is_preempted_and_recomputed() -> None:
     core, executor = make_core(
         num_blocks=7, block_size=4, max_num_seqs=2, chunked=True, max_num_batched_tokens=4, max_model_len=32
     )
@@ -258,7 +258,7 @@ def test_a_chunked_prompt_half_computed_makes_room_and_begins_anew() -> None:
     assert_all_free(core)
 
 
-def test_the_one_that_needs_a_block_may_be_the_one_that_makes_room() -> None:
+def test_the_request_that_needs_a_block_may_be_preempted_itself() -> None:
     core, executor = make_core(num_blocks=4, block_size=4, max_num_seqs=2, max_model_len=16)
     # the younger one is the first to need a third block
     requests = [make_request("old", 2, max_tokens=8), make_request("young", 7, max_tokens=4)]
