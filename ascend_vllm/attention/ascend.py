@@ -45,19 +45,19 @@ _FAMILIES: dict[str, type[AttentionOps]] = {"fused": FusedAttention, "flash": Fl
 class AscendStep:
     """What all layers of a step share."""
 
-    # [T] int64, each in [0, P*S): tokens that are stored nowhere have places in the spare blocks
+    # [T] int64, each in [0, P*S): tokens that are not to be stored have slots in the spare blocks
     slots: torch.Tensor
     # in the order of the step's rows
     parts: list[DevicePart]
-    # a compiler looks on
+    # the step is being compiled
     is_compiled: bool = False
 
 
 class AscendAttention(AttentionBackend):
-    """A layer's cache is [2, P, S, K, D] in the model's dtype: all heads of a token lie together.
+    """A layer's cache is [2, P, S, K, D] in the model's dtype: all heads of a token are contiguous.
 
-    The last blocks are spare: the operator that stores keys takes no negative slots, so that tokens which are not
-    to be stored go there, each to a place of its own. No row reads them.
+    The last blocks are spare: the operator that stores keys takes no negative slots, so that each token that is not
+    to be stored gets a slot of its own there. No row reads them.
     """
 
     name = "ascend"
@@ -81,7 +81,7 @@ class AscendAttention(AttentionBackend):
         self._mask: torch.Tensor | None = None
 
     @classmethod
-    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
+    def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
         if dtype not in _DTYPES:
             return f"dtype {dtype} is not one of {', '.join(map(str, _DTYPES))}"
         if spec.head_size not in _HEAD_SIZES:
@@ -151,7 +151,7 @@ class AscendAttention(AttentionBackend):
         if source.device == target.device:
             blocks = source.index_select(1, source_blocks)
         else:
-            # host and device copy to each other at full speed through pinned memory alone
+            # copies between host and device are fast only through pinned memory
             shape = (source.shape[0], source_blocks.shape[0], *source.shape[2:])
             blocks = torch.empty(shape, dtype=source.dtype, pin_memory=True)
             if source.device.type == "cpu":
@@ -166,7 +166,7 @@ class AscendAttention(AttentionBackend):
             raise RuntimeError("the attention backend has no KV cache: call bind first")
         slots = batch.slot_mapping
         num_tokens = slots.shape[0]
-        # only tokens of decoding steps are ever stored nowhere, and there are as many spare places
+        # only decoding steps have tokens that are not to be stored, and there are spare slots for all of them
         if num_tokens <= self._spare_slots.shape[0]:
             slots = torch.where(slots < 0, self._spare_slots[:num_tokens], slots)
         parts = split_rows(batch.query_start_np, batch.seq_lens_np, self.precision, by_kind=self._ops.splits_kinds)
@@ -179,7 +179,7 @@ class AscendAttention(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        batch: ForwardBatch,  # noqa: ARG002 - all that is needed of it is prepared
+        batch: ForwardBatch,  # noqa: ARG002 - `prepare` has read it
         metadata: AscendStep,
         rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
@@ -188,7 +188,7 @@ class AscendAttention(AttentionBackend):
         if rotary is not None:
             rotary.rotate(query, key, spec.head_size)
         num_tokens, head_size = query.shape[0], spec.head_size
-        # the operators read no strided rows, which the parts of a fused projection are
+        # the operators take no strided rows, such as those of a fused projection
         key = key.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
         value = value.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
         key_cache, value_cache = kv_cache.unbind(0)
@@ -216,6 +216,6 @@ class AscendAttention(AttentionBackend):
             masks = window_masks(self._windows, batch.seq_lens[part.rows], block_table.shape[1], self.block_size)
         starts = batch.query_start[part.rows.start : part.rows.stop + 1]
         if self._custom and part.tokens.start > 0:
-            # their tokens are the part's
+            # the custom operators count from the part's first token
             starts = starts - part.tokens.start
         return DevicePart(part, block_table, masks, starts, batch.seq_lens[part.rows])

@@ -1,19 +1,19 @@
-"""What to set for models that need attention in high precision on Ascend NPUs."""
+"""Settings for models that need attention in high precision on Ascend NPUs."""
 
 from __future__ import annotations
 
 from ascend_vllm.attention.ascend_plan import Precision
 from ascend_vllm.config.engine import EngineConfig
 
-# the guide says "long" and gives no number here; this one it gives for cached prefixes
+# the guide says "long" without a number; this is its number for cached prefixes
 _LONG_SEQUENCE = 8192
 
 
 def precision_advice(precision: Precision, config: EngineConfig) -> list[str]:
-    """What to set for a model, as sentences.
+    """The settings to change for a model, as sentences.
 
     Args:
-        precision: what is set.
+        precision: the current settings.
         config: of the engine.
     """
     advice: list[str] = []

@@ -1,9 +1,9 @@
-"""The two families of attention operators of torch_npu, behind one form.
+"""The two families of attention operators of torch_npu, behind one interface.
 
-Both compute causal attention of a part's rows, [t, N, D], over a layer's new keys or its paged cache. Which
-arguments mean what was read in the documentation of the operators that torch_npu carries.
+Both compute causal attention of a part's rows, [t, N, D], over a layer's new keys or its paged cache. The
+meaning of the arguments is taken from the documentation of the operators in torch_npu.
 
-Letters: t tokens and r rows of a part, T tokens of the step, B most blocks of a row, N query heads, K KV heads,
+Letters: t tokens and r rows of a part, T tokens of the step, B maximum blocks of a row, N query heads, K KV heads,
 D head size, P blocks of the cache, S tokens of a block.
 """
 
@@ -20,25 +20,25 @@ import torch
 from ascend_vllm.attention.ascend_plan import Part, RowKind
 from ascend_vllm.attention.backend import AttentionSpec
 
-# the operators' words for what they mask: at and below the diagonal that ends in the lower right corner; the same
-# without what is more than pre_tokens before it
+# values of sparse_mode: attention at and below the diagonal that ends in the lower right corner; the same, limited
+# to pre_tokens before it
 _CAUSAL = 3
 _BAND = 4
-# added to the two above, npu_prompt_flash_attention computes in high precision: it has no argument for that
+# added to sparse_mode for high precision in npu_prompt_flash_attention, which has no argument for it
 _PROMPT_HIGH_PRECISION = 10
-# the operators' names of how precise they are; they make no difference in bfloat16
+# values of inner_precise; they make no difference in bfloat16
 _HIGH_PRECISION = 0
 _HIGH_PERFORMANCE = 1
-# the fused operator's high-performance kernels know these head sizes only
+# head sizes of the fused operator's high-performance kernels
 _FAST_HEAD_SIZES = (64, 128)
 _UNLIMITED = 2147483647
-# side of the one mask that stands for masks of all sizes
+# side of the compressed mask, which the operators extend to any length
 _MASK_SIZE = 2048
 
 
 @functools.cache
 def compressed_mask(device: torch.device) -> torch.Tensor:
-    """[2048, 2048] int8 with 1 above the diagonal: the operators stretch it to any length."""
+    """[2048, 2048] int8 with 1 above the diagonal, for sequences of any length."""
     return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
 
 
@@ -49,7 +49,7 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         key: [T, K, D], contiguous.
         value: likewise.
         kv_cache: [2, P, S, K, D]; written.
-        slots: [T] int64 places, each another.
+        slots: [T] int64, all different.
     """
     key_cache, value_cache = kv_cache.unbind(0)
     torch.ops.npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, slots, cache_mode="Norm")
@@ -64,13 +64,13 @@ def _store_and_take(
 
 
 def _register_store_and_take() -> Any:
-    """`_store_and_take` as one op, for compilers; returns what keeps the registration alive.
+    """Registers `_store_and_take` as one op, for compilers; returns the library, which keeps it registered.
 
-    Compilers make a function that changes nothing of a program, and bring what was changed back with copies: here of
-    whole caches, in every step. So the op does not say that it writes. What makes it come before attention reads is
-    the query, which attention has from it; nothing reads a layer's cache before.
+    Compilers replace in-place operators by functional ones and copy the results back: here whole caches, in every
+    step. Therefore the op's schema does not declare that it writes the cache. It runs before attention, since
+    attention reads the query that it returns; nothing reads the layer's cache earlier.
     """
-    # torch leaves this class without annotations
+    # the class has no annotations
     library: Any = torch.library.Library("ascend_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(
         "ascend_store_and_take(Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor slots) -> Tensor"
@@ -94,17 +94,16 @@ class DevicePart:
     part: Part
     # [r, B] int32
     block_table: torch.Tensor
-    # window → [r, 1, 1, B*S] bool: what decoding rows no longer see; only of who needs it
+    # window → [r, 1, 1, B*S] bool: positions before the window of decoding rows; only for operators that need it
     window_masks: dict[int, torch.Tensor]
-    # [r+1] and [r] int32; None where a compiler looks on. Only the custom operators read them, from the part's first
-    # token on
+    # [r+1] and [r] int32, counted from the part's first token, for the custom operators; None while compiling
     query_start: torch.Tensor | None = None
     seq_lens: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What one layer attends with."""
+    """Inputs of attention in one layer."""
 
     spec: AttentionSpec
     # [T, N, D], contiguous
@@ -112,7 +111,7 @@ class LayerInput:
     # [T, K, D], contiguous: of the step's tokens
     key: torch.Tensor
     value: torch.Tensor
-    # [P, S, K*D], contiguous: the cache, the step's tokens in it
+    # [P, S, K*D], contiguous: the cache, which has the step's tokens
     key_cache: torch.Tensor
     value_cache: torch.Tensor
 
@@ -124,19 +123,19 @@ class AttentionOps(abc.ABC):
         block_size: S.
     """
 
-    # whether rows of different kinds are different operators' business
+    # whether rows of different kinds need different operators
     splits_kinds: bool
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def needs_window_mask(self, kind: RowKind) -> bool:  # noqa: ARG002 - most operators know windows
+    def needs_window_mask(self, kind: RowKind) -> bool:  # noqa: ARG002 - most operators support windows
         """Whether a part of a kind reads `DevicePart.window_masks`."""
         return False
 
     def replay_arguments(
         self,
-        seq_lens: list[int],  # noqa: ARG002 - of those that can
+        seq_lens: list[int],  # noqa: ARG002 - for families that can be replayed
         query_len: int,  # noqa: ARG002
     ) -> dict[str, list[int]] | None:
         """See `AttentionBackend.replay_arguments`."""
@@ -157,7 +156,7 @@ class AttentionOps(abc.ABC):
 
 
 def _sparse(window: int | None) -> tuple[int, int]:
-    """sparse_mode, pre_tokens: a token sees itself and pre_tokens before it."""
+    """sparse_mode and pre_tokens: a token attends to itself and to pre_tokens before it."""
     return (_CAUSAL, _UNLIMITED) if window is None else (_BAND, window - 1)
 
 
@@ -178,7 +177,7 @@ class FusedAttention(AttentionOps):
         precise = part.high_precision or spec.head_size not in _FAST_HEAD_SIZES
         if part.only_prompts:
             key, value, block_table = layer.key[part.tokens], layer.value[part.tokens], None
-            # without a block table the lengths of keys are summed up as those of queries always are
+            # without a block table, lengths of keys are cumulative, as those of queries always are
             kv_lens = part.query_ends
         else:
             key, value, block_table = layer.key_cache, layer.value_cache, prepared.block_table
@@ -205,16 +204,16 @@ class FusedAttention(AttentionOps):
 
 
 class FlashAttention(AttentionOps):
-    """npu_prompt_flash_attention and npu_incre_flash_attention, as before there was the fused operator.
+    """npu_prompt_flash_attention and npu_incre_flash_attention, the predecessors of the fused operator.
 
-    The first knows no blocks and pads rows to one length, so that it is called row by row, and what the cache holds
-    of a row is gathered for it. The second decodes over the blocks.
+    The first does not support blocks and pads rows to one length, so that it is called for each row, with the row's
+    keys gathered from the cache. The second decodes over blocks.
     """
 
     splits_kinds = True
 
     def needs_window_mask(self, kind: RowKind) -> bool:
-        """See `AttentionOps.needs_window_mask`: the incremental operator knows no windows."""
+        """See `AttentionOps.needs_window_mask`: the incremental operator does not support windows."""
         return kind == RowKind.DECODE
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
@@ -288,7 +287,7 @@ def window_masks(
     """`DevicePart.window_masks` of rows with one token each.
 
     Args:
-        windows: tokens that a token sees, itself included.
+        windows: number of tokens that a token attends to, itself included.
         seq_lens: [r] int32, device.
         num_blocks: B.
         block_size: S.

@@ -1,7 +1,7 @@
-"""Attention in high precision and the KV write by the custom operators, the rest by a family of torch_npu's.
+"""Attention in high precision and the KV write by custom operators, the rest by a family of torch_npu's operators.
 
-They compute in float32 between reading and writing, and read lengths on the device, so that captured graphs need
-not be told of them.
+The custom operators compute in float32 and read lengths on the device, so that replays of captured graphs need not
+update them.
 
 Letters: as in `ascend_calls`.
 """
@@ -15,7 +15,7 @@ import torch
 from ascend_vllm.attention.ascend_calls import AttentionOps, DevicePart, LayerInput
 from ascend_vllm.attention.ascend_plan import Precision, RowKind
 
-# the layout of the caches: heads of a token side by side
+# layout of the caches: the heads of a token are contiguous
 _LAYOUT = "ND"
 
 
@@ -25,12 +25,12 @@ def store_kv_custom(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tens
 
 
 class CustomAttention(AttentionOps):
-    """A family that leaves some parts to the custom operators.
+    """A family of operators, some of which are replaced by custom operators.
 
     Args:
-        family: computes the others.
-        taken: the custom operators that are used.
-        precision: only what is computed in high precision is theirs.
+        family: computes everything else.
+        taken: names of the custom operators in use.
+        precision: custom operators compute only kinds of rows in high precision.
     """
 
     def __init__(self, family: AttentionOps, taken: Collection[str], precision: Precision) -> None:
@@ -45,13 +45,13 @@ class CustomAttention(AttentionOps):
         return self.family.needs_window_mask(kind)
 
     def replay_arguments(self, seq_lens: list[int], query_len: int) -> dict[str, list[int]] | None:
-        """See `AttentionOps.replay_arguments`; a graph of the custom operators leaves them unread."""
+        """See `AttentionOps.replay_arguments`; custom operators in a graph do not read them."""
         return self.family.replay_arguments(seq_lens, query_len)
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         """See `AttentionOps.attend`."""
         part = prepared.part
-        # a compiled graph has no lengths on the device, and no form of these operators
+        # compiled graphs have no lengths on the device and do not support these operators
         if prepared.seq_lens is None or prepared.query_start is None or not part.high_precision:
             return self.family.attend(layer, prepared, mask)
         if self._prefix and RowKind.PREFIX in part.kinds:
@@ -64,7 +64,7 @@ class CustomAttention(AttentionOps):
 def _prefix_attention(
     layer: LayerInput, prepared: DevicePart, query_start: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:
-    """[t, N, D]; whatever a row does, its keys are in the cache by now."""
+    """[t, N, D]; the keys of all kinds of rows are in the cache."""
     spec = layer.spec
     output: torch.Tensor = torch.ops.ascend_vllm_npu.prefix_attention(
         layer.query[prepared.part.tokens],

@@ -1,4 +1,4 @@
-"""Which calls of the Ascend operators a step's rows are computed in. Host integers only.
+"""Splits a step's rows into calls of the Ascend operators, using integers on the host only.
 
 Letters: R rows of a step, T tokens of a step.
 """
@@ -14,19 +14,19 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
-# A switch of precision between neighbouring rows costs a call in every layer. Beyond this many calls the whole step
-# is computed in one, precisely.
+# Each change of precision between neighbouring rows costs a call in every layer. With more calls than this, the
+# whole step is computed in one call in high precision.
 MAX_PARTS = 4
 
 
 class RowKind(enum.IntEnum):
-    """What a row does in a step."""
+    """What a row computes in a step."""
 
-    # one token, over what is in the cache
+    # one token, with others in the cache before it
     DECODE = 0
     # several tokens, with others in the cache before them: a chunk, or a prompt whose prefix was cached
     PREFIX = 1
-    # a prompt from its first token on, whole or as far as the step goes
+    # a prompt from its first token on, or its first chunk
     PROMPT = 2
 
 
@@ -45,9 +45,9 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """Neighbouring rows that one call computes. Lists are what the operators take, and a graph's replay updates."""
+    """Neighbouring rows that one call computes. The operators take lists, which replays of graphs update."""
 
-    # of its first row
+    # of the first row
     kind: RowKind
     high_precision: bool
     rows: slice
@@ -56,12 +56,12 @@ class Part:
     query_ends: list[int]
     # [rows] tokens of each row in the cache after the step
     seq_lens: list[int]
-    # of its rows
+    # of all rows
     kinds: frozenset[RowKind]
 
     @property
     def only_prompts(self) -> bool:
-        """The keys of all rows are the step's own."""
+        """Whether all rows are prompts, so that all keys are computed in the step."""
         return self.kinds == {RowKind.PROMPT}
 
 
@@ -72,10 +72,10 @@ def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precisi
         query_start: [R+1].
         seq_lens: [R].
         precision: of each kind.
-        by_kind: a part has rows of one kind; otherwise rows of one precision.
+        by_kind: rows of a part have the same kind; otherwise the same precision.
 
     Returns:
-        At least one part; with by_kind, as many as the rows' order makes, otherwise at most MAX_PARTS.
+        At least one part; without by_kind at most MAX_PARTS.
 
     Example::
 

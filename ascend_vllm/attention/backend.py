@@ -1,6 +1,6 @@
-"""The seam between models and attention kernels.
+"""The interface between models and attention kernels.
 
-Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a row, N query heads, K KV heads,
+Letters: T tokens of a step, R rows (sequences) of a step, B maximum blocks of a row, N query heads, K KV heads,
 D head size, P blocks of the cache, S tokens of a block.
 """
 
@@ -22,10 +22,10 @@ from ascend_vllm.ops.elementwise import rotary_embedding
 from ascend_vllm.types.kv_cache import KEY_VALUE, KVCacheSpec
 
 # One layer's KV cache as its backend makes it (`AttentionBackend.make_cache`): a tensor of `kv_cache_shape`, or with
-# its scales beside it. Nobody but the backend looks inside.
+# its scales beside it. Only the backend accesses it.
 LayerCache: TypeAlias = Any
 
-# a step of layers that have declared nothing
+# `ForwardBatch.state` if no layer has declared step state
 NO_STATE: Mapping[str, torch.Tensor] = types.MappingProxyType({})
 
 
@@ -40,10 +40,10 @@ class ForwardBatch:
 
     # [T] int64, device
     input_ids: torch.Tensor
-    # [T] int64, device: place of each token in its sequence
+    # [T] int64, device: position of each token in its sequence
     positions: torch.Tensor
-    # [T] int64, device: block * block_size + offset, where each token's key and value go; negative: nowhere, which
-    # only tokens of decoding steps are
+    # [T] int64, device: block * block_size + offset of each token's key and value; negative: not stored, which is
+    # possible only for tokens of decoding steps
     slot_mapping: torch.Tensor
     # [R+1] int32, device
     query_start: torch.Tensor
@@ -53,26 +53,26 @@ class ForwardBatch:
     block_table: torch.Tensor
     # [S] int64, device: token indices whose logits are needed
     logits_indices: torch.Tensor
-    # [R+1] int32 and [R] int32, host: the same as query_start and seq_lens, for who would have to wait for the device
+    # [R+1] int32 and [R] int32, host: query_start and seq_lens, to be read without waiting for the device
     query_start_np: npt.NDArray[np.int32]
     seq_lens_np: npt.NDArray[np.int32]
-    # most query tokens of a row, and longest row: host integers, known when the batch is made
+    # maximum query tokens of a row, and maximum sequence length, on the host
     max_query_len: int
     max_seq_len: int
-    # what layers declared beside (layers/step_state.py), by name: [T, …] or [R, …], device, in fixed memory
+    # step state (layers/step_state.py) by name: [T, …] or [R, …], device, in fixed memory
     state: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=lambda: NO_STATE)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention layer is.
+    """Parameters of an attention layer.
 
     Attributes:
         num_heads: query heads N (of this rank).
         num_kv_heads: KV heads K (of this rank); N is a multiple of K.
         head_size: D.
         scale: factor on query·key, usually D**-0.5.
-        sliding_window: a token sees itself and the sliding_window-1 tokens before it; None: all.
+        sliding_window: a token attends to itself and the sliding_window-1 tokens before it; None: to all.
     """
 
     num_heads: int
@@ -84,7 +84,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RotaryStep:
-    """What the queries and keys of one forward step are rotated with."""
+    """The rotation of queries and keys in one forward step."""
 
     # [T] int64: row of the table for each token
     positions: torch.Tensor
@@ -112,16 +112,16 @@ class AttentionBackend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        """Why this backend cannot serve a layer, as a sentence; None if it can."""
+    def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
+        """Why this backend does not support a layer, as a sentence; None if it does."""
 
     @classmethod
-    def refuses_cache(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
-        """Why this backend cannot keep what a layer caches, as a sentence; None if it can.
+    def unsupported_cache_reason(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
+        """Why this backend does not support a layer's KV cache, as a sentence; None if it does.
 
         Args:
             cache: of the layer.
-            dtype: of its queries, keys and values. Most backends keep these as they are.
+            dtype: of its queries, keys and values; most backends cache them in this dtype only.
         """
         if cache == KVCacheSpec(KEY_VALUE, cache.block_shape, str(dtype).removeprefix("torch.")):
             return None
@@ -129,21 +129,21 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
-        """Shape of what one layer caches, scales excepted: the blocks' shapes and `num_blocks`, in any order."""
+        """Shape of one layer's cache without scales: the dimensions of blocks and `num_blocks`, in any order."""
 
     def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> LayerCache:
-        """One layer's cache in memory of its own. Backends that keep scales beside the numbers override this.
+        """Makes one layer's cache in the given memory. Backends that store scales beside the values override this.
 
         Args:
             memory: [num_blocks * cache.block_bytes] uint8, on the device or in CPU memory.
-            num_blocks: blocks, spare ones among them.
+            num_blocks: blocks, spare ones included.
             cache: of the layer.
         """
         shape, dtype = self.kv_cache_shape(num_blocks, cache), getattr(torch, cache.dtype)
         return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def advice(self, config: EngineConfig) -> list[str]:  # noqa: ARG002 - most have none to give
-        """What an operator should know of how this model will be computed, as sentences; logged as warnings."""
+    def advice(self, config: EngineConfig) -> list[str]:  # noqa: ARG002 - most backends have none
+        """Settings that users should change for this model, as sentences, which are logged as warnings."""
         return []
 
     def replay_arguments(
@@ -151,14 +151,14 @@ class AttentionBackend(abc.ABC):
         seq_lens: list[int],  # noqa: ARG002 - of those that can be replayed
         query_len: int = 1,  # noqa: ARG002
     ) -> dict[str, list[int]] | None:
-        """Lists on the host that a captured decoding step needs anew in each replay; None: it cannot be replayed.
+        """Host-side arguments to update in each replay of a captured decoding step; None: it cannot be replayed.
 
         Args:
-            seq_lens: tokens of each row with the step's own.
-            query_len: tokens of the step that each row has.
+            seq_lens: tokens of each row, those of the step included.
+            query_len: tokens of each row in the step.
 
         Returns:
-            The lists by the names that the operators have for them.
+            Lists by the names of the operators' arguments.
         """
         return None
 
@@ -166,32 +166,32 @@ class AttentionBackend(abc.ABC):
         """`prepare` for compiled code, of rows of `max_query_len` tokens each; only if `replay_arguments` has lists.
 
         Args:
-            batch: without the arrays that it has on the host.
-            seq_lens: tokens of each row; variables to the compiler.
+            batch: without the host arrays.
+            seq_lens: tokens of each row, which are variables for the compiler.
         """
         raise NotImplementedError(f"attention backend {self.name} cannot be compiled")
 
     def describe(self) -> str:
-        """Everything beside its arguments that decides what the backend computes, in a line."""
+        """Everything beside the arguments that affects what the backend computes, in one line."""
         return self.name
 
-    def num_spare_blocks(self, max_num_tokens: int) -> int:  # noqa: ARG002 - whoever skips tokens needs none
-        """Blocks that a cache has behind those of the pool, for tokens that are stored nowhere; 0 if not needed.
+    def num_spare_blocks(self, max_num_tokens: int) -> int:  # noqa: ARG002 - not needed by kernels that skip tokens
+        """Number of blocks after those of the pool, for tokens that are not to be stored; 0 if not needed.
 
         Args:
-            max_num_tokens: most tokens of a decoding step.
+            max_num_tokens: maximum tokens of a decoding step.
         """
         return 0
 
     def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[LayerCache], num_blocks: int) -> None:
-        """Told of the caches before the first step, and again when there are new ones.
+        """Called with the caches before the first step, and again when they are replaced.
 
         Args:
             specs: one per layer.
             kv_caches: one per layer, of `num_blocks + num_spare_blocks(...)` blocks.
-            num_blocks: those of the pool.
+            num_blocks: blocks of the pool.
         """
-        del specs, kv_caches, num_blocks  # most backends find in each call what they need
+        del specs, kv_caches, num_blocks  # most backends need nothing before the first step
 
     @abc.abstractmethod
     def copy_blocks(
@@ -208,7 +208,7 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, batch: ForwardBatch) -> Any:
-        """What all layers of a step share, made once per step; handed to `forward` as `metadata`."""
+        """Makes what all layers share in a step; called once per step, and passed to `forward` as `metadata`."""
 
     @abc.abstractmethod
     def forward(
@@ -222,7 +222,7 @@ class AttentionBackend(abc.ABC):
         metadata: Any,
         rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
-        """Stores key and value, then attends.
+        """Stores key and value, then computes attention.
 
         Args:
             spec: of the layer.
@@ -231,8 +231,8 @@ class AttentionBackend(abc.ABC):
             value: [T, K*D].
             kv_cache: of the layer; written.
             batch: the step's tokens and rows.
-            metadata: what `prepare` made of the batch.
-            rotary: query and key are rotated by it first, and may be overwritten; None: they are what they should be.
+            metadata: result of `prepare`.
+            rotary: rotates query and key first, which may be overwritten; None: they are not to be rotated.
 
         Returns:
             [T, N*D], in query's dtype.

@@ -11,12 +11,12 @@ from ascend_vllm.types.kv_cache import KVCacheSpec
 
 
 class CpuAttention(AttentionBackend):
-    """A layer's cache is [2, P, K, S, D] in the model's dtype: keys and values of a head lie together by block."""
+    """A layer's cache is [2, P, K, S, D] in the model's dtype: keys or values of a head are contiguous in blocks."""
 
     name = "cpu"
 
     @classmethod
-    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
+    def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
         if dtype not in FLOAT_DTYPES:
             return f"dtype {dtype} is not one of {', '.join(map(str, FLOAT_DTYPES))}"
         if spec.head_size not in HEAD_SIZES:
@@ -43,7 +43,7 @@ class CpuAttention(AttentionBackend):
         target.index_copy_(1, target_blocks, blocks.to(target.device))
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Nothing: the op reads the batch's tensors where they are, and its plan costs less than handing one on."""
+        """Returns None: the op reads the batch's tensors, and computing its plan costs less than passing one."""
 
     def forward(
         self,
@@ -59,7 +59,7 @@ class CpuAttention(AttentionBackend):
         num_tokens = query.shape[0]
         key_cache, value_cache = kv_cache.unbind(0)
         if rotary is None:
-            # views: the parts of a fused projection stay where they are
+            # views of the fused projection, not copies
             shape = (num_tokens, spec.num_kv_heads, spec.head_size)
             store_kv(key.view(shape), value.view(shape), key_cache, value_cache, batch.slot_mapping)
         else:

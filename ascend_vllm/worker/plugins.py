@@ -36,17 +36,18 @@ def select_attention_backend(
         ConfigError: there is none; the message has the reason of each.
     """
     kinds = dict.fromkeys((layer.spec, layer.kv_cache_spec(block_size)) for layer in layers)
-    refusals = []
+    rejections = []
     for path in ATTENTION_BACKENDS[device_type]:
         backend: type[AttentionBackend] = pkgutil.resolve_name(path)
         reasons = [
-            backend.refuses(spec, dtype, block_size) or backend.refuses_cache(cache, dtype) for spec, cache in kinds
+            backend.unsupported_reason(spec, dtype, block_size) or backend.unsupported_cache_reason(cache, dtype)
+            for spec, cache in kinds
         ]
-        refused = [reason for reason in reasons if reason]
-        if not refused:
+        failed = [reason for reason in reasons if reason]
+        if not failed:
             return backend
-        refusals.append(f"{backend.name}: {refused[0]}")
+        rejections.append(f"{backend.name}: {failed[0]}")
     raise ConfigError(
         f"no attention backend of device {device_type!r} can serve this model"
-        + (f" ({'; '.join(refusals)})" if refusals else ": it has none")
+        + (f" ({'; '.join(rejections)})" if rejections else ": it has none")
     )

@@ -260,8 +260,8 @@ def test_blocks_are_copied_within_the_cache_and_to_the_host() -> None:
     ],
 )
 def test_what_it_refuses(spec: AttentionSpec, dtype: torch.dtype, block_size: int, words: str) -> None:
-    assert words in (AscendAttention.refuses(spec, dtype, block_size) or "")
-    assert AscendAttention.refuses(spec_of(), torch.bfloat16, 64) is None
+    assert words in (AscendAttention.unsupported_reason(spec, dtype, block_size) or "")
+    assert AscendAttention.unsupported_reason(spec_of(), torch.bfloat16, 64) is None
 
 
 def attention_calls(problem: Problem) -> list[dict[str, Any]]:

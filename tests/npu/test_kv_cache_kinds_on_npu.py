@@ -72,8 +72,8 @@ class ScaledAttention(AscendAttention):
     name = "scaled"
 
     @classmethod
-    def refuses_cache(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
-        return None if cache.kind == SCALED else super().refuses_cache(cache, dtype)
+    def unsupported_cache_reason(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
+        return None if cache.kind == SCALED else super().unsupported_cache_reason(cache, dtype)
 
     def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> LayerCache:
         if cache.scale_shape is None:

@@ -452,7 +452,7 @@ def test_rotary_store_kv_refuses_wrong_arguments(change: dict[str, Any], message
     ],
 )
 def test_backend_says_why_it_refuses(spec: AttentionSpec, dtype: torch.dtype, block_size: int, reason: str) -> None:
-    refusal = CpuAttention.refuses(spec, dtype, block_size)
+    refusal = CpuAttention.unsupported_reason(spec, dtype, block_size)
     assert refusal is not None
     assert refusal.startswith(reason)
 
@@ -461,4 +461,4 @@ def test_backend_takes_what_it_can() -> None:
     for head_size in HEAD_SIZES:
         for block_size in BLOCK_SIZES:
             spec = AttentionSpec(14, 2, head_size, 0.1, 4096)
-            assert all(CpuAttention.refuses(spec, dtype, block_size) is None for dtype in FLOAT_DTYPES)
+            assert all(CpuAttention.unsupported_reason(spec, dtype, block_size) is None for dtype in FLOAT_DTYPES)

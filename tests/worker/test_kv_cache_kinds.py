@@ -73,11 +73,11 @@ class ToyAttention(AttentionBackend):
     name = "toy"
 
     @classmethod
-    def refuses(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:  # noqa: ARG003
+    def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:  # noqa: ARG003
         return None
 
     @classmethod
-    def refuses_cache(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:  # noqa: ARG003
+    def unsupported_cache_reason(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:  # noqa: ARG003
         return None if cache.kind in (KEY_VALUE, SCALED) else f"kind {cache.kind} is unknown"
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
