@@ -83,7 +83,7 @@ class FakeEngine:
         queue: OutputQueue[Any] | None = None,
         arrival_time: float = 10.0,
     ) -> None:
-        """Checks a request and opens its state."""
+        """Checks and registers a request."""
         request = self.input.process(request_id, prompt, params, arrival_time=arrival_time)
         self.output.add(request, queue)
         self.core_ids[request_id] = [core.request_id for core in request.core_requests]

@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# A request that no machine finishes while a test looks at it: the tiny model makes thousands of tokens a second.
+# A request that does not finish during a test: the tiny model makes thousands of tokens a second.
 LONG = 16_000
 MAX_MODEL_LEN = 16_384
 NUM_BLOCKS = MAX_MODEL_LEN // 16
@@ -57,7 +57,7 @@ async def engine() -> AsyncIterator[AsyncLLM]:
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_is_left(engine: AsyncLLM) -> AsyncIterator[None]:
-    """After every test every block and slot is free, as soon as the core has read what it was sent."""
+    """Checks after every test that the core has freed all blocks and slots."""
     yield
     if engine.errored:
         return
@@ -78,7 +78,7 @@ async def final(engine: AsyncLLM, request_id: str, sampling: SamplingParams, pro
 
 
 async def settle(engine: AsyncLLM) -> dict[str, Any]:
-    """The core's accounts once nothing runs."""
+    """The core's audit once nothing runs."""
     for _ in range(500):
         audit: dict[str, Any] = await engine.call_utility("audit")
         if audit["num_running"] == audit["num_waiting"] == 0:
@@ -111,7 +111,7 @@ async def test_output_kinds_agree(engine: AsyncLLM) -> None:
 
 
 async def test_outputs_come_while_the_request_runs(engine: AsyncLLM) -> None:
-    """How many there are depends on how fast they are read: what has not been read yet is merged."""
+    """Their number depends on the reader: unread outputs are merged."""
     whole = await final(engine, "whole", params(200, output_kind=FINAL))
     token_ids: list[int] = []
     async with contextlib.aclosing(engine.generate("Hello!", params(LONG, output_kind=DELTA), "long")) as deltas:
@@ -285,7 +285,7 @@ async def test_state(engine: AsyncLLM) -> None:
 
 
 async def test_a_dead_core_ends_all_requests() -> None:
-    """Whatever the core has read of them or not: nobody hangs."""
+    """Whether the core has read them or not, none of them hangs."""
     engine = make_engine(max_num_seqs=1, disable_log_stats=True)
     try:
         # not ready yet: generate waits for it
@@ -312,7 +312,7 @@ async def test_a_dead_core_ends_all_requests() -> None:
 
 
 async def test_a_core_that_works_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one that has nothing to do."""
+    """Nor does an idle one."""
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
     engine = make_engine(max_num_seqs=4)
     try:

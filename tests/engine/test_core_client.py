@@ -1,4 +1,4 @@
-"""The engine-core process: its start, its failures, its end. Nothing may be left behind."""
+"""The engine-core process: start, failures, shutdown; no process or file may be left behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def ignore(*_: object) -> Callable[[], None]:
-    """For callbacks that a test does not look at."""
+    """For callbacks that a test ignores."""
     return lambda: None
 
 
@@ -61,7 +61,7 @@ def listen(client: CoreClient) -> None:
 
 @contextlib.contextmanager
 def played_core(client: CoreClient) -> Iterator[zmq.Socket[bytes]]:
-    """A socket to send what a core would send."""
+    """A socket to send a core's messages."""
     with client._cores[0]._context.socket(zmq.PUSH) as push:
         push.connect(client._cores[0].process.outbound)
         yield push
@@ -89,7 +89,7 @@ async def test_a_core_starts_answers_and_ends(monkeypatch: pytest.MonkeyPatch) -
         (ready,), (again,) = await asyncio.gather(client.ready(), client.ready())
         assert ready == again
         assert ready.num_gpu_blocks == 32
-        # whoever is killed from now on leaves none behind
+        # from now on a killed process leaves no files behind
         assert not socket_directory(client).exists()
         audits = await asyncio.gather(*(client.call_utility("audit") for _ in range(3)))
         assert all(audit["num_free_blocks"] == 32 for audit in audits)
@@ -176,7 +176,7 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
         assert client.error is error
         with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
             client.add_requests([EngineCoreRequest("s", [1], SamplingParams(), None, start)])
-        # a stopped process does not hear SIGTERM; it is killed without anybody shutting the client down
+        # a stopped process does not handle SIGTERM; it is killed even if the client is not shut down
         async with asyncio.timeout(30):
             while client._cores[0].process.exit_code is None:
                 await asyncio.sleep(0.01)
@@ -199,13 +199,13 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
         # much longer than the limit, in which nothing may happen
         await asyncio.sleep(0.8)
         assert client.error is None
-        # an answer to a call is owed until it has come, whatever becomes of requests meanwhile
+        # the watchdog runs until a pending call is answered, even if all requests have ended
         call = asyncio.create_task(client.call_utility("check_health"))
         await asyncio.sleep(0)
         client.add_requests([EngineCoreRequest("s", [1, 2, 3], SamplingParams(max_tokens=4), None, 0.0)])
         client.abort_requests(["s"])
         assert client._cores[0].watchdog._timer is not None
-        # from now on the core may take its time
+        # from now on the core may be slow
         client._cores[0].watchdog._tick_s = 60.0
         os.kill(client.pids[0], signal.SIGCONT)
         assert await call is None
@@ -215,7 +215,7 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_messages_that_wait_are_news() -> None:
-    """Those of a core that is quicker than this process: it was not silent, however long one message takes."""
+    """A core whose messages are processed slowly has sent something, so it does not time out."""
     goes_on, taken = threading.Event(), threading.Event()
 
     def take(*_: object) -> Callable[[], None]:
@@ -311,7 +311,7 @@ async def test_shutdown_while_the_core_starts_is_quick() -> None:
 
 @pytest.mark.parametrize("where", ["thread", "loop"])
 async def test_outputs_that_cannot_be_processed_end_the_engine(where: str) -> None:
-    """A bug in the front must fail requests, not leave them waiting."""
+    """A bug in this process must fail requests, not let them hang."""
 
     def explode(*_: EngineCoreOutputs) -> Callable[[], None]:
         raise RuntimeError("boom")

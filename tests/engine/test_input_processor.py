@@ -1,4 +1,4 @@
-"""Requests: what is accepted, what is refused with which words, and what the core gets."""
+"""Requests: what is accepted, error texts, and the core's requests."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_min_tokens_never_exceeds_max_tokens(byte_level: Tokenizer) -> None:
 
 
 def test_top_k_of_the_whole_vocabulary_is_none(byte_level: Tokenizer) -> None:
-    # a number that does not fit into the sampler's columns among them
+    # among them one that does not fit into the sampler's arrays
     for asked, got in ((7, 7), (2**40, -1), (0, 0), (-1, -1)):
         request = processor(byte_level).process("r", {"prompt_token_ids": [5]}, SamplingParams(top_k=asked))
         assert request.core_requests[0].sampling_params.top_k == got

@@ -1,4 +1,4 @@
-"""The timer that notices a silent engine core, on a clock that the test turns."""
+"""The timer that notices a silent engine core, on a clock that the test advances."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ async def test_log_probabilities_that_are_kept_have_a_limit(
     for token_id in range(5, 8):
         for name in ("a", "b", "stream", "stream"):
             engine.give([token_id], name, new_logprobs=logprobs_of([token_id], 9))
-    # six of each of the two, and none of the stream, which has told them
+    # six of each of the two, and none of the stream, which has emitted them
     engine.give([8], "b", new_logprobs=logprobs_of([8], 9))
     with pytest.raises(RequestError, match=r"has 8 log-probabilities so far, .* at most 12") as caught:
         await queues["b"].get()
@@ -548,7 +548,7 @@ async def test_several_tokens_a_step(byte_level: Tokenizer, each: bool, kind: Re
     else:
         assert (pieces[-1].text, pieces[-1].token_ids, len(pieces[-1].logprobs)) == (text, ids, len(ids))
         assert [len(piece.token_ids) for piece in pieces] == list(range(len(ids) - len(pieces) + 1, len(ids) + 1))
-    # whatever is told, the tokens came at once
+    # however they are emitted, the tokens came at once
     assert engine.stats.inter_token_s == [(0.0, len(ids) - 1)]
     assert engine.stats.num_generation_tokens == len(ids)
 
@@ -642,7 +642,7 @@ def test_prompt_logprobs_have_the_shape_of_vllm(byte_level: Tokenizer) -> None:
 def test_who_adds_and_aborts_does_not_wait_for_the_log_probabilities_of_a_prompt(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of 30,000 tokens took seconds under the lock, for which the event loop waited."""
+    """Those of 30,000 tokens would hold the lock for seconds, and block the event loop."""
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def shape_slowly(*arguments: Any) -> Any:

@@ -21,7 +21,7 @@ def delta(number: int, finished: bool = False) -> RequestOutput:
 
 
 class Shape:
-    """Depends, as events do, on what came before; notices if it is called out of turn or twice at a time."""
+    """Stateful, like events; detects calls out of order or at the same time."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -112,7 +112,7 @@ async def test_a_shape_that_fails_fails_the_reader_who_knows_that_the_request_go
 
 @pytest.mark.parametrize("max_outputs", [1, 4])
 async def test_two_threads(max_outputs: int) -> None:
-    """Whatever their speeds, nothing is lost, and shapes are made in turn: some in each thread."""
+    """At any speeds nothing is lost, and outputs are shaped in order, some in each thread."""
     count, shape, chance = 3000, Shape(), random.Random(1)
     queue = OutputQueue(DELTA, max_outputs, shape)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The output thread makes text and events beside the event loop. The engine is real; the test plays its core."""
+"""The output thread makes text and events off the event loop. The engine is real; the test plays its core."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from tests.tiny_models import tiny_model
 
-# what each request of a step costs in tests that look at the middle of one; it does not hold the interpreter's lock
+# time per request in tests that interrupt a step; the GIL is released meanwhile
 SLOW_S = 0.01
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -51,7 +51,7 @@ def output_threads() -> list[threading.Thread]:
 
 
 class PlayedCore:
-    """Sends an engine what its core would; the core itself is stopped, and hears nothing."""
+    """Sends messages in place of an engine's core, whose process is stopped."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -64,7 +64,7 @@ class PlayedCore:
         os.kill(self.engine.core_pid, signal.SIGSTOP)
 
     async def core_ids(self, request_id: str) -> list[str]:
-        """Ids of a request's sequences in the core, once it is there."""
+        """Ids of a request's sequences in the core, once it is registered."""
         await wait_until(lambda: request_id in self.engine._output)
         return list(self.engine._output._requests[request_id].core_ids)
 
@@ -73,11 +73,11 @@ class PlayedCore:
         self._socket.send(msgspec.msgpack.encode(message))
 
     def is_published(self, queue: Any) -> bool:
-        """Whether all of what the core sent of a request is there for its reader."""
+        """Whether all outputs of a request have been published."""
         return not self.engine._client._cores[0].receiver.is_busy and not queue._pending
 
     def is_read(self, queue: Any) -> bool:
-        """Whether its reader has all of that, and waits for more."""
+        """Whether the reader has got all of them, and waits for more."""
         return self.is_published(queue) and not queue._published and queue._waiter is not None
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ async def played() -> AsyncIterator[PlayedCore]:
 
 @pytest.fixture
 def update_threads(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Threads that made text of tokens."""
+    """Threads that detokenised."""
     threads: set[int] = set()
     update = SequenceState.update
 
@@ -125,12 +125,12 @@ def delta(**options: Any) -> SamplingParams:
 
 
 def text_of(output: RequestOutput) -> tuple[int, list[list[int]]]:
-    """A shape that tells which thread it was called in."""
+    """A shape that returns the thread it was called in."""
     return threading.get_ident(), [generated.token_ids for generated in output.outputs]
 
 
 async def read(engine: AsyncLLM, request_id: str, shape: Callable[[RequestOutput], Any], **options: Any) -> list[Any]:
-    """All that comes of a request; an error is the last of it."""
+    """All outputs of a request, and its error, if any, as the last item."""
     items: list[Any] = []
     try:
         async for item in engine.generate_shaped("Hello!", delta(**options), request_id, shape):
@@ -202,7 +202,7 @@ async def test_events_of_streams_are_made_in_the_output_thread(kind: str, monkey
 
 
 async def test_a_slow_reader_gets_merged_events_in_their_order() -> None:
-    """What has its shape stays as it is; what waits behind it is merged first."""
+    """Shaped outputs are not merged; unshaped ones behind them are."""
     async with played() as core:
         generator = core.engine.generate_shaped("Hello!", delta(), "r", text_of)
         first = asyncio.create_task(anext(generator))
@@ -215,7 +215,7 @@ async def test_a_slow_reader_gets_merged_events_in_their_order() -> None:
             core.step(EngineCoreOutput(core_id, [token_id]))
         await wait_until(lambda: queue._num_unshaped == 3 and core.is_published(queue))
         assert await anext(generator) == (thread.ident, [[2]])
-        # still waits without its shape; nothing may overtake it
+        # queued unshaped; no later output may overtake it
         core.step(EngineCoreOutput(core_id, [6]))
         await wait_until(lambda: queue._num_unshaped == 4 and core.is_published(queue))
         assert await anext(generator) == (threading.get_ident(), [[3, 4, 5, 6]])
@@ -230,7 +230,7 @@ async def test_a_slow_reader_gets_merged_events_in_their_order() -> None:
 async def start_slow_step(
     core: PlayedCore, num_requests: int, finish: FinishReason | None
 ) -> list[asyncio.Task[Any]]:
-    """A step that takes a while, for each of its requests does; returns when the first of them are done."""
+    """Sends a slow step; returns when the first of its requests are done."""
     num_shaped = 0
 
     def slow(output: RequestOutput) -> tuple[int, list[list[int]]]:
@@ -249,7 +249,7 @@ async def start_slow_step(
 
 
 async def test_the_event_loop_goes_on_while_a_step_is_processed() -> None:
-    """And an abort, or a new request, waits for one request's text, not for the step's."""
+    """An abort or a new request waits for the text of one request, not of the whole step."""
     async with played() as core:
         engine = core.engine
         tasks = await start_slow_step(core, 100, None)
@@ -264,7 +264,7 @@ async def test_the_event_loop_goes_on_while_a_step_is_processed() -> None:
         # all of this took a small part of the step
         assert time.monotonic() - start < 50 * SLOW_S
         (thread,) = output_threads()
-        # nothing of what was there is lost, and nothing comes after the end
+        # earlier outputs are not lost, and none comes after the end
         loop_thread = threading.get_ident()
         assert await tasks[0] == [(thread.ident, [[7]]), (loop_thread, [[]])]
         assert [token_ids for _, token_ids in await tasks[99]] == [[[]]]
@@ -306,10 +306,10 @@ async def test_an_abort_tells_of_sequences_that_the_step_would_have_told_of() ->
 
 @pytest.mark.parametrize("finish", [None, FinishReason.LENGTH])
 async def test_a_core_that_dies_while_its_step_is_processed(finish: FinishReason | None) -> None:
-    """What it sent before still counts; everybody gets an answer."""
+    """Messages sent before its end are processed; every request ends."""
     async with played() as core:
         engine = core.engine
-        # for longer than last words are waited for
+        # for longer than last messages are waited for
         tasks = await start_slow_step(core, 60, finish)
         waiting = asyncio.create_task(read(engine, "waiting", text_of))
         await core.core_ids("waiting")
@@ -366,7 +366,7 @@ async def test_a_shape_that_fails_ends_its_request_alone() -> None:
 
 
 async def test_an_end_is_told_once_the_core_and_the_metrics_know() -> None:
-    """So that who has an answer finds it counted, and a stop string's sequence gone from the core."""
+    """So a client that has its answer finds it in the metrics, and a stopped sequence aborted in the core."""
     async with played() as core:
         engine = core.engine
         text = engine.tokenizer.decode([40, 41])
@@ -448,7 +448,7 @@ def test_event_loops_may_come_and_go() -> None:
 
 
 def test_who_waits_for_the_lock_gets_it_next() -> None:
-    """Although the thread that releases it takes it again at once."""
+    """Although the thread that releases it acquires it again at once."""
     lock = FairLock()
     turns: list[str] = []
 

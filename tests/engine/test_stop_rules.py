@@ -1,4 +1,4 @@
-"""The rules of stopping, through `LLM` with a real tiny model: what ends a sequence, what is told, what is text."""
+"""The rules of stopping, through `LLM` with a real tiny model: ends of sequences, emitted tokens, and text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def spell(llm: LLM, letters: str, end: int | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize(("end", "reason"), [(EOS, None), (OTHER_EOS, OTHER_EOS), (70, 70)])
 def test_tokens_that_end(llm: LLM, end: int, reason: int | None, include: bool) -> None:
-    """Ends of the model, the first without a reason, and of the user; they are tokens, and text only if asked for."""
+    """Ends of the model, the first without a reason, and of the user; they are tokens, and text only on request."""
     fields = spell(llm, "abc", end) | {"stop_token_ids": [70], "skip_special_tokens": False}
     found = ask(llm, **fields, include_stop_str_in_output=include)
     assert found.token_ids == [*ids_of(llm, "abc"), end]
@@ -159,7 +159,7 @@ def test_special_tokens_are_hidden_in_text_only(llm: LLM) -> None:
 
 
 def test_streams_hold_back_what_may_stop(llm: LLM) -> None:
-    """As many characters as the longest stop string has, but one; nothing if stop strings are shown."""
+    """One character less than the longest stop string; none if stop strings are shown."""
 
     def texts(**fields: Any) -> list[tuple[str, int]]:
         params = SamplingParams(
@@ -186,7 +186,7 @@ def test_streams_hold_back_what_may_stop(llm: LLM) -> None:
 
 
 def test_incomplete_characters_are_never_told(llm: LLM) -> None:
-    """Neither in the middle nor before the end, and a stop string may be what they become."""
+    """Neither in the middle nor before the end; they may become a stop string."""
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode("é日", add_special_tokens=False)
     assert len(ids) == 5
@@ -203,7 +203,7 @@ def test_incomplete_characters_are_never_told(llm: LLM) -> None:
 
 
 def test_nothing_left_to_sample_is_an_error(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """The request ends with words, the engine goes on."""
+    """The request ends with an error; the engine goes on."""
     (a,) = ids_of(llm, "a")
     for fields in (
         {"allowed_token_ids": [a], "bad_words": ["a"]},

@@ -1,4 +1,4 @@
-"""--stream-interval: tokens that are told together, and --max-num-queued-tokens' count; the test plays the core."""
+"""--stream-interval: tokens per output, and the count of --max-num-queued-tokens; the test plays the core."""
 
 from __future__ import annotations
 

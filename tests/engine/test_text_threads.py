@@ -1,4 +1,4 @@
-"""Threads for texts: who waits for whom, who leaves, and what is refused."""
+"""Threads for texts: queues, cancellation, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def wait_until(condition: threading.Event) -> None:
 
 
 async def test_a_text_that_nobody_waits_for_any_more_is_not_worked_on() -> None:
-    """A client that leaves takes its text out of the queue, and its memory with it."""
+    """A cancelled text is removed from the queue, and its memory is freed."""
     thread = TextThread("test", max_waiting=100)
     begun, go_on, done = threading.Event(), threading.Event(), []
 
@@ -113,7 +113,7 @@ async def longest_pause(work: asyncio.Future[object]) -> float:
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "word_level"])
 async def test_a_long_text_does_not_hold_up_the_event_loop(request: pytest.FixtureRequest, kind: str) -> None:
-    """`Tokenizer.encode` of the library holds the interpreter for seconds; nobody else was answered meanwhile."""
+    """The library's `Tokenizer.encode` holds the GIL for seconds, and would block all other requests."""
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     text = "The quick brown fox jumps over the lazy dog. " * 15_000
     encoding = asyncio.ensure_future(tokenizer.encode_async(text))

@@ -188,7 +188,7 @@ async def test_async_calls(byte_level: Tokenizer) -> None:
 
 @pytest.mark.parametrize("token", ["<0x80>", "<0xE6>", "▁", "</s>", "▁a"])
 def test_tokens_that_come_for_ever_are_not_decoded_again_and_again(sentencepiece: Tokenizer, token: str) -> None:
-    """The work for each grew with all before: 4000 spaces took 12 s, in the thread that all streams share."""
+    """The time must not grow with the pending tokens: 4000 spaces took 12 s in the thread of all streams."""
     vocabulary = sentencepiece.hf.get_vocab()
     ids = [vocabulary[token]] * 3000 if token in vocabulary else sentencepiece.encode("a" * 3000)
     decoded: list[int] = []

@@ -57,7 +57,7 @@ def test_spans_of_requests_that_ended(
     engine.give([8], "whole", now=10.5, first_scheduled_time=10.25)
     engine.give([8, 9], "whole", now=11.5, finish_reason=FinishReason.LENGTH)
     engine.output.abort("aborted", engine.stats)
-    # sends what was not sent yet; doing it twice does no harm
+    # sends buffered spans; a second call does nothing
     engine.output.shutdown()
     engine.output.shutdown()
     spans = {}
@@ -78,7 +78,7 @@ def test_spans_of_requests_that_ended(
     assert {name: found[f"gen_ai.latency.{name}"] for name in times} == times
     assert span.end_time_unix_nano - span.start_time_unix_nano == 1_500_000_000
     assert (found["gen_ai.usage.prompt_tokens"], found["gen_ai.usage.completion_tokens"]) == (3, 3)
-    # what never happened is not told
+    # events that never happened have no attributes
     assert "gen_ai.latency.time_to_first_token" not in spans["aborted"][1]
 
 
