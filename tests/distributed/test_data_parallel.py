@@ -1,4 +1,4 @@
-"""Several engine cores behind one server, over a socket: together they answer as one does, and die together."""
+"""Several engine cores behind one server, over a socket: they give the same answers as one, and die together."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def metric(http: httpx.Client, name: str, labels: str = "") -> list[float]:
     for all_labels, value in found:
         (engine,) = re.findall(r'engine="\d+"', all_labels)
         values[engine].append(float(value) if labels in all_labels else 0.0)
-    # even if it is zero, each core tells it
+    # each core reports it, even if it is zero
     assert all(len(told) > 1 for told in values.values()), name
     return [sum(told) for told in values.values()]
 
@@ -137,7 +137,7 @@ def offline(llm: LLM, prompts: list[str], **params: Any) -> list[list[list[int]]
 
 @contextlib.contextmanager
 def worked(http: httpx.Client) -> Iterator[list[float]]:
-    """How many sequences each core brings to their ends within; filled at the end."""
+    """Yields a list that is filled at the end of the block: sequences that each core finished in it."""
     before = metric(http, "request_success_total")
     numbers: list[float] = []
     yield numbers

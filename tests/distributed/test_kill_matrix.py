@@ -1,4 +1,4 @@
-"""Whichever process of a server dies or hangs: all open answers end with an error, the server ends, nothing is left.
+"""If any process of a server dies or hangs, all open answers end with an error, and the server exits without remains.
 
 What is killed (a worker of each rank, an engine core), how workers are reached, and whether anything is computed at
 that moment, all with all, takes most of an hour. The cells of `USUAL` have a worker of either stage, a core, both
@@ -131,7 +131,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Watched(Server):
-    """A server of which every process, file and piece of shared memory is found again.
+    """A server whose processes, files and shared memory can be found again.
 
     Args:
         program: module of the server.
@@ -197,7 +197,7 @@ class Watched(Server):
 
 
 def shared_memory_of(process: psutil.Process) -> set[pathlib.Path]:
-    """Pieces of shared memory with a name that a process has mapped or open."""
+    """Named shared-memory segments that a process has mapped or open."""
     found: set[str] = set()
     directory = pathlib.Path(f"/proc/{process.pid}")
     with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ def shared_memory_of(process: psutil.Process) -> set[pathlib.Path]:
 
 @contextlib.contextmanager
 def watched(program: str, model: str, flags: tuple[str, ...], env: dict[str, str] | None = None) -> Iterator[Watched]:
-    """A server that is ready, and that the test ends."""
+    """Starts a server and waits until it is ready; stops it afterwards."""
     server = Watched(program, model, flags, env or {})
     try:
         server.wait_ready(TIMEOUT_S)
@@ -218,7 +218,7 @@ def watched(program: str, model: str, flags: tuple[str, ...], env: dict[str, str
 
 
 class Answers:
-    """Open answers of a server, which it cannot have finished.
+    """Open requests to a server that are too long to be finished.
 
     Args:
         server: it.
@@ -244,7 +244,7 @@ class Answers:
             assert wait_until(lambda: num_running(server) == 4)
 
     def assert_they_end(self, text: str) -> None:
-        """Each with an error that matches a text, and the connections too."""
+        """Checks that each ends with an error that matches `text`, and that the connections close."""
         for stream, received in self._streams:
             answer = (received + read_rest(stream)).decode()
             if self._work == "generate":
@@ -325,7 +325,7 @@ def tokens_of(server: Server, prompt: str) -> list[int]:
 
 
 def test_a_death_ends_all(cell: Cell, odd_model: str, alone: LLM) -> None:
-    """And before it the tokens are those of one process."""
+    """Before the death, the tokens are the same as those of one process."""
     program = GENERATE_SERVER if cell.work == "generate" else OPENAI_SERVER
     env = {"VLLM_ENGINE_ITERATION_TIMEOUT_S": str(ITERATION_TIMEOUT_S)} if cell.is_stopped else {}
     limit_s = DEATH_S + (ITERATION_TIMEOUT_S if cell.is_stopped else 0.0)

@@ -127,7 +127,7 @@ def _start(port: int) -> NodeStart:
 
 
 class _Trap:
-    """Whoever unpickles it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -140,7 +140,7 @@ class _Trap:
 
 
 def test_an_impostor_with_public_facts_is_refused(acceptor: Acceptor, model: str) -> None:
-    """It was taken for node 1, and node 0 unpickled what it answered."""
+    """It was once accepted as node 1, and node 0 unpickled its messages."""
     # without any key, as zmq's sockets are
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     impostor = context.socket(zmq.DEALER)
@@ -203,7 +203,7 @@ def _overheard(acceptor: Acceptor, model: str) -> bytes:
 
 
 def test_what_was_overheard_is_of_no_use(acceptor: Acceptor, model: str) -> None:
-    """A true node's bytes, said again, open no connection; neither the secret nor what was said is among them."""
+    """Replayed bytes of an authentic node open no connection; they contain neither the secret nor plain messages."""
     said = _overheard(acceptor, model)
     assert SECRET.encode() not in said
     assert b"overheard" not in said and ascend_vllm.__version__.encode() not in said
@@ -222,7 +222,7 @@ def test_what_was_overheard_is_of_no_use(acceptor: Acceptor, model: str) -> None
 
 
 def test_silent_strangers_keep_no_node_out(acceptor: Acceptor, model: str, log: pytest.LogCaptureFixture) -> None:
-    """Each had a thread for ten seconds, and a line in the log."""
+    """Each once took a thread for ten seconds, and a line in the log."""
     before = threading.active_count()
     with contextlib.ExitStack() as sockets:
         strangers = [sockets.enter_context(_connect(acceptor)) for _ in range(200)]
@@ -256,7 +256,7 @@ def test_a_stranger_has_no_time_to_lose(model: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_flood_is_cut_at_the_first_bytes(acceptor: Acceptor, model: str) -> None:
-    """A greeting of up to a megabyte was read."""
+    """Greetings of up to a megabyte were once read."""
     flood = os.urandom(1 << 20)
     for first in (b"", b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)):
         stranger = _connect(acceptor)
@@ -277,7 +277,7 @@ def test_a_flood_is_cut_at_the_first_bytes(acceptor: Acceptor, model: str) -> No
 
 @pytest.mark.parametrize("where", [9, 40, -1])
 def test_a_changed_message_is_not_taken(where: int, acceptor: Acceptor, model: str) -> None:
-    """Somebody between the two changes a byte of a message: the connection ends, and nothing of it is looked at."""
+    """A byte of a message is changed in transit: the connection closes, and the message is not parsed."""
     with socket.create_server(("127.0.0.1", 0)) as middle:
         tamper = threading.Event()
 
@@ -360,7 +360,7 @@ def test_a_node_that_knows_the_secret_gets_nothing_unpickled(model: str, tmp_pat
 
 @contextlib.contextmanager
 def _listener(answer: bytes) -> Iterator[int]:
-    """Port of one who gives an answer to what a node says, and sends back all that it says then."""
+    """Port of a listener that answers a node's first message and then echoes everything."""
 
     def serve() -> None:
         connection = server.accept()[0]
@@ -385,7 +385,7 @@ def test_a_node_tells_nothing_to_somebody_else(model: str) -> None:
 
 
 def test_a_node_does_not_believe_its_own_words(model: str) -> None:
-    """Whoever sends back all that a node says."""
+    """A listener that echoes all messages of a node is refused."""
     with _listener(b"") as port, pytest.raises((ConfigError, OSError)):
         _node(port)
 

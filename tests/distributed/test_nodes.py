@@ -75,7 +75,7 @@ def acceptor(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Acceptor]:
 
 
 def _connect(acceptor: Acceptor) -> LinkToZero:
-    """A connection of one who knows the secret."""
+    """A connection with the right secret."""
     link = LinkToZero(("127.0.0.1", acceptor.port), SECRET.encode(), TIMEOUT_S)
     link.open(TIMEOUT_S)
     return link

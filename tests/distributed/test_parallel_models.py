@@ -1,4 +1,4 @@
-"""Layers and models in parts: together the ranks compute what one would compute alone."""
+"""Sharded layers and models: the ranks together compute the same as a single one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline stages generate the same as a single worker, through `LLM`."""
+"""Pipeline stages generate the same tokens as a single worker, through `LLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers in actors of Ray: on two machines as Ray sees it, found, started, too few, dying, and leaving nothing."""
+"""Workers as Ray actors on two (simulated) nodes: placement, start, missing resources, death and cleanup."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes(environment: pathlib.Path) -> Iterator[Nodes]:
-    """A cluster that whatever comes to use it leaves as it was."""
+    """A cluster; checks that each test leaves it unchanged."""
     nodes = Nodes(environment / "cluster.log")
     family = nodes.family()
     try:
@@ -185,11 +185,11 @@ def test_each_worker_is_an_actor_on_a_node_of_its_own(shared: LLM, cluster: str)
 
 
 class _Reversed:
-    """Keeps what it is given until there is so much of it, and hands it on in the reverse order.
+    """Collects `count` items and passes them on in reverse order.
 
     Args:
-        target: what it is handed to.
-        count: how much.
+        target: receives the items.
+        count: number of items.
     """
 
     def __init__(self, target: Any, count: int) -> None:

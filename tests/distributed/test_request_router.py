@@ -1,4 +1,4 @@
-"""Which engine core gets which request."""
+"""The choice of an engine core for each request."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_queue_that_waits_for_blocks_counts_more() -> None:
 
 
 class Loads:
-    """Puts sequences on engines of one's choice, beside requests that the router places.
+    """Adds load to given engines, in addition to the requests that the router places.
 
     Args:
         router: of two engines that have nothing.

@@ -1,4 +1,4 @@
-"""Workers on several machines without Ray: nodes that come, do not belong, die, and are cut off.
+"""Workers on several machines without Ray: nodes that connect, are refused, die, or lose the network.
 
 Machines are network namespaces where what is between them matters, and else processes that talk through the loopback
 interface: to each other they look the same.

@@ -1,4 +1,4 @@
-"""Models in pipeline stages: together they compute what one model computes, each with its own weights."""
+"""Models in pipeline stages: together they compute the same as one model, each with its own weights only."""
 
 from __future__ import annotations
 

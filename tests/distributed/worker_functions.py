@@ -64,7 +64,7 @@ def stage_facts(worker: Worker) -> tuple[int, int, bool, bool]:
 
 
 def overlap_steps(worker: Worker, directory: str, count: int) -> None:
-    """From now on, `count` times, the last stage begins a decoding step when the first has begun the one behind."""
+    """Makes the last stage begin its next `count` decoding steps only when the first has begun the following one."""
     runner: Any = worker._runner
     execute = runner.execute
     worker.num_overlapped = 0  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""libascendcl called directly, for what torch_npu does not do or does right by itself."""
+"""Direct calls of libascendcl, for functions and errors that cannot be tested through torch_npu."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CAPTURE_INVALIDATED = 507903
 
 
 def code(name: str, *arguments: object) -> int:
-    """What a call answers; whole numbers are passed as size_t, as the interface has nearly everywhere."""
+    """A call's return code; integers are passed as size_t, which nearly all parameters are."""
     words = [ctypes.c_size_t(word) if isinstance(word, int) else word for word in arguments]
     return int(getattr(LIBRARY, name)(*words))
 

@@ -31,7 +31,7 @@ def attention(
 
 
 def causal(rows: int, keys: int, window: int | None = None) -> Tensor:
-    """Hides what comes later (the last row sees the last key) and what is more than `window` tokens back."""
+    """Masks later keys (the last row attends to the last key) and keys more than `window` tokens back."""
     row = torch.arange(rows)[:, None] + keys - rows
     key = torch.arange(keys)[None, :]
     hidden = key > row

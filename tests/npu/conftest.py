@@ -23,7 +23,7 @@ collect_ignore_glob = [] if ON_SIMULATOR else ["*.py"]
 
 
 class _Elsewhere(pytest.Module):
-    """A module of tests that another process runs."""
+    """A test module that is run by another process."""
 
     def collect(self) -> Iterator[pytest.Item]:
         return iter(())

@@ -1,4 +1,4 @@
-"""What a piece of code launches on the device."""
+"""Records the operators that code launches on the device."""
 
 from __future__ import annotations
 

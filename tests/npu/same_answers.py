@@ -109,7 +109,7 @@ class Side:
     client: httpx.Client
 
     def answer(self, case: Case) -> dict[str, Any]:
-        """What it says to a request, see `exchange`, without the headers."""
+        """The server's answer to a request, see `exchange`, without headers."""
         answer = exchange(self.client, case)
         del answer["headers"]
         return answer
@@ -123,7 +123,7 @@ class Pair:
     npu: Side
 
     def answers(self, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What both say, asked at the same time; the CPU first."""
+        """The answers of both servers to simultaneous requests; the CPU's first."""
         with ThreadPoolExecutor(1) as pool:
             npu = pool.submit(self.npu.answer, case)
             return self.cpu.answer(case), npu.result()

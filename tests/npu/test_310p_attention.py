@@ -59,7 +59,7 @@ def test_refused(call: str, operator: str, argument: str, outcomes: dict[str, st
 
 @pytest.mark.parametrize("call", ["worker", "engine"])
 def test_models_are_refused(call: str, outcomes: dict[str, str]) -> None:
-    """By the sentence that names what is not there; the model's directory is not looked for."""
+    """The error names the missing feature, before the model's directory is looked for."""
     assert outcomes[call].startswith("ConfigError: --device npu: attention on Ascend310P3 is not possible")
     assert "(npu_fused_infer_attention_score, npu_scatter_pa_kv_cache)" in outcomes[call]
     assert "Use --device cpu" in outcomes[call]

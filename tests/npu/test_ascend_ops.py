@@ -100,7 +100,7 @@ def test_as_right_as_the_definition(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_op_that_npus_use_and_have_an_operator_for_has_a_kernel() -> None:
-    """What is left runs on torch's own operators."""
+    """The other ops run on torch's own operators."""
     assert registry.ops_on_reference("npu") == ["apply_penalties"]
     assert set(IMPLEMENTATIONS) | {"apply_penalties"} == set(OPS)
 
@@ -129,7 +129,7 @@ def test_what_a_layer_launches() -> None:
 
 
 def test_each_step_has_angles_of_its_own() -> None:
-    """Positions in the same memory, and a second table, as models beside each other have."""
+    """Also with positions in the same memory, and with a second table, as with several models."""
     buffer = torch.zeros(3, dtype=torch.int64, device=NPU)
     one = torch.randn(3, 2 * 64, dtype=torch.float16)
     for table in torch.randn(2, 50, 64).unbind(0):

@@ -35,7 +35,7 @@ MIXED: Rows = [(1, 150), (1, 2), (33, 161), (1, 66), (70, 70), (2, 128), (9, 9)]
 
 @dataclasses.dataclass
 class Problem:
-    """A step over one layer, and what it should come to."""
+    """The inputs of one layer's step, and the expected results."""
 
     spec: AttentionSpec
     rows: Rows
@@ -272,7 +272,7 @@ def attention_calls(problem: Problem) -> list[dict[str, Any]]:
 
 
 def precision(problem: Problem) -> list[bool]:
-    """Whether each attention operator of a step is told to be precise."""
+    """Whether each attention operator of a step is called with high precision."""
     return [arguments["inner_precise"] == 0 for arguments in attention_calls(problem)]
 
 
@@ -338,7 +338,7 @@ def test_head_sizes_without_a_fast_kernel_are_computed_precisely() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.usefixtures("family")
 def test_nothing_waits_and_nothing_is_uploaded_in_a_layer(dtype: torch.dtype) -> None:
-    """What a step needs is made in `prepare`; a layer's operators are those that compute and store."""
+    """All uploads are in `prepare`; a layer launches only operators that compute and store."""
     windows = (None, 50, None)
     specs = [spec_of(window=window) for window in windows]
     problem = make_problem(DECODE, specs[0], dtype)

@@ -1,4 +1,4 @@
-"""Two stages on two devices: hidden states go from one to the other over HCCL."""
+"""Two stages on two devices: hidden states are sent from one to the other by HCCL."""
 
 from __future__ import annotations
 
