@@ -142,7 +142,7 @@ class CompiledRunner:
         step_state: StepState,
     ) -> None:
         self._capture_sizes = config.capture_sizes
-        self._query_lens = config.query_lens
+        self.query_lens = config.query_lens
         self._max_seq_len = config.max_seq_len
         self._compiler = compiler
         self._cache = cache
@@ -183,7 +183,7 @@ class CompiledRunner:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """See `GraphRunner.run`."""
-        shape = shape_of(batch, self._query_lens)
+        shape = shape_of(batch, self.query_lens)
         if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
             return None
         num_rows, query_len = shape

@@ -180,7 +180,7 @@ class GraphRunner:
         step_state: StepState,
     ) -> None:
         self._capture_sizes = config.capture_sizes
-        self._query_lens = config.query_lens
+        self.query_lens = config.query_lens
         self._max_seq_len = config.max_seq_len
         self._backend = backend
         self._forward = forward
@@ -225,7 +225,7 @@ class GraphRunner:
             [R*q, H], valid until the next run; None if there is no graph for the step: it has prompts, more rows than
             the largest size or a sequence that is too long.
         """
-        shape = shape_of(batch, self._query_lens)
+        shape = shape_of(batch, self.query_lens)
         if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
             return None
         num_rows, query_len = shape

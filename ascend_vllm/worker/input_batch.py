@@ -330,7 +330,8 @@ class InputBatch:
         self.num_blocks[row.slot] = 0
         self._append_blocks(row.slot, row.block_ids)
         self.sampling.set(row)
-        self.row_state.enter(row)
+        if not self.row_state.is_empty:
+            self.row_state.enter(row)
 
     def _fork(self, targets: Int64Array, sources: Int64Array, token_ids: Int64Array) -> None:
         """Copies rows up to their computed tokens, and appends a token to each copy."""

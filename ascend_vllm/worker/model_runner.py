@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,10 @@ from ascend_vllm.worker.stage_runner import StageForward
 
 class DecodeGraphs(Protocol):
     """Computes decoding steps faster than operator by operator."""
+
+    @property
+    def query_lens(self) -> Sequence[int]:
+        """Tokens that each row of such a step may have."""
 
     def capture(self) -> None:
         """Called once before the first step, to capture or compile graphs."""
@@ -87,7 +92,8 @@ class ModelRunner:
         Raises:
             ValueError: the step does not fit its rows.
         """
-        self._mover.move(step.block_moves)
+        if step.block_moves:
+            self._mover.move(step.block_moves)
         self._batch.apply(step)
         self._scorer.apply(step)
         if not step.slots:
@@ -163,7 +169,9 @@ class ModelRunner:
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of the step's tokens; results of graphs are valid until the graphs run again."""
-        hidden = None if self._graphs is None else self._graphs.run(batch)
+        graphs, hidden = self._graphs, None
+        if graphs is not None and batch.max_query_len in graphs.query_lens:
+            hidden = graphs.run(batch)
         return self.compute_hidden(batch) if hidden is None else hidden
 
     def compute_hidden(self, batch: ForwardBatch) -> torch.Tensor:

@@ -19,6 +19,9 @@ class RowState:
     Args:
         state: of the model; all layers have declared theirs.
         num_slots: number of slots.
+
+    Attributes:
+        is_empty: no layer has declared anything.
     """
 
     def __init__(self, state: StepState, num_slots: int) -> None:
@@ -28,11 +31,7 @@ class RowState:
             name: torch.full((num_slots, *spec.shape), spec.fill, dtype=spec.dtype).numpy()
             for name, spec in state.specs.items()
         }
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no layer has declared anything."""
-        return not self._columns
+        self.is_empty = not self._columns
 
     def enter(self, row: NewRow) -> None:
         """Stores the values of a new row."""

@@ -46,7 +46,7 @@ class TapeRunner:
     ) -> None:
         self._forward = forward
         self._most_rows = min(max_num_seqs, MOST_ROWS)
-        self._query_lens = query_lens
+        self.query_lens = query_lens
         self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens)
         self._tapes = Tapes()
         # by R and q: [R*q, H], written by replays
@@ -62,7 +62,7 @@ class TapeRunner:
             [R*q, H], valid until the next run; None if there are prompts or too many rows, or the model uses
             operators that cannot be recorded.
         """
-        shape = shape_of(batch, self._query_lens)
+        shape = shape_of(batch, self.query_lens)
         if shape is None or shape[0] > self._most_rows:
             return None
         self._inputs.fill(batch, shape[0])
