@@ -1,6 +1,6 @@
-"""The devices a worker can run on. `get_platform("cpu")` is the way in.
+"""The devices that workers can run on, see `get_platform`.
 
-Implementations are imported when they are asked for: nobody pays for a device that is not used.
+Implementations are imported when they are needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def resolve_device(device: str) -> str:
     if reason is None:
         return "npu"
     if importlib.util.find_spec("torch_npu") is not None:
-        # somebody wanted NPUs on this machine
+        # torch_npu is installed, so that NPUs were probably expected
         logger.warning("--device auto takes the CPU, for no NPU can be used. %s", reason)
     else:
         logger.info("--device auto takes the CPU: torch_npu is not installed")

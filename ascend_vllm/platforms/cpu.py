@@ -1,4 +1,4 @@
-"""The CPU: the ordinary platform, and the default."""
+"""The CPU platform, which is the default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = init_logger(__name__)
 
 GIB = 1 << 30
 DEFAULT_KV_CACHE_BYTES = 4 * GIB
-# of the memory that is free once the weights are loaded; the rest is for activations and everybody else
+# of the memory that is free once the weights are loaded; the rest is for activations and other processes
 DEFAULT_KV_CACHE_SHARE = 0.25
 
 
@@ -33,7 +33,7 @@ def _in_gib(num_bytes: int) -> str:
 
 
 class CpuPlatform(Platform):
-    """Computes in the memory and on the cores of this machine, as far as the process may use them."""
+    """Computes on the cores and in the memory of this machine that the process may use."""
 
     name = "cpu"
     device_type = "cpu"
@@ -46,14 +46,14 @@ class CpuPlatform(Platform):
     sums_in_rank_order = True
     cache_size_flags = "--kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE"
 
-    # workers that share the machine's memory, those of all engines
+    # number of workers of all engines, which share the machine's memory
     _num_workers = 1
     _address = LOOPBACK
 
     def initialize(
         self, local_rank: int, num_workers: int = 1, address: str = LOOPBACK, num_engines: int = 1
     ) -> torch.device:
-        """Gives torch this worker's share of the cores the process may use, a thread each, or OMP_NUM_THREADS."""
+        """Sets torch's threads: OMP_NUM_THREADS, or this worker's share of the cores that the process may use."""
         self._num_workers = num_workers * num_engines
         self._address = address
         threads = envs.omp_num_threads() or max(1, usable_cores() // self._num_workers)
@@ -64,7 +64,7 @@ class CpuPlatform(Platform):
     def process_groups(
         self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta
     ) -> list[Any]:
-        """Gloo, over the interface with this machine's address: what its name resolves to does not matter."""
+        """Gloo groups, over the interface with this machine's address, whatever its host name resolves to."""
         # Any: torch's annotations of it are wrong
         gloo: Any = dist.ProcessGroupGloo
         others = listening_sockets()
@@ -86,24 +86,24 @@ class CpuPlatform(Platform):
         return allocate_on_first_use(num_bytes)
 
     def free_bytes(self) -> int:
-        """What this process may still take of the machine's."""
+        """Memory of the machine that this process may still allocate."""
         return available_memory_bytes()
 
     def peak_bytes(self, largest_step: Callable[[], None]) -> int:  # noqa: ARG002 - the interface's
-        """0: the cache takes a part of the free memory, activations are in the other part."""
+        """0: the KV cache takes a share of the free memory, and activations use the rest."""
         return 0
 
     def expected_kv_cache_bytes(
         self, config: CacheConfig, weight_bytes: int, num_workers: int = 1, num_engines: int = 1
     ) -> int:
-        """The same rule, on a machine without the weights."""
+        """The same rule, as if the weights were loaded."""
         self._num_workers = num_workers * num_engines
         return self.kv_cache_bytes(config, weight_bytes * num_engines)
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
         """--kv-cache-memory-bytes, else VLLM_CPU_KVCACHE_SPACE, else a share of the free memory, at most 4 GiB.
 
-        What is given is for each worker; the share is all workers' together.
+        Explicit sizes are per worker; the share is divided among all workers.
 
         Raises:
             ConfigError: an explicit size is not positive, or more than is free.

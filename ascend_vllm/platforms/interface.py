@@ -1,4 +1,4 @@
-"""What the engine asks of a device: facts and device calls, never class names of layers above."""
+"""The interface of a device: its properties, and calls of its runtime."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from ascend_vllm.platforms.host_memory import allocate_on_first_use
 
 
 class DeviceGraph(abc.ABC):
-    """Work of a device that was captured and can be done again at one call."""
+    """Captured work of a device that one call replays."""
 
     @abc.abstractmethod
     def replay(self, host_arguments: Mapping[str, list[int]]) -> None:
-        """Does it again, behind what the current stream has been given, with what its tensors hold by then.
+        """Replays the work on the current stream, with the current contents of its tensors.
 
         Args:
-            host_arguments: lists in the place of those that operators were called with, by the arguments' names.
+            host_arguments: new values of the operators' list arguments, by name.
         """
 
 
 class GraphRecorder(abc.ABC):
-    """Captures graphs, all of which work in the same memory and so never at the same time."""
+    """Captures graphs, which share memory and must not run at the same time."""
 
     @abc.abstractmethod
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
-        """Captures what a function launches; nothing is computed. It must not wait for the device."""
+        """Captures what a function launches, without computing it. The function must not wait for the device."""
 
 
 class GraphCompiler(abc.ABC):
-    """Compiles functions to graphs of the device and keeps the results on disk."""
+    """Compiles functions to graphs of the device, and caches the results on disk."""
 
     @abc.abstractmethod
     def compile(self, method: types.MethodType, directory: pathlib.Path) -> Callable[..., torch.Tensor]:
-        """A method of a torch.nn.Module as a function that is compiled at its first call, or read from disk then.
+        """Returns a function that is compiled, or loaded from disk, when it is first called.
 
         Args:
-            method: takes tensors of fixed shapes and lists of integers that may be any.
+            method: of a torch.nn.Module; takes tensors of fixed shapes and lists of arbitrary integers.
             directory: of the results.
         """
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Forgets what was compiled in this process."""
+        """Discards the functions that were compiled in this process."""
 
     @abc.abstractmethod
     def versions(self) -> dict[str, str]:
-        """Of everything that results depend on."""
+        """Versions of everything that results depend on, by name."""
 
 
 class Platform(abc.ABC):
@@ -63,19 +63,19 @@ class Platform(abc.ABC):
 
     Attributes:
         name: as in --device.
-        device_type: torch's name of it.
+        device_type: torch's name of the device.
         dtypes: dtypes a model can run in, the preferred one for float32 checkpoints under --dtype auto first; known
             once the platform is initialised.
         block_sizes: allowed --block-size values.
         default_block_size: the fastest of them.
-        distributed_backend: torch.distributed's name of what connects several of these devices.
+        distributed_backend: name of the torch.distributed backend that connects several of these devices.
         needs_store_later: workers may connect with the store again after they are connected with each other.
         shares_host_memory: tensors on the device are in host memory, so that reading them needs no copy and no
             waiting.
         sums_in_rank_order: collectives add the ranks' tensors in rank order, so that a row's sum does not depend on
             the other rows of the batch. Otherwise the order is that of the device's library.
-        cache_size_flags: what sets the size of the KV cache, for the text of an error.
-        op_modules: prefix of the op modules that hold kernels for this device alone; None: there are none.
+        cache_size_flags: flags and variables that set the size of the KV cache, for error messages.
+        op_modules: prefix of the op modules with kernels for this device only; None: there are none.
     """
 
     name: str
@@ -99,30 +99,30 @@ class Platform(abc.ABC):
         Args:
             local_rank: number of this worker.
             num_workers: workers of the engine on this machine, each in a process of its own.
-            address: of this machine, at which workers on other ones reach it.
-            num_engines: engines with so many workers that share this machine's cores and memory.
+            address: of this machine, at which workers on other machines reach it.
+            num_engines: engines with this number of workers that share the machine's cores and memory.
 
         Raises:
-            ConfigError: the device cannot be used; the text says what to do.
+            ConfigError: the device cannot be used; the message says what to do.
         """
 
     @abc.abstractmethod
     def process_groups(
         self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta
     ) -> list[Any]:
-        """Connects this worker with others; called once, behind `initialize`.
+        """Connects this worker with others; called once, after `initialize`.
 
         Args:
             store: where all workers exchange addresses.
             rank: number of this worker.
-            partitions: of all workers into groups, the same on all of them. Ranks in a group are places in it.
+            partitions: of all workers into groups, the same on all workers. A worker's rank in a group is its index.
             timeout: of a collective.
 
         Returns:
-            Of each partition the group that this worker is in: what has the collectives of torch's process groups.
+            The worker's group in each partition, with the collectives of torch's process groups.
 
         Raises:
-            RuntimeError: the others do not come.
+            RuntimeError: the other workers do not connect in time.
         """
 
     @abc.abstractmethod
@@ -130,7 +130,7 @@ class Platform(abc.ABC):
         """Memory that the largest step needs beyond what is allocated now.
 
         Args:
-            largest_step: computes it. It is not called where the size of the cache does not depend on it.
+            largest_step: computes the step; not called if the size of the KV cache does not depend on its memory.
         """
 
     @abc.abstractmethod
@@ -139,55 +139,54 @@ class Platform(abc.ABC):
 
         Args:
             config: the cache's section of the configuration.
-            peak_bytes: memory that is not allocated now and will be needed for other things.
+            peak_bytes: memory that is not allocated now but will be needed for other things.
 
         Raises:
-            ConfigError: an explicit size is wrong, or is not there.
+            ConfigError: an explicit size is wrong, or not available.
         """
 
     @abc.abstractmethod
     def expected_kv_cache_bytes(
         self, config: CacheConfig, weight_bytes: int, num_workers: int = 1, num_engines: int = 1
     ) -> int:
-        """What `kv_cache_bytes` will about be on the first device, said before it is initialised or a model loaded.
+        """Estimates `kv_cache_bytes` of the first device before it is initialised and a model is loaded.
 
         Args:
             config: the cache's section of the configuration.
             weight_bytes: of the whole model.
             num_workers: workers that share the model on this machine.
-            num_engines: engines with so many workers, and a model each, on this machine.
+            num_engines: engines with this number of workers on this machine, each with a model.
 
         Raises:
-            ConfigError: the device cannot be asked, or an explicit size is wrong.
+            ConfigError: the memory of the device is unknown, or an explicit size is wrong.
         """
 
     @abc.abstractmethod
     def free_bytes(self) -> int:
-        """Memory of the device that nobody uses."""
+        """Free memory of the device."""
 
     def release_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
-        """Gives memory back that tensors of this process have been in and are no longer."""
+        """Returns cached memory of freed tensors to the device."""
 
     def make_graph_recorder(self) -> GraphRecorder | None:
-        """What captures graphs, with a pool of memory of its own; None: the device has no graphs."""
+        """Makes a recorder with its own memory pool; None: the device has no graphs."""
         return None
 
     def make_graph_compiler(self) -> GraphCompiler | None:
-        """What compiles graphs; None: nothing does on this device.
+        """Makes a compiler; None: there is none for the device.
 
         Raises:
-            ConfigError: it is not installed.
+            ConfigError: the compiler is not installed.
         """
         return None
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """[num_bytes] uint8 of zeros, for big buffers that live as long as the worker."""
+        """Allocates [num_bytes] uint8 of zeros, for large buffers that live as long as the worker."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 of zeros in CPU memory, whose pages are taken when first written.
+        """Allocates [num_bytes] uint8 of zeros in CPU memory, whose pages are taken when first written.
 
-        It is not pinned, which would take all of it at once and for good: copies to a device pass through a small
-        pinned buffer.
+        The memory is not pinned, which would take all pages at once. Copies to a device use a small pinned buffer.
         """
         return allocate_on_first_use(num_bytes)

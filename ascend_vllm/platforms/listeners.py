@@ -1,7 +1,7 @@
-"""Listening sockets of libraries that cannot be told to close them: found in this process, and made deaf.
+"""Finds listening sockets of libraries that cannot close them, and makes them drop new connections.
 
-Workers find each other once, and the libraries that connect them go on listening. Whoever connects then, as often as
-a process may have files open, ends the process.
+Libraries that connect workers keep listening afterwards. Clients that then open as many connections as the process
+may have open files would end the process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ascend_vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _OWN_DESCRIPTORS = pathlib.Path("/proc/self/fd")
-# of Linux, which Python's socket has no name for
+# a Linux constant that Python's socket module lacks
 _SO_ATTACH_FILTER = 26
-# one instruction: keep nothing of a packet
+# BPF program of one instruction: drop the packet
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
 
@@ -39,16 +39,16 @@ def _listens(descriptor: int) -> bool:
 
 
 def deafen(descriptor: int) -> None:
-    """Has a listening socket hear of no further connection; those that it has accepted stay as they are.
+    """Makes a listening socket drop all packets of new connections; accepted connections are not affected.
 
-    Who connects gets no answer. The descriptor stays valid, for the library that it belongs to.
+    Clients get no answer. The descriptor stays valid for the library that owns it.
     """
     program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
-    # a number of instructions, and where they are
+    # number of instructions, and their address
     filter_ = struct.pack("@HP", len(_DROP_ALL) // 8, ctypes.addressof(program))
     try:
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
     except OSError as error:
-        # in some sandboxes; nothing but protection is lost
+        # not permitted in some sandboxes; only this protection is lost
         logger.warning("A port that is not needed any more stays open: %s", error.strerror or error)

@@ -1,4 +1,4 @@
-"""Ascend NPUs through torch_npu, which is imported here, and only when a worker is bound to a device."""
+"""The Ascend NPU platform. torch_npu is imported when a worker is bound to a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 logger = init_logger(__name__)
 
 GIB = 1 << 30
-# of the memory that a model's start may take, what activations need where nothing has been measured
+# share of the device's memory for activations in estimates before anything is measured
 _EXPECTED_ACTIVATIONS_SHARE = 0.05
 _WHAT_TO_DO = "See `ascend-vllm doctor` for what is wrong with the installation, or use --device cpu."
 
@@ -34,8 +34,8 @@ class NpuPlatform(Platform):
 
     Attributes:
         soc: the runtime's name of the device, such as "Ascend910B3"; known once it is initialised.
-        num_cube_cores: cores that multiply matrices.
-        num_vector_cores: the others.
+        num_cube_cores: number of matrix cores.
+        num_vector_cores: number of vector cores.
     """
 
     name = "npu"
@@ -54,14 +54,14 @@ class NpuPlatform(Platform):
         # torch_npu.npu, once it is imported; Any: the module has no annotations
         self._npu: Any = None
         self._device = torch.device("cpu")
-        # free when nothing of this process was on the device yet
+        # free memory before this process allocated any on the device
         self._free_at_start = 0
 
     def initialize(
         self,
         local_rank: int,
         num_workers: int = 1,
-        address: str = LOOPBACK,  # noqa: ARG002 - HCCL knows
+        address: str = LOOPBACK,  # noqa: ARG002 - HCCL finds the address itself
         num_engines: int = 1,
     ) -> torch.device:
         """Binds to the NPU of a rank.
@@ -83,9 +83,9 @@ class NpuPlatform(Platform):
         self._device = torch.device("npu", local_rank)
         try:
             self._npu.set_device(self._device)
-            # weights may be kept in the layout that the matrix units read (NZ)
+            # allow weights in the layout of the matrix cores (NZ)
             self._npu.config.allow_internal_format = True
-            # the first allocation is what makes the context
+            # the first allocation creates the context
             torch.zeros(1, device=self._device)
             self._npu.synchronize()
             properties = self._npu.get_device_properties(self._device)
@@ -121,7 +121,7 @@ class NpuPlatform(Platform):
     def process_groups(
         self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta
     ) -> list[Any]:
-        """HCCL, over what connects the NPUs; its own settings (HCCL_*) are read from the environment."""
+        """HCCL groups; HCCL reads its own settings (HCCL_*) from the environment."""
         size = sum(map(len, partitions[0]))
         dist.init_process_group(self.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return [self._group_of(rank, partition, timeout) for partition in partitions]
@@ -129,12 +129,12 @@ class NpuPlatform(Platform):
     def _group_of(self, rank: int, partition: Sequence[Sequence[int]], timeout: datetime.timedelta) -> Any:
         if len(partition) == 1:
             return dist.group.WORLD
-        # every worker takes part in the making of each group
+        # new_group is collective: all workers call it for each group
         groups = [dist.new_group(list(ranks), timeout, self.distributed_backend) for ranks in partition]
         return next(group for ranks, group in zip(partition, groups, strict=True) if rank in ranks)
 
     def peak_bytes(self, largest_step: Callable[[], None]) -> int:
-        """Measured while it is computed; what other processes do in the meantime does not count."""
+        """Measures the allocator's peak during the step, without memory of other processes."""
         self.release_memory()
         allocated = int(self._npu.memory_allocated(self._device))
         self._npu.reset_peak_memory_stats(self._device)
@@ -151,7 +151,7 @@ class NpuPlatform(Platform):
             ConfigError: an explicit size is not positive, or more than is free.
         """
         free, total = self._npu.mem_get_info(self._device)
-        # what others have given back in the meantime is not ours
+        # 0 if other processes have freed more memory than this one uses
         used = max(0, self._free_at_start - free)
         size = size_of_cache(config, free, total, used, peak_bytes)
         logger.info(
@@ -170,12 +170,12 @@ class NpuPlatform(Platform):
         config: CacheConfig,
         weight_bytes: int,
         num_workers: int = 1,
-        num_engines: int = 1,  # noqa: ARG002 - each has NPUs of its own
+        num_engines: int = 1,  # noqa: ARG002 - engines do not share NPUs
     ) -> int:
-        """By the memory of the first NPU, with a guess at activations.
+        """Estimates by the memory of the first NPU, and a fixed share for activations.
 
         Raises:
-            ConfigError: it cannot be asked, or an explicit size is wrong.
+            ConfigError: the NPU's memory is unknown, or an explicit size is wrong.
         """
         found = probe_npus(with_memory=True)
         if found.error or not found.total_bytes:
@@ -185,7 +185,7 @@ class NpuPlatform(Platform):
         return size_of_cache(config, found.free_bytes - part, found.total_bytes, part, activations)
 
     def free_bytes(self) -> int:
-        """Of the whole device, whoever uses the rest."""
+        """Free memory of the whole device."""
         return int(self._npu.mem_get_info(self._device)[0])
 
     def release_memory(self) -> None:
@@ -201,7 +201,7 @@ class NpuPlatform(Platform):
         """npugraph_ex.
 
         Raises:
-            ConfigError: it does not load.
+            ConfigError: npugraph_ex cannot be loaded.
         """
         return NpuGraphCompiler(_import_torch_npu(), self.soc)
 
@@ -211,10 +211,10 @@ def size_of_cache(config: CacheConfig, free: int, total: int, used: int, peak_by
 
     Args:
         config: the cache's section of the configuration.
-        free: bytes of the device that nobody uses now.
+        free: bytes of the device that are free now.
         total: bytes of the device.
-        used: bytes that this process has taken.
-        peak_bytes: bytes it will need beside the cache.
+        used: bytes that this process has allocated.
+        peak_bytes: bytes that it will need beside the cache.
 
     Raises:
         ConfigError: an explicit size is not positive, or more than is free.
@@ -244,16 +244,16 @@ def size_of_cache(config: CacheConfig, free: int, total: int, used: int, peak_by
 
 
 def _import_torch_npu() -> Any:
-    """The module, with the settings it reads from the environment in place.
+    """Imports torch_npu, with its environment variables set.
 
     Raises:
-        ConfigError: it is missing, or it does not load.
+        ConfigError: it is missing or cannot be loaded.
     """
     envs.pytorch_npu_alloc_conf()
     envs.cpu_affinity_conf()
     try:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
-        # the probe's sentence is better where it knows the cause; else torch_npu and torch do not fit each other
+        # the probe may know the cause; otherwise torch_npu and torch are probably incompatible
         reason = npu_unusable_reason() or f"--device npu: torch_npu cannot be loaded: {error}. {_WHAT_TO_DO}"
         raise ConfigError(reason) from error

@@ -1,4 +1,4 @@
-"""Compiled graphs on Ascend NPUs, over torchair's npugraph_ex, which torch_npu brings along."""
+"""Compiled graphs on Ascend NPUs, by torchair's npugraph_ex, which is part of torch_npu."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NpuGraphCompiler(GraphCompiler):
         soc: the runtime's name of the device.
 
     Raises:
-        ConfigError: npugraph_ex does not load.
+        ConfigError: npugraph_ex cannot be loaded.
     """
 
     def __init__(self, torch_npu: Any, soc: str) -> None:
@@ -68,10 +68,10 @@ class NpuGraphCompiler(GraphCompiler):
 
 
 def _import_backend() -> Any:
-    """The module; what signals do in this process stays as it is, although it takes hold of them when it loads."""
+    """Imports npugraph_ex, and restores the signal handlers that it replaces."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        # what is found under the name afterwards imports the module when it is first asked for something
+        # registers a lazy module under the backend's name, which is imported at its first use
         importlib.import_module("torch_npu.dynamo")
         module: Any = importlib.import_module(_BACKEND)
         importlib.import_module(f"{_BACKEND}.inference")
@@ -79,6 +79,6 @@ def _import_backend() -> Any:
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
-                # None: not of Python, and so not to be set from here
+                # None: not installed by Python, so that Python cannot restore it
                 if handler is not None:
                     signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Captured graphs on Ascend NPUs, over torch_npu's NPUGraph."""
+"""Captured graphs on Ascend NPUs, by torch_npu's NPUGraph."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class NpuGraphRecorder(GraphRecorder):
         """See `GraphRecorder.capture`."""
         graph = self._npu.NPUGraph()
         self._npu.synchronize()
-        # attention takes its lengths from the host, where a graph keeps what they were: such calls are recorded in a
-        # way that they can be given others
+        # attention takes lengths as host arguments, which a graph would keep: this records such calls so that replays
+        # can update them
         with self._npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True):
             work()
         return _NpuGraph(self._npu, graph)
@@ -41,7 +41,7 @@ class _NpuGraph(DeviceGraph):
     def replay(self, host_arguments: Mapping[str, list[int]]) -> None:
         """See `DeviceGraph.replay`."""
         if self._running:
-            # what a replay under way has yet to launch must not be changed
+            # the arguments of a running replay must not be changed
             self._done.synchronize()
         self._graph.update(cpu_update_input=[dict(host_arguments)])
         self._graph.replay()
