@@ -1,4 +1,4 @@
-"""The attention layer: what is the same for all models once queries, keys and values are made."""
+"""The attention layer, from queries, keys and values on; the same for all models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
 
 @dataclasses.dataclass(slots=True)
 class ForwardContext:
-    """What the layers of a model share in one forward step; made once per step, so that calls stay short.
+    """State that the layers of a model share in one forward step.
 
     Attributes:
         batch: the step's tokens and rows.
         kv_caches: one cache per attention layer, as the backend made them.
         backend: computes attention.
-        metadata: what the backend prepared for this step.
+        metadata: result of `AttentionBackend.prepare`.
         rotary: positions and cos/sin table of this step; None for models without rotary embedding.
     """
 
@@ -36,9 +36,9 @@ class Attention(Layer):
 
     Args:
         spec: heads, scale and window.
-        index: place of the layer's cache in `ForwardContext.kv_caches`.
-        dtype: of keys and values, and of the cache unless its plan says another.
-        kv_cache: what the layer caches of each token, by its `LayerPlan`.
+        index: of the layer's cache in `ForwardContext.kv_caches`.
+        dtype: of keys and values, and of the cache unless `kv_cache` has another.
+        kv_cache: what the layer caches per token, see `LayerPlan`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Attention(Layer):
         self._kv_cache = kv_cache
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """What the layer caches of a block of tokens; a class may keep something else than its plan says."""
+        """What the layer caches per block of tokens; subclasses may differ from the layer's plan."""
         spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
         return self._kv_cache.spec(block_size, spec.num_kv_heads, spec.head_size, dtype)
 

@@ -1,7 +1,7 @@
-"""What all layers are: plain objects that own tensors and know which checkpoint tensors fill them.
+"""The base of all layers: plain objects with tensors, and the checkpoint tensors that fill them.
 
-They are not `torch.nn.Module`: a decode step on a small model is mostly Python, and attribute look-ups and calls
-of plain objects cost a fraction of a module's.
+Layers are not `torch.nn.Module`s: decoding with a small model is mostly Python, and attribute look-ups and calls of
+plain objects cost a fraction of a module's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Target(Protocol):
-    """What takes a part of a checkpoint's tensor: a tensor, or what keeps it in another arrangement."""
+    """The destination of a part of a checkpoint tensor: a tensor, or an object that stores it in another layout."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -25,20 +25,20 @@ class Target(Protocol):
         """Floating-point tensors are converted to it; integer tensors must have it in the checkpoint."""
 
     def copy_(self, source: torch.Tensor, /) -> object:
-        """Takes the part."""
+        """Stores the part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WeightSlot:
-    """Where one tensor of a checkpoint, or a part of it, goes.
+    """The destination of one tensor of a checkpoint, or of a part of it.
 
     The part is a range in every dimension: a rank's shard, a matrix of a fused tensor (`qkv_proj`), an expert of a
     stack, or several of these at once. Slots of the same name take parts of the same tensor.
 
     Attributes:
         name: the tensor's name in the checkpoint, e.g. "model.layers.0.self_attn.q_proj.weight".
-        shape: its whole shape in the checkpoint.
-        target: what the part fills: a view of the layer's own tensor, or the like.
+        shape: of the whole tensor in the checkpoint.
+        target: the destination, usually a view of the layer's tensor.
         starts: where the part starts in each dimension; 0 in those left out at the end. Its sizes are the target's;
             if the target has fewer dimensions, the first ones are single indices.
 
@@ -56,7 +56,7 @@ class WeightSlot:
     starts: tuple[int, ...] = ()
 
     def part(self, source: torch.Tensor) -> torch.Tensor:
-        """The slot's part of a checkpoint tensor, a view."""
+        """Returns the slot's part of a checkpoint tensor, as a view."""
         starts = (*self.starts, *[0] * (source.dim() - len(self.starts)))
         num_single = source.dim() - len(self.target.shape)
         for index in starts[:num_single]:
@@ -78,10 +78,10 @@ class Layer:
         return []
 
     def after_load(self) -> None:
-        """Called once, when all slots of this layer are filled; may rearrange and free what was loaded."""
+        """Called once, when all slots of this layer are filled; may convert the loaded tensors and free them."""
 
     def layers(self) -> Iterator[Layer]:
-        """This layer and all below it, each once, in the order of their making."""
+        """This layer and all its descendants, each once, in the order of construction."""
         seen: set[int] = set()
         pending: list[Layer] = [self]
         while pending:

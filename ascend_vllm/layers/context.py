@@ -1,4 +1,4 @@
-"""What layers need to know of their surroundings to be built."""
+"""The context in which layers are built."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ascend_vllm.layers.step_state import StepState
 
 @dataclasses.dataclass(frozen=True)
 class BuildContext:
-    """Handed to every layer at its making; layers know nothing else of the engine.
+    """Passed to the constructor of every layer; layers know nothing else of the engine.
 
     Attributes:
         dtype: of weights and activations.
-        device: where weights live.
-        parallel: which part of each layer is held here.
-        collectives: how the ranks that hold the other parts are reached.
-        quant: chooses how each layer keeps its weights.
-        step_state: where layers declare what they need to know of a step's rows.
+        device: of the weights.
+        parallel: ranks of this worker, which select its part of each layer.
+        collectives: of the tensor-parallel group.
+        quant: chooses the quantization method of each layer.
+        step_state: where layers declare step state.
 
     Example:
         >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size

@@ -46,9 +46,9 @@ class Embedding(Layer):
 
 
 class VocabParallelEmbedding(Layer):
-    """The vectors of the vocabulary's tokens, split over ranks.
+    """The embeddings of the vocabulary, split over ranks.
 
-    To its method it is a linear layer: a matrix [V, H].
+    Its quantization method treats it as a linear layer with a matrix [V, H].
 
     Args:
         context: surroundings.
@@ -79,16 +79,16 @@ class VocabParallelEmbedding(Layer):
         self._slots = self._method.create_weights(self)
 
     def slots(self) -> list[WeightSlot]:
-        """The table, or what the quantization has in its place."""
+        """The table, or the tensors of its quantization format."""
         return self._slots
 
     def after_load(self) -> None:
-        """Readies the table; the loaded form is freed."""
+        """Converts the loaded table, and frees the loaded form."""
         self._slots = []
         self._method.after_load(self)
 
     def tie_lm_head(self) -> None:
-        """Before loading: `logits` will be asked for, too."""
+        """Uses the table as LM head, too; call it before loading."""
         self.kind = LayerKind.TIED_EMBEDDING
         self._choose_method()
 
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class LogitsGather:
-    """Puts the logits of all ranks together.
+    """Gathers the logits of all ranks.
 
     Args:
         context: surroundings.
@@ -145,10 +145,10 @@ class LMHead(Linear):
 
 
 class NoLMHead(Layer):
-    """In the place of the head of a model that pools, and of a pipeline stage that others follow."""
+    """Replaces the head of pooling models, and of pipeline stages before the last."""
 
     def forward(self, _hidden: torch.Tensor) -> torch.Tensor:
-        """Never called: nothing is sampled.
+        """Not to be called, since nothing is sampled.
 
         Raises:
             RuntimeError: always.

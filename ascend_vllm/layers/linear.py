@@ -1,5 +1,5 @@
-"""Linear layers. What differs between them is which dimension is split over ranks and which checkpoint tensors
-make them up; how weights are kept and multiplied is the business of their `QuantMethod`.
+"""Linear layers. They differ in the dimension that is split over ranks and in the checkpoint tensors that they
+consist of; their `QuantMethod` stores and multiplies the weights.
 
 Letters: T tokens, N query heads, K KV heads, D head size.
 """
@@ -19,8 +19,8 @@ from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, La
 class Linear(Layer):
     """y = x Wᵀ + b over one or several matrices of a checkpoint that share their input.
 
-    Use one of the subclasses, which say how the layer is split. Inputs [T, in] are in the model's dtype, or as a norm
-    makes them that has the layer's `activation_quant`.
+    Use one of the subclasses, which split the layer. Inputs [T, in] are in the model's dtype, or results of a norm
+    with the layer's `activation_quant`.
 
     Args:
         context: surroundings.
@@ -71,15 +71,15 @@ class Linear(Layer):
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """What the norm in front of this layer has to make of its result; None: nothing."""
+        """How the norm before this layer has to quantize its result; None: not at all."""
         return self._method.activation_quant
 
     def slots(self) -> list[WeightSlot]:
-        """A weight (or what the quantization has in its place) and perhaps a bias per matrix."""
+        """Per matrix a weight, or the tensors of its quantization format, and perhaps a bias."""
         return self._slots
 
     def after_load(self) -> None:
-        """Packs the weights; the loaded form is freed."""
+        """Packs the weights, and frees the loaded form."""
         self._slots = []
         self._method.after_load(self)
 
@@ -142,7 +142,7 @@ class QKVParallelLinear(Linear):
         hidden_size: width of the input.
         head_size: D.
         num_heads: query heads of the whole model.
-        num_kv_heads: KV heads of the whole model; ranks share one where there are fewer heads than ranks.
+        num_kv_heads: KV heads of the whole model; with fewer heads than ranks, several ranks have the same one.
         bias: whether each projection has a bias.
     """
 
@@ -180,7 +180,7 @@ class QKVParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """One matrix, its inputs split over ranks; what the ranks make of them is added up."""
+    """One matrix, its inputs split over ranks; the ranks' results are added."""
 
     def __init__(
         self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
@@ -189,7 +189,7 @@ class RowParallelLinear(Linear):
         in_shard = context.parallel.shard(in_features, f"inputs of {prefix}")
         super().__init__(context, prefix, [output], in_features, bias=bias, in_shard=in_shard)
         self._collectives = context.collectives
-        # one rank alone adds the bias, or it would be there once for each
+        # only one rank adds the bias, since the ranks' results are added
         self._adds_bias = context.parallel.tp_rank == 0
 
     def after_load(self) -> None:

@@ -1,7 +1,7 @@
 """Normalisation layers. Letters: T tokens, H width that is normalised.
 
-A norm in front of linear layers may have to give its result as their weights' format wants its inputs: quantized. It
-then has their `activation_quant`, and what it returns is for them alone.
+A norm before linear layers may have to quantize its result, as the format of their weights needs. It is then built
+with their `activation_quant`, and only they can read its result.
 """
 
 from __future__ import annotations

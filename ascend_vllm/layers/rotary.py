@@ -16,7 +16,7 @@ from ascend_vllm.config.arch import RopeConfig, required
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer
 
-# type → the numbers that it cannot do without
+# rope type → its required parameters
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -27,7 +27,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def _check(config: RopeConfig) -> None:
-    """Refuses what no table can be made of.
+    """Checks that the configuration is supported.
 
     Raises:
         ModelLoadError: an unknown type, or a number the type needs is missing.
@@ -71,8 +71,8 @@ def _linear(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    # Llama 3.1: wavelengths that fit the trained context often stay, those beyond it stretch by the factor, and
-    # between both it goes over linearly in the number of turns
+    # Llama 3.1: short wavelengths are unchanged, those beyond the trained context are scaled by the factor, with a
+    # linear transition in the number of turns between them
     frequencies = _frequencies(config.theta, config.rotary_dim)
     low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
     turns = config.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
@@ -85,7 +85,8 @@ def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
-    # YaRN (Peng et al., 2023): as llama3, but the ramp runs over the index of the pair, and cos and sin grow
+    # YaRN (Peng et al., 2023): as llama3, but the transition is linear in the index of the pair, and cos and sin are
+    # scaled
     parameters, dim = config.parameters, config.rotary_dim
     original = config.number("original_max_position_embeddings")
     factor = float(parameters.get("factor") or _max_position(config) / original)
@@ -114,7 +115,7 @@ def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
 _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
-    # inside the trained length; beyond it see DynamicNTKRotaryEmbedding
+    # up to the trained length; beyond it see DynamicNTKRotaryEmbedding
     "dynamic": _default,
     "yarn": _yarn,
     "llama3": _llama3,
@@ -127,7 +128,7 @@ _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float
 class RotaryEmbedding(Layer):
     """The angles by which pairs of query and key elements are rotated; they grow with the position.
 
-    All layers share them. The attention backend rotates: some kernels store keys as they rotate them.
+    All layers share them. The attention backend rotates, since some kernels rotate and store keys at once.
 
     Args:
         config: angles.
@@ -144,19 +145,19 @@ class RotaryEmbedding(Layer):
         self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude).to(device)
 
     def prepare(self, batch: ForwardBatch) -> RotaryStep:
-        """What attention needs in a step; made once for all layers."""
-        # a tensor of its own: the op may keep the angles of the positions that it saw last
+        """Makes the rotation of a step, once for all layers."""
+        # a new tensor object: the op may cache the angles of the last positions tensor
         return RotaryStep(batch.positions.view(-1), self.cos_sin, self._is_neox)
 
 
 class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     """Rotary embedding whose base grows with the sequence ("dynamic NTK", after bloc97 and emozilla, 2023).
 
-    Inside the trained length nothing changes. Beyond it, the tokens of a step are rotated with the base for
-    their own row's length after that step. So a prompt computed in one step and every token generated after it
-    get the angles that transformers gives them with a KV cache. Keys stay in the cache as they were rotated, there
-    and here; how a sequence beyond the trained length was cut into steps (chunked prefill, preemption, a cached
-    prefix) therefore shows in its result. A table fixed at start, as vLLM builds it for the longest sequence,
+    Up to the trained length nothing changes. Beyond it, the tokens of a step are rotated with the base for the
+    length of their row after that step. So a prompt computed in one step and every token generated after it
+    get the angles that transformers gives them with a KV cache. As there, keys in the cache are not rotated again;
+    so results of a sequence beyond the trained length depend on its division into steps (chunked prefill, preemption,
+    a cached prefix). A table fixed at start, as vLLM builds it for the longest sequence,
     would not depend on it, but changes the results of every short sequence too.
     """
 
@@ -176,7 +177,7 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         growth = self._factor * row_lens / self._trained_len - (self._factor - 1.0)
         # [R, F/2]
         frequencies = 1.0 / ((self._theta * growth**self._growth_exponent)[:, None] ** self._exponents)
-        # [T]: the row of each token; found without asking the device for a size
+        # [T]: the row of each token, computed without waiting for the device
         tokens = torch.arange(batch.positions.shape[0], device=batch.positions.device)
         rows = torch.searchsorted(batch.query_start[1:-1].long(), tokens, right=True)
         angles = batch.positions[:, None].float() * frequencies[rows]

@@ -1,8 +1,8 @@
-"""Step state: what layers need to know of a step's rows or tokens beside the tokens themselves.
+"""Step state: additional per-row or per-token inputs of layers, such as adapter ids.
 
-A layer declares a named tensor while it is built, and gets memory that stays where it is: the model runner writes
-each step's values to the front of it, so that tapes and graphs read them as they read everything else. Linear layers,
-which see no batch, take the first T entries of that memory for T tokens; others find them in `ForwardBatch.state`.
+A layer declares a named tensor while it is built, and gets memory at a fixed address: the model runner writes each
+step's values to the front of it, so that tapes and graphs can read them. Linear layers, which do not get the batch,
+read the first T entries of that memory for T tokens; other layers find them in `ForwardBatch.state`.
 
 Letters: T tokens, R rows of a step.
 """
@@ -19,14 +19,14 @@ from ascend_vllm.attention.backend import NO_STATE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepStateSpec:
-    """One such tensor.
+    """A tensor of step state.
 
     Attributes:
         name: of the tensor, and of the rows' values that fill it (`NewRow.state`).
         dtype: of its entries.
         shape: of an entry.
-        fill: entry of rows that bring no value, and of those that pad a graph's batch.
-        is_per_row: it has an entry for each row, otherwise one for each token.
+        fill: entry of rows without a value, and of padding rows of graphs.
+        is_per_row: the tensor has an entry per row, otherwise one per token.
     """
 
     name: str
@@ -40,12 +40,12 @@ class StepState:
     """The tensors of a model.
 
     Args:
-        max_num_tokens: most tokens of a step, padding included.
-        max_num_rows: likewise of rows.
+        max_num_tokens: maximum tokens of a step, padding included.
+        max_num_rows: maximum rows of a step, padding included.
         device: of the tensors.
 
     Attributes:
-        specs: what has been declared, by name.
+        specs: the declared tensors, by name.
 
     Example:
         >>> state = StepState(8, 4, torch.device("cpu"))
@@ -63,10 +63,10 @@ class StepState:
         self._memory: dict[str, torch.Tensor] = {}
 
     def declare(self, spec: StepStateSpec) -> torch.Tensor:
-        """The memory of a tensor, [most tokens or rows, *shape]; declared again, it is the same.
+        """Declares a tensor; returns its memory, [maximum tokens or rows, *shape], which equal declarations share.
 
         Raises:
-            ValueError: there is another one of that name.
+            ValueError: the name is declared differently.
         """
         if self.specs.setdefault(spec.name, spec) != spec:
             raise ValueError(f"step state {spec.name!r} is declared in two ways: {self.specs[spec.name]} and {spec}")
@@ -85,11 +85,11 @@ class StepState:
         return {name: self._memory[name][:count] for name, count in counts.items()}
 
     def write(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Takes a step's values in, by name; the tensors of the step. Nobody waits for the device."""
+        """Writes a step's values, by name, without waiting for the device; returns the tensors of the step."""
         return {name: self._memory[name][: len(value)].copy_(value) for name, value in values.items()}
 
     def pad(self, num_rows: int, padded_rows: int, query_len: int) -> None:
-        """Fills the entries of rows that pad a batch of rows of `query_len` tokens each."""
+        """Fills the entries of padding rows, in a batch of `query_len` tokens per row."""
         for name, spec in self.specs.items():
             each = 1 if spec.is_per_row else query_len
             self._memory[name][num_rows * each : padded_rows * each].fill_(spec.fill)

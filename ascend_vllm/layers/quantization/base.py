@@ -1,4 +1,4 @@
-"""The seam between layers and the formats their weights come in.
+"""The interface between layers and the formats of their weights.
 
 Letters: T tokens, H width that a norm normalises.
 """
@@ -17,30 +17,30 @@ from ascend_vllm.layers.base import WeightSlot
 from ascend_vllm.ops.elementwise import fused_add_rms_norm, layer_norm, rms_norm
 from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
 
-# What norms hand to linear layers: a tensor [T, H] in the model's dtype, or what the `ActivationQuant` of the linear
-# layer's method makes of it. Nobody but that method looks inside.
+# Input of linear layers from norms: a tensor [T, H] in the model's dtype, or the result of the `ActivationQuant` of
+# the linear layer's method, which only that method accesses.
 Activation: TypeAlias = Any
 
 
 class LayerKind(enum.Enum):
-    """What a layer's weight is for; formats leave some kinds as they are."""
+    """Use of a layer's weight; formats do not quantize some kinds."""
 
     LINEAR = "linear"
     LM_HEAD = "lm_head"
-    # rows of a table are looked up
+    # a table whose rows are looked up
     EMBEDDING = "embedding"
-    # the same, and the table is the LM head's weight
+    # the same, and the table is also the LM head's weight
     TIED_EMBEDDING = "tied_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearOutput:
-    """One matrix of the checkpoint that is part of a linear layer, or rows of one that is fused there.
+    """One matrix of the checkpoint that is part of a linear layer, or rows of a fused matrix.
 
     Attributes:
-        name: its name there, without ".weight"; several outputs may have the same.
-        total: its rows there.
-        shard: the rows of it that this rank computes as this output.
+        name: of the matrix in the checkpoint, without ".weight"; several outputs may have the same.
+        total: rows of the matrix in the checkpoint.
+        shard: the rows that this rank computes as this output.
     """
 
     name: str
@@ -49,17 +49,17 @@ class LinearOutput:
 
 
 class LinearLayer(Protocol):
-    """What a scheme and a method know of a layer. A table of vectors is a matrix with a row for each vector.
+    """A layer as schemes and methods see it. An embedding table is a matrix with a row for each vector.
 
     Attributes:
         prefix: name of the layer.
-        kind: what its weight is for.
+        kind: use of its weight.
         dtype: of its inputs and outputs.
-        device: where it computes.
-        outputs: the matrices that it is made of, in the order of their outputs.
+        device: of the layer.
+        outputs: the matrices that it consists of, in the order of their outputs.
         total_in_features: columns of the matrices in the checkpoint.
-        in_shard: those of them that this rank holds.
-        in_features: their number.
+        in_shard: the columns that this rank holds.
+        in_features: number of the columns that this rank holds.
         out_features: rows of all outputs that this rank holds.
         bias: [out_features] in `dtype`, or None.
     """
@@ -77,14 +77,14 @@ class LinearLayer(Protocol):
 
 
 class ActivationQuant(abc.ABC):
-    """The form in which a method takes its inputs, made by the norm in front of the layer.
+    """Quantizes the inputs of a method in the norm before the layer.
 
-    Formats with a kernel for norm and quantization in one override the norms here.
+    Formats with a fused kernel for norm and quantization override the norms.
     """
 
     @abc.abstractmethod
     def quantize(self, x: torch.Tensor) -> Activation:
-        """x [T, H] in the model's dtype → what the method multiplies."""
+        """x [T, H] in the model's dtype → input of the method."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Activation:
         """See `ops.elementwise.rms_norm`."""
@@ -105,11 +105,11 @@ class ActivationQuant(abc.ABC):
 
 
 class QuantMethod(abc.ABC):
-    """How one layer keeps its weights and multiplies with them. Each layer gets its own object.
+    """Stores the weights of one layer and multiplies with them. Each layer gets its own object.
 
     Attributes:
-        activation_quant: the form in which it takes what a norm gives; None: in the model's dtype. It is set when
-            `create_weights` returns. Inputs from elsewhere than a norm are in the model's dtype all the same.
+        activation_quant: quantizes results of norms for this method; None: they are in the model's dtype. Set when
+            `create_weights` returns. Inputs that are not from a norm are always in the model's dtype.
     """
 
     activation_quant: ActivationQuant | None = None
@@ -120,7 +120,7 @@ class QuantMethod(abc.ABC):
 
     @abc.abstractmethod
     def after_load(self, layer: LinearLayer) -> None:
-        """Turns the loaded weights into the form `apply` reads; what was loaded may be freed."""
+        """Converts the loaded weights to the form that `apply` reads; may free the loaded form."""
 
     @abc.abstractmethod
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
@@ -142,9 +142,9 @@ class QuantScheme(abc.ABC):
     """Chooses the method of each layer.
 
     A class in the table of formats (config/quantization.py) is called with the checkpoint's `QuantizationConfig`. It
-    raises `ModelLoadError`, then or in `method_for`, for parameters that it cannot serve.
+    raises `ModelLoadError`, then or in `method_for`, for unsupported parameters.
     """
 
     @abc.abstractmethod
     def method_for(self, layer: LinearLayer) -> QuantMethod:
-        """A new method for a layer, by its names and kind. Its bias is not there yet."""
+        """Makes the method of a layer by its names and kind. The layer's bias does not exist yet."""

@@ -1,4 +1,4 @@
-"""From the format of a checkpoint to the scheme that serves it; the table is in config/quantization.py."""
+"""Makes the quantization scheme for the format of a checkpoint; the table is in config/quantization.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
 
     Args:
         model: its directory, for messages.
-        config: what is known of its format.
+        config: its format.
 
     Raises:
-        ModelLoadError: no scheme serves the format, its class cannot be imported, or it refuses the parameters.
+        ModelLoadError: no scheme supports the format or its parameters, or its class cannot be imported.
     """
     target = scheme_target(config.method)
     if target is None:

@@ -12,14 +12,14 @@ from ascend_vllm.platforms.host_memory import weight_memory
 
 
 def _slot(layer: LinearLayer, index: int, target: torch.Tensor | PackedRows) -> WeightSlot:
-    """Of one of the layer's matrices."""
+    """The slot of one of the layer's matrices."""
     output = layer.outputs[index]
     shape = (output.total, layer.total_in_features)
     return WeightSlot(f"{output.name}.weight", shape, target, (output.shard.start, layer.in_shard.start))
 
 
 class Unquantized(QuantMethod):
-    """Loads [out, in] matrices one below another, packed for the device's GEMM."""
+    """Loads [out, in] matrices into one weight, packed for the device's GEMM."""
 
     def __init__(self) -> None:
         self._loading: PackedLinear | None = None
@@ -36,7 +36,7 @@ class Unquantized(QuantMethod):
         return slots
 
     def after_load(self, layer: LinearLayer) -> None:  # noqa: ARG002 - the weight is kept here
-        """The weight is complete."""
+        """Packs the weight."""
         if self._loading is not None:
             self._loading.finish()
             self._packed, self._loading = self._loading, None
@@ -46,11 +46,11 @@ class Unquantized(QuantMethod):
         return self._weight(layer)(x, layer.bias)
 
     def apply_gated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """x [T, in] → [T, out/2], without the product in memory where the device has a kernel for that."""
+        """x [T, in] → [T, out/2], without storing the product if the device has a kernel for that."""
         return self._weight(layer).gated(x, layer.bias, activation)
 
     def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:
-        """indices [T] → [T, in]. Of weights in panels only."""
+        """indices [T] → [T, in]; only for weights in panels."""
         return self._weight(layer).rows(indices)
 
     def _weight(self, layer: LinearLayer) -> PackedLinear:
@@ -60,7 +60,7 @@ class Unquantized(QuantMethod):
 
 
 class UnquantizedTable(QuantMethod):
-    """Loads an embedding as it is in the checkpoint; a tied one is packed for products beside it."""
+    """Loads an embedding in the layout of the checkpoint; a tied one has a packed copy for products."""
 
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """The table."""
@@ -71,7 +71,7 @@ class UnquantizedTable(QuantMethod):
         return [_slot(layer, 0, self._table)]
 
     def after_load(self, layer: LinearLayer) -> None:
-        """Arranges a tied table for products."""
+        """Packs a tied table for products."""
         if layer.kind is LayerKind.TIED_EMBEDDING:
             self._packed = PackedLinear.of(self._table)
 
@@ -90,10 +90,10 @@ class UnquantizedScheme(QuantScheme):
     """Every layer is unquantized."""
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
-        """A new method that keeps weights as products or look-ups read them."""
+        """Makes a method that stores weights for products or look-ups."""
         if layer.kind is LayerKind.EMBEDDING:
             return UnquantizedTable()
-        # vectors can be read from panels, too, so that a tied table is there once
+        # look-ups can read panels, too, so that a tied table is stored once
         if layer.kind is LayerKind.TIED_EMBEDDING and not has_kernel(layer.dtype, layer.device):
             return UnquantizedTable()
         return Unquantized()
