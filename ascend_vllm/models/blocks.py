@@ -1,6 +1,6 @@
-"""What decoder-only models share: gated MLP, rotary attention, pre-norm decoder layers, the model around them.
+"""Shared parts of decoder-only models: gated MLP, rotary attention, pre-norm decoder layers, the whole model.
 
-What differs between families is in `ArchConfig` (config/arch.py). Letters: T tokens, S sampling rows, H hidden,
+Differences between families are in `ArchConfig` (config/arch.py). Letters: T tokens, S sampling rows, H hidden,
 I intermediate width, N query heads, K KV heads, D head size, V vocabulary.
 """
 
@@ -25,7 +25,7 @@ from ascend_vllm.layers.quantization.base import Activation, ActivationQuant
 from ascend_vllm.layers.rotary import make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
 
-# names of config.json → names of the op's
+# names in config.json → names of the op
 _GATED_ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -34,7 +34,7 @@ _GATED_ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-# the tokens' table in checkpoints
+# name of the token embedding in checkpoints
 _EMBEDDING = "model.embed_tokens"
 
 
@@ -138,7 +138,7 @@ class DecoderLayer(Layer):
         hidden = arch.hidden_size
         self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan)
         self.mlp = GatedMLP(arch, context, f"{prefix}.mlp")
-        # each gives its result in the form that the layer behind it reads
+        # the norms quantize their results for the layers that read them
         self.input_layernorm = _norm(
             arch, context, f"{prefix}.input_layernorm", hidden, self.self_attn.activation_quant
         )
@@ -151,12 +151,12 @@ class DecoderLayer(Layer):
 
         Args:
             x: [T, H], the previous layer's output, not yet added to the residual; overwritten. None in the first
-                layer, where nothing is to be added.
+                layer.
             residual: [T, H], updated in place.
             context: of this step.
 
         Returns:
-            [T, H], to be added to the residual by whoever comes next.
+            [T, H], which the next norm adds to the residual.
         """
         norm = self.input_layernorm
         normed = norm.forward(residual) if x is None else norm.forward_add(x, residual)
@@ -165,21 +165,21 @@ class DecoderLayer(Layer):
 
 
 class CausalLM(Layer, abc.ABC):
-    """What the worker asks of a model.
+    """The interface of models to the worker.
 
     Args:
         config: the model's section of the configuration.
         context: surroundings of the layers.
 
     Attributes:
-        supports_pp: a stage can hold a part of the layers, and `forward` takes `hidden`.
+        supports_pp: pipeline stages can hold a part of the layers, and `forward` takes `hidden`.
         attention_layers: those of this stage, in the order of the KV caches.
-        ignored_weights: tensors of checkpoints that the model does without, as regular expressions over whole names.
-        pooler: of a pooling model, in the place of the LM head.
+        ignored_weights: checkpoint tensors that the model does not need, as regular expressions over whole names.
+        pooler: of a pooling model, instead of the LM head.
 
     Raises:
-        ModelLoadError: config.json asks for something unsupported.
-        KeyError: config.json lacks something.
+        ModelLoadError: config.json has an unsupported value.
+        KeyError: config.json lacks a value.
     """
 
     supports_pp: bool = False
@@ -199,16 +199,16 @@ class CausalLM(Layer, abc.ABC):
         tied_to: str | None,
         width: int,
     ) -> LMHead | TiedLMHead | NoLMHead:
-        """The head of a model, or of one of its stages.
+        """Makes the LM head of a model, or of one of its stages.
 
-        A pooling model gets none, whatever the checkpoint holds, and so does a stage that others follow.
+        Pooling models, whatever is in the checkpoint, and stages before the last get a `NoLMHead`.
 
         Args:
             config: as in the constructor.
             context: as in the constructor.
-            embedding: of the tokens, if this stage has it.
-            tied_to: name of the embedding in the checkpoint without ".weight", if its weight is the head's, too;
-                None: there is one for the head, "lm_head".
+            embedding: token embedding, if this stage has it.
+            tied_to: name of the embedding in the checkpoint without ".weight", if the head shares its weight; None:
+                the head has its own, "lm_head".
             width: columns of that weight.
         """
         if config.pooler is not None or not context.parallel.is_last_stage:
@@ -216,7 +216,7 @@ class CausalLM(Layer, abc.ABC):
             return NoLMHead()
         if tied_to is None:
             return LMHead(context, "lm_head", width, config.vocab_size)
-        # some checkpoints hold the embedding a second time
+        # some checkpoints contain the shared weight twice
         self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
         if embedding is None:
             return LMHead(context, tied_to, width, config.vocab_size)
@@ -225,14 +225,14 @@ class CausalLM(Layer, abc.ABC):
     def _leave_to_other_stages(
         self, config: ModelConfig, context: BuildContext, layers: str, first: str, last: str
     ) -> None:
-        """Has the loader skip the tensors that other stages hold.
+        """Makes the loader skip the tensors of other stages.
 
         Args:
             config: as in the constructor.
             context: as in the constructor.
-            layers: what comes before a layer's number in names of checkpoints; a regular expression, like the next.
-            first: whole names of what only the first stage has.
-            last: whole names of what only the last stage has, beside its head.
+            layers: prefix of a layer's number in checkpoint names, a regular expression like the next ones.
+            first: whole names of the tensors of the first stage only.
+            last: whole names of the tensors of the last stage only, without the head.
         """
         parallel = context.parallel
         own = parallel.layers(config.num_layers)
@@ -246,7 +246,7 @@ class CausalLM(Layer, abc.ABC):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """The name that a tensor should have; families whose checkpoints come in two spellings override this."""
+        """The canonical name of a checkpoint tensor; families with several naming schemes override this."""
         return name
 
     @abc.abstractmethod
@@ -265,23 +265,23 @@ class CausalLM(Layer, abc.ABC):
             kv_caches: one per attention layer, made by `backend`; written.
             backend: computes attention.
             metadata: what `backend.prepare(batch)` returned.
-            hidden: [T, H] in the model's dtype, of the stage before; overwritten. None in the first stage.
+            hidden: [T, H] in the model's dtype, output of the previous stage; overwritten. None in the first stage.
 
         Returns:
-            [T, H] in the model's dtype: input of `compute_logits`, or of the next stage, all of it.
+            [T, H] in the model's dtype: input of `compute_logits`, or of the next stage.
         """
 
     def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, H], rows of what `forward` returned → [S, H] or narrower: what heads and poolers read."""
+        """hidden [S, H], rows of the result of `forward` → [S, H] or narrower, the input of heads and poolers."""
         return hidden
 
     @abc.abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, H], rows of what `forward` returned → [S, V] in the model's dtype."""
+        """hidden [S, H], rows of the result of `forward` → [S, V] in the model's dtype."""
 
 
 class DecoderForCausalLM(CausalLM):
-    """A decoder-only model with RMSNorm, rotary positions and gated MLPs, named as Llama names its tensors."""
+    """A decoder-only model with RMSNorm, rotary positions and gated MLPs, with Llama's tensor names."""
 
     supports_pp = True
 
@@ -306,7 +306,7 @@ class DecoderForCausalLM(CausalLM):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """Checkpoints of XModel lack the "model." in front."""
+        """Adds the prefix "model.", which checkpoints of XModel lack."""
         return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
     @torch.inference_mode()
@@ -323,8 +323,8 @@ class DecoderForCausalLM(CausalLM):
         residual = hidden if self.embed_tokens is None else self.embed_tokens.forward(batch.input_ids)
         if residual is None:
             raise ValueError("a stage behind the first needs the hidden states of the one before")
-        # behind other stages nothing is added to their sum, by the operator that would have made it: it rounds its
-        # own way, and stages are to compute what one worker computes
+        # later stages add zeros by the operator that one worker would use for the sum: its rounding differs, and
+        # results must not depend on the number of stages
         x = torch.zeros_like(residual) if self.embed_tokens is None else None
         for layer in self.decoder_layers:
             x = layer.forward(x, residual, context)

@@ -1,7 +1,7 @@
-"""Weight files of a model directory: which there are, what is in them, and their tensors one by one.
+"""Weight files of a model directory, their tables of contents and their tensors.
 
-Opening a file reads its table of contents alone, so that a broken checkpoint is found before any heavy work.
-Tensors come as views of the mapped file; nothing is read until somebody copies them.
+Opening a file only reads its table of contents, so that a broken checkpoint is found before any expensive work.
+Tensors are views of the mapped file, which is read when they are copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
 
-# files of trainers that are no weights but end like them
+# files of trainers with the suffixes of weight files
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -32,8 +32,8 @@ _INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": tor
 # the header of a safetensors file starts with its length in 8 bytes, and may have at most this many
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-# What is mapped at a time, or one tensor: pages that were read count as the process's memory while they are mapped,
-# and those of the whole file may be more than what a rank of several makes of them.
+# bytes that are mapped at once, or one tensor: pages count as memory of the process while they are mapped, and a rank
+# needs only a part of the file
 _MAPPED_BYTES = 32 << 20
 
 
@@ -47,7 +47,7 @@ class WeightFile(abc.ABC):
         odd_dtypes: the dtype's name in the file, of those tensors that are not of a floating-point dtype.
     """
 
-    # how the format is called in messages
+    # name of the format in messages
     format_name: str
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -58,7 +58,7 @@ class WeightFile(abc.ABC):
 
     @abc.abstractmethod
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors, on the CPU, valid until the next is asked for."""
+        """Yields the named tensors, on the CPU, each valid until the next one."""
 
     def corrupt(self, why: object) -> ModelLoadError:
         """The error for a damaged file; `why` is cut to its first line."""
@@ -109,7 +109,7 @@ class SafetensorsFile(WeightFile):
         return header, size - _LENGTH_BYTES - length
 
     def _without_repeats(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """An object of the header, in which every name stands once."""
+        """A JSON object of the header, whose names must be unique."""
         values: dict[str, Any] = {}
         for name, value in pairs:
             if name in values:
@@ -118,7 +118,7 @@ class SafetensorsFile(WeightFile):
         return values
 
     def _place(self, name: str, entry: Any) -> tuple[int, int]:
-        """Where a tensor's data start and end."""
+        """Offsets of a tensor's data: start and end."""
         offsets: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise self.corrupt(f"tensor {name} has no place in it: its data_offsets are {shown(offsets)}")
@@ -151,7 +151,7 @@ class SafetensorsFile(WeightFile):
             raise self.corrupt(error) from error
 
     def _batches(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Tensors to map together."""
+        """Splits names into batches of tensors to map together."""
         batch: list[str] = []
         num_bytes = 0
         for name in names:
@@ -191,7 +191,7 @@ class TorchFile(WeightFile):
         check_file(self.path)
         try:
             with warnings.catch_warnings():
-                # of pickles that are written in another way; what is wrong with one is an error
+                # about unusual pickles; real problems raise an error
                 warnings.simplefilter("ignore")
                 try:
                     loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
@@ -210,7 +210,7 @@ class TorchFile(WeightFile):
         return loaded
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightFile.tensors`; each tensor is let go of once it has been handed out."""
+        """See `WeightFile.tensors`; each tensor is released when it has been yielded."""
         for name in names:
             yield name, self._tensors.pop(name)
 
@@ -232,8 +232,8 @@ _LOAD_FORMATS = {"auto": (_SAFETENSORS, _TORCH), "safetensors": (_SAFETENSORS,),
 def open_checkpoint(model: str, load_config: LoadConfig) -> list[WeightFile]:
     """Finds, opens and checks the weight files of a model directory.
 
-    An index names its files; without one a file of the usual name is taken alone (others beside it are the same
-    weights in another arrangement), and failing that all files of the format.
+    The files are those of the index, if there is one; otherwise a single file of the usual name (others beside it are
+    the same weights in another layout); otherwise all files of the format.
 
     Args:
         model: the directory.
@@ -297,7 +297,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _are_sizes(values: Any) -> bool:
-    """Whether this is a list of numbers that count something."""
+    """Whether this is a list of non-negative 64-bit integers."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 

@@ -1,8 +1,8 @@
 """Builds a model and fills it with weights.
 
-Names and shapes are checked against the files' tables of contents first. Then tensors are copied one by one
-from the mapped files into place, and a layer is packed as soon as its last tensor has come, which frees its loaded
-form: memory stays near the model's size.
+Names and shapes are first checked against the files' tables of contents. Then tensors are copied one by one from the
+mapped files, and a layer is packed as soon as its last tensor is loaded, which frees its loaded form: memory stays
+near the model's size.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def _build(model_class: type[CausalLM], model_config: ModelConfig, context: Buil
 
 
 class _Unfilled:
-    """The slots of a model that still wait for their tensors.
+    """The slots of a model that are not filled yet.
 
     Attributes:
-        slots: by name in the checkpoint, which several may share; filled ones are dropped, since they would keep the
-            loaded form alive.
+        slots: by name in the checkpoint, which several may share; filled ones are removed, since they refer to the
+            loaded form.
     """
 
     def __init__(self, model: Layer) -> None:
@@ -115,7 +115,7 @@ class _Unfilled:
                 self._owners[slot] = layer
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Fills the slots of one name, and readies their layers where they were the last."""
+        """Fills the slots of one name, and calls `after_load` of layers without unfilled slots."""
         for layer in [self._fill_slot(slot, tensor) for slot in self.slots.pop(name)]:
             self._num_missing[layer] -= 1
             if self._num_missing[layer] == 0:
@@ -127,20 +127,20 @@ class _Unfilled:
         return self._owners.pop(slot)
 
     def finish(self) -> None:
-        """Readies layers without slots of their own, which may depend on others."""
+        """Calls `after_load` of layers without slots, which may depend on other layers."""
         for layer in self._num_missing:
             layer.after_load()
         self._num_missing.clear()
 
 
 def _fill_randomly(unfilled: _Unfilled, seed: int) -> None:
-    """Weights as before training: small random matrices, norms of one, biases of zero; and integers of zero."""
+    """Fills all slots: matrices with small random values, norms with 1, biases and integers with 0."""
     for name in list(unfilled.slots):
         shape, dtype = unfilled.slots[name][0].shape, unfilled.slots[name][0].target.dtype
         if not dtype.is_floating_point:
             values = torch.zeros(shape, dtype=dtype)
         elif len(shape) > 1:
-            # a stream per tensor, so that it does not depend on the order of layers
+            # a random stream per tensor, so that values do not depend on the order of layers
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             values = torch.empty(shape, dtype=dtype)
             values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
@@ -152,7 +152,7 @@ def _fill_randomly(unfilled: _Unfilled, seed: int) -> None:
 def _check_contents(
     model_config: ModelConfig, model: CausalLM, files: Sequence[WeightFile], slots: dict[str, list[WeightSlot]]
 ) -> None:
-    """Compares names, shapes and dtypes of all tensors with what the model wants."""
+    """Checks names, shapes and dtypes of all tensors against the model."""
     file_of: dict[str, WeightFile] = {}
     for file in files:
         for raw_name, shape in file.shapes.items():
@@ -200,8 +200,8 @@ def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Un
 def _extremes(values: torch.Tensor) -> tuple[float, float]:
     """The smallest and the largest value; NaN if one is.
 
-    One thread is as fast as the memory that the values have just come from, and several spin while they wait for the
-    next tensor: 0.09 s for a gigabyte, and five times that.
+    Uses one thread, which is limited by memory bandwidth; several would spin until the next tensor: 0.09 s for a
+    gigabyte, and five times that.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -213,14 +213,14 @@ def _extremes(values: torch.Tensor) -> tuple[float, float]:
 
 
 def _check_values(file: WeightFile, name: str, values: torch.Tensor) -> None:
-    """Refuses numbers that are none: one of them, and nothing that is generated means anything.
+    """Checks that values are finite: a single NaN or infinity makes all output meaningless.
 
-    In the table of tokens they may belong to tokens that nobody uses.
+    In the token embedding they may belong to unused tokens.
 
     Args:
         file: where the tensor is.
         name: of the tensor.
-        values: the part of it that a slot has just read.
+        values: the part of it that a slot has read.
     """
     if values.numel() == 0 or not values.is_floating_point() or all(map(math.isfinite, _extremes(values))):
         return

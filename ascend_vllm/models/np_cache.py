@@ -1,6 +1,6 @@
-"""--load-format npcache: the tensors of a .bin checkpoint, kept as numpy arrays beside it from the first load on.
+"""--load-format npcache: the first load saves the tensors of a .bin checkpoint as numpy arrays beside it.
 
-The arrays can be mapped, where old .bin files must be read and unpickled as a whole. The layout is vLLM's: a
+The arrays can be mapped, whereas old .bin files must be read and unpickled as a whole. The layout is vLLM's: a
 directory `np` with an array per tensor, named like it, and `weight_names.json`, which is written last.
 """
 
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 _FOLDER = "np"
 _NAMES_FILE = "weight_names.json"
 
-# of arrays, and what torch takes them for
+# dtypes of arrays → dtypes of tensors
 _FLOATS = {
     np.dtype(np.float16): torch.float16,
     np.dtype(np.float32): torch.float32,
@@ -40,7 +40,7 @@ _INTEGERS = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
 }
-# of a name on most file systems
+# limit of most file systems
 _MAX_NAME_BYTES = 255
 
 
@@ -102,7 +102,7 @@ class NumpyCache(WeightFile):
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightFile.tensors`."""
         for name in names:
-            # copied: torch takes no array that cannot be written to
+            # copied, since torch does not support read-only arrays
             yield name, torch.from_numpy(np.array(self._arrays.pop(name)))
 
 
@@ -123,7 +123,7 @@ def open_np_cache(directory: pathlib.Path, files: Sequence[WeightFile]) -> Numpy
 
 
 def _make(folder: pathlib.Path, files: Sequence[WeightFile]) -> None:
-    """Writes the arrays to a directory of another name, which becomes the cache when it is complete."""
+    """Writes the arrays to a temporary directory, which is renamed to the cache when it is complete."""
     logger.info("Writing the tensors of %d files to %s", len(files), folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".np-", dir=folder.parent) as name:
@@ -141,13 +141,13 @@ def _make(folder: pathlib.Path, files: Sequence[WeightFile]) -> None:
                             f"{file.path}: tensor {tensor_name} has dtype {file.odd_dtypes[tensor_name]}, which is "
                             "not supported"
                         )
-                    # numpy has no bfloat16; float32 holds every value of it
+                    # numpy has no bfloat16; float32 represents all its values
                     plain = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
                     with (growing / tensor_name).open("wb") as target:
                         np.save(target, plain.numpy())
                     names.append(tensor_name)
             (growing / _NAMES_FILE).write_text(json.dumps(names), encoding="utf-8")
-            # what an interrupted writer of another program left there
+            # files of an interrupted writer of another program
             shutil.rmtree(folder, ignore_errors=True)
             growing.rename(folder)
     except OSError as error:

@@ -23,9 +23,9 @@ from ascend_vllm.layers.norm import LayerNorm
 from ascend_vllm.layers.quantization.base import Activation
 from ascend_vllm.models.blocks import CausalLM
 
-# the tokens' table in checkpoints
+# name of the token embedding in checkpoints
 _EMBEDDING = "model.decoder.embed_tokens"
-# OPT keeps two rows before its first position
+# index of the first position's row
 _POSITION_OFFSET = 2
 
 
@@ -65,7 +65,7 @@ class OPTDecoderLayer(Layer):
         )
         self.fc1 = ColumnParallelLinear(context, f"{prefix}.fc1", hidden, intermediate, bias=arch.mlp_bias)
         self.fc2 = RowParallelLinear(context, f"{prefix}.fc2", intermediate, hidden, bias=arch.mlp_bias)
-        # a norm that comes after them gives what the next layer is added to
+        # results of a norm after the layers are the residual, which is not quantized
         quants = (self.qkv_proj.activation_quant, self.fc1.activation_quant) if self._norm_first else (None, None)
         self.self_attn_layer_norm, self.final_layer_norm = (
             LayerNorm(context, f"{prefix}.{name}", hidden, affine=affine, activation_quant=quant)
@@ -120,7 +120,7 @@ class OPTForCausalLM(CausalLM):
     """The OPT family; --max-model-len cannot exceed its learned positions."""
 
     supports_pp = True
-    # OPT checkpoints converted from fairseq carry its version
+    # in OPT checkpoints that were converted from fairseq
     ignored_weights = (*CausalLM.ignored_weights, r".*decoder\.version")
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
@@ -158,7 +158,7 @@ class OPTForCausalLM(CausalLM):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """Checkpoints of the bare decoder lack the "model." in front."""
+        """Adds the prefix "model.", which checkpoints of the bare decoder lack."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
     @torch.inference_mode()
@@ -186,5 +186,5 @@ class OPTForCausalLM(CausalLM):
 
     @torch.inference_mode()
     def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Back to the width of the embedding, where that differs."""
+        """Projects to the width of the embedding, if that differs."""
         return hidden if self.project_out is None else self.project_out.forward(hidden)

@@ -1,4 +1,4 @@
-"""From hidden states to embeddings, classes and scores.
+"""Makes embeddings, classes and scores of hidden states.
 
 Letters: S prompts or tokens, H hidden, D entries of an embedding, C labels.
 """
@@ -11,7 +11,7 @@ from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 
-# of a vector's length, so that a vector of zeros can be divided by it
+# minimum norm, to divide vectors of zeros by
 _EPSILON = 1e-12
 
 
@@ -32,12 +32,12 @@ class ScoreHead(Layer):
 
 
 class Pooler(Layer):
-    """What a pooling model has in the place of an LM head.
+    """The head of a pooling model, instead of an LM head.
 
     Args:
-        pooler: what is made of hidden states.
+        pooler: task and activation.
         context: surroundings of the layers.
-        width: of what `CausalLM.output_states` returns.
+        width: of the result of `CausalLM.output_states`.
     """
 
     def __init__(self, pooler: PoolerConfig, context: BuildContext, width: int) -> None:
@@ -52,12 +52,12 @@ class Pooler(Layer):
         """Results of prompts or tokens.
 
         Args:
-            states: [S, H] of what `CausalLM.output_states` returns.
+            states: [S, H], from `CausalLM.output_states`.
             use_activation: [S] bool, see `PoolingParams`.
-            dimensions: [S] int64, entries of each embedding that count; None: all of all.
+            dimensions: [S] int64, number of entries of each embedding; None: all.
 
         Returns:
-            [S, D] float32, entries behind `dimensions` being 0; or [S, C] float32.
+            [S, D] float32, 0 after the first `dimensions` entries; or [S, C] float32.
         """
         states = states.float()
         if self.score is not None:
