@@ -25,7 +25,7 @@ from ascend_vllm.core.structured.regex_size import end_of_class, expanded_size
         (r"[^]\]{3}]{2}", 2),
         (r"\{3}", 3),
         (r"\({2}", 2),
-        # what is wrong is passed over
+        # invalid expressions do not raise
         ("a)b(c{2}", 5),
         ("(((a", 1),
         ("a\\", 2),

@@ -72,13 +72,13 @@ def test_stop_at_the_limit_is_a_stop() -> None:
     assert end(make(max_tokens=2), [5, 6, 7]) == (2, FinishReason.LENGTH, None)
 
 
-def test_min_tokens_holds_back_stops() -> None:
+def test_min_tokens_delays_stops() -> None:
     assert end(make(min_tokens=3, stop_token_ids=[9]), [EOS, 9, 5, EOS]) == (4, FinishReason.STOP, None)
     assert end(make(min_tokens=3, stop_token_ids=[9]), [EOS, 9, 9]) == (3, FinishReason.STOP, 9)
 
 
 def test_model_length_counts_computed_tokens() -> None:
-    # a full sequence of 5 computes, and samples one more
+    # a sequence of 5 tokens, the most with KV, samples one more
     assert end(make(3, max_model_len=5), [5, 6, 7, 8]) == (3, FinishReason.LENGTH, None)
     assert end(make(3, max_model_len=5, min_tokens=6), [EOS, EOS, EOS]) == (3, FinishReason.LENGTH, None)
 

@@ -84,8 +84,8 @@ def test_steps_with_prompts_are_single() -> None:
     core.add_request(requests[1])
     while core.has_unfinished():
         step(core, collected)
-    told = scheduled(executor)
-    assert told[:4] == [{"a": 3}, {"a": 1}, {"a": 1, "b": 7}, {"a": 1, "b": 5}]
+    counts = scheduled(executor)
+    assert counts[:4] == [{"a": 3}, {"a": 1}, {"a": 1, "b": 7}, {"a": 1, "b": 5}]
     assert num_steps(executor)[:6] == [1, 4, 1, 1, 4, 4]
     assert_tokens(collected, requests)
 
@@ -241,10 +241,10 @@ def test_logprobs_of_several_tokens() -> None:
         own = [output for output in outputs if output.request_id == request_id]
         assert [len(output.new_token_ids) for output in own] == [1, 4, 2]
         for output in own:
-            told = output.new_logprobs or []
-            assert [entry.token_ids for entry in told] == [[t, *range(width)] for t in output.new_token_ids]
-            assert [entry.rank for entry in told] == [token + 1 for token in output.new_token_ids]
-            assert [entry.logprobs[0] for entry in told] == [-token for token in output.new_token_ids]
+            logprobs = output.new_logprobs or []
+            assert [entry.token_ids for entry in logprobs] == [[t, *range(width)] for t in output.new_token_ids]
+            assert [entry.rank for entry in logprobs] == [token + 1 for token in output.new_token_ids]
+            assert [entry.logprobs[0] for entry in logprobs] == [-token for token in output.new_token_ids]
 
 
 def test_beam_searches_make_steps_single_which_is_logged_once(

@@ -76,14 +76,14 @@ def test_without_it_steps_alternate() -> None:
 def test_both_orders_take_the_same_steps(chunked: bool) -> None:
     # they end by length, which is known before a step's outputs are
     requests = [make_request(name, 4 + index, max_tokens=5 + index) for index, name in enumerate("abc")]
-    told = []
+    schedules = []
     for async_scheduling in (False, True):
         core, executor = make_core(async_scheduling=async_scheduling, chunked=chunked, max_num_batched_tokens=64)
         for request in requests:
             core.add_request(request)
         assert_tokens(run(core), requests)
-        told.append(scheduled(executor))
-    assert told[0] == told[1]
+        schedules.append(scheduled(executor))
+    assert schedules[0] == schedules[1]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])

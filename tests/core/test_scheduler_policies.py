@@ -257,9 +257,9 @@ def test_prompts_wait_for_a_multiple_of_the_last_prompts_time(
     core.add_request(requests[1])
     finish(core, collected)
     assert_tokens(collected, requests)
-    told = scheduled(executor)
-    assert told[1 : 1 + num_decodes] == [{"a": 1}] * num_decodes
-    assert told[1 + num_decodes]["b"] == 4
+    counts = scheduled(executor)
+    assert counts[1 : 1 + num_decodes] == [{"a": 1}] * num_decodes
+    assert counts[1 + num_decodes]["b"] == 4
 
 
 def test_the_delay_counts_from_the_earliest_arrival(clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Prefix caching through the scheduler: what is computed, what is found, and for how long."""
+"""Prefix caching through the scheduler: which tokens are computed or found, and for how long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_cache(num_blocks: int = 64, **given: Any) -> tuple[EngineCore, MemoryEx
 
 
 def run_on(core: EngineCore, collected: dict[str, Collected]) -> dict[str, Collected]:
-    """Steps to the end, adding to what was collected before."""
+    """Makes all steps and adds their outputs to earlier ones."""
     while core.has_unfinished():
         step(core, collected)
         assert core.audit()["violations"] == []
@@ -40,13 +40,13 @@ def run_on(core: EngineCore, collected: dict[str, Collected]) -> dict[str, Colle
 
 
 def num_found(core: EngineCore, prompt: list[int], request_id: str = "probe") -> int:
-    """Tokens of a prompt that a new request finds. It runs, and leaves its own blocks in the cache."""
+    """Number of a prompt's tokens that a new request finds; it runs, and its own blocks are cached."""
     core.add_request(make_request(request_id, prompt, max_tokens=1))
     return run(core)[request_id].num_cached_tokens
 
 
 @pytest.mark.parametrize(("prefix_caching", "num_cached"), [(True, 8), (False, 0)])
-def test_only_what_is_not_found_is_computed(prefix_caching: bool, num_cached: int) -> None:
+def test_only_tokens_that_are_not_cached_are_computed(prefix_caching: bool, num_cached: int) -> None:
     core, executor = make_core(prefix_caching=prefix_caching)
     first, second = make_request("first", PROMPT), make_request("second", PROMPT, seed=2)
     core.add_request(first)
@@ -62,7 +62,7 @@ def test_only_what_is_not_found_is_computed(prefix_caching: bool, num_cached: in
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_cached_tokens_are_told_with_the_first_output_only(steps: int) -> None:
+def test_cached_tokens_are_emitted_with_the_first_output_only(steps: int) -> None:
     core, _ = make_cache(num_scheduler_steps=steps)
     num_found(core, PROMPT)
     core.add_request(make_request("a", PROMPT))
@@ -81,7 +81,7 @@ def test_full_blocks_are_found_and_one_token_is_left_to_compute(length: int, num
 
 
 @pytest.mark.parametrize("length", [3, 4, 7, 8, 10])
-def test_as_much_is_found_as_prompts_have_in_common(length: int) -> None:
+def test_common_prefixes_of_prompts_are_found(length: int) -> None:
     core, _ = make_cache()
     num_found(core, PROMPT)
     assert num_found(core, PROMPT[:length] + OTHER) == min(length // 4, 2) * 4
@@ -104,7 +104,7 @@ def test_two_in_one_step_share() -> None:
     assert_tokens(run_on(core, collected), requests)
 
 
-def test_what_is_found_costs_no_budget() -> None:
+def test_cached_tokens_take_no_budget() -> None:
     core, executor = make_cache(max_num_batched_tokens=12, max_model_len=12)
     num_found(core, PROMPT)
     for name in "abcd":
@@ -114,7 +114,7 @@ def test_what_is_found_costs_no_budget() -> None:
     assert scheduled(executor)[-1] == dict.fromkeys("abcd", 2)
 
 
-def test_chunks_begin_behind_what_is_found() -> None:
+def test_chunks_begin_after_cached_tokens() -> None:
     core, executor = make_cache(max_num_batched_tokens=4, chunked=True)
     prompt = PROMPT + OTHER
     num_found(core, PROMPT)
@@ -127,7 +127,7 @@ def test_chunks_begin_behind_what_is_found() -> None:
     assert results["a"].num_cached_tokens == 8
 
 
-def test_a_chunked_prompt_is_found_as_far_as_it_is_computed() -> None:
+def test_the_computed_chunks_of_a_prompt_are_found() -> None:
     core, executor = make_cache(max_num_batched_tokens=12, chunked=True, max_num_partial_prefills=2)
     requests = [make_request("a", PROMPT + OTHER), make_request("b", PROMPT + OTHER)]
     core.add_request(requests[0])
@@ -194,9 +194,9 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     assert_tokens(results, requests)
     entered, resumed = entries(executor, "b")
     assert (entered.num_computed_tokens, len(entered.block_ids)) == (0, 3)
-    # a took one block of the seven for itself: b's last, which was forgotten
+    # a took one of the seven blocks: b's last, which was uncached
     assert 8 <= resumed.num_computed_tokens < len(resumed.token_ids)
-    # what it found when it came back is nothing that the client's prompt had saved, and no look-up of a prompt
+    # blocks found after a preemption count neither as cached tokens of the request nor as a look-up
     assert results["b"].num_cached_tokens == 0
     stats = core.stats()
     assert (stats["num_prefix_queries"], stats["num_prefix_hits"]) == (20, 0)
@@ -216,9 +216,9 @@ def test_blocks_of_a_preempted_request_are_found_by_others() -> None:
 
 
 @pytest.mark.parametrize("touched", ["first", "second", None])
-def test_the_least_recently_used_is_forgotten_first(touched: str | None) -> None:
+def test_the_least_recently_used_blocks_are_uncached_first(touched: str | None) -> None:
     prompts = {"first": PROMPT, "second": OTHER}
-    # two cached blocks of each, and three more
+    # two cached blocks of each request, and three others
     core, _ = make_cache(num_blocks=7)
     assert num_found(core, PROMPT) == num_found(core, OTHER) == 0
     if touched is not None:
@@ -231,7 +231,7 @@ def test_the_least_recently_used_is_forgotten_first(touched: str | None) -> None
     assert num_found(core, prompts[forgotten]) == 0
 
 
-def test_of_a_sequence_the_end_is_forgotten_first() -> None:
+def test_a_sequences_last_blocks_are_uncached_first() -> None:
     core, _ = make_cache(num_blocks=6)
     prompt = list(range(17))
     assert num_found(core, prompt) == 0
@@ -273,7 +273,7 @@ def test_lookups_and_hits_are_counted() -> None:
     assert seen == [(10, 0), (20, 8), (31, 8), (45, 12)]
 
 
-def test_waiting_requests_are_not_counted_before_they_are_let_in() -> None:
+def test_lookups_are_counted_at_admission() -> None:
     core, _ = make_cache(max_num_seqs=1)
     core.add_request(make_request("a", PROMPT))
     core.add_request(make_request("b", PROMPT))
@@ -283,7 +283,7 @@ def test_waiting_requests_are_not_counted_before_they_are_let_in() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_reset_forgets_and_disturbs_nobody(async_scheduling: bool) -> None:
+def test_reset_empties_the_cache_without_affecting_requests(async_scheduling: bool) -> None:
     core, executor = make_cache(async_scheduling=async_scheduling)
     requests = [make_request("runs", PROMPT), make_request("after", PROMPT), make_request("again", PROMPT)]
     core.add_request(requests[0])
@@ -295,7 +295,7 @@ def test_reset_forgets_and_disturbs_nobody(async_scheduling: bool) -> None:
     run_on(core, collected)
     assert collected["after"].num_cached_tokens == 0
     assert entries(executor, "after")[0].num_computed_tokens == 0
-    # what came after the reset is found again
+    # blocks cached after the reset are found
     core.add_request(requests[2])
     run_on(core, collected)
     assert collected["again"].num_cached_tokens == 8
@@ -307,7 +307,7 @@ def test_cached_blocks_count_as_free() -> None:
     num_found(core, PROMPT)
     assert core.stats()["kv_cache_usage"] == 0.0
     assert_all_free(core)
-    # and are given to whoever needs them
+    # and can be allocated
     request = make_request("a", [39] * 12, max_tokens=4)
     core.add_request(request)
     assert_tokens(run(core), [request])

@@ -1,4 +1,4 @@
-"""Sequences that share blocks: the n answers to a prompt, and the beams of a search."""
+"""Sequences that share blocks: those of a request with n > 1, and the beams of a search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = list(range(1, 11))
 
 
 def make_siblings(count: int, prompt: list[int] = PROMPT, **params: Any) -> list[EngineCoreRequest]:
-    """What becomes of a request with n = count: p, c1, c2, …"""
+    """The engine core's requests of a client's request with n = count: p, c1, c2, …"""
     first = make_request("p", prompt, seed=0, **params)
     return [
         first,
@@ -80,7 +80,7 @@ def test_siblings_share_full_blocks_and_copy_the_last(prefix_caching: bool, asyn
 
 @pytest.mark.parametrize(("length", "num_copies", "num_blocks"), [(9, 0, 6), (8, 3, 6), (1, 0, 4), (13, 0, 7)])
 def test_copies_of_four(length: int, num_copies: int, num_blocks: int) -> None:
-    # what is shared ends before the last token, so it fills whole blocks where a token follows them
+    # all tokens but the last are shared: these fill whole blocks if one more token follows
     core, executor = make_core(max_num_seqs=4)
     requests = make_siblings(4, PROMPT[:1] * length, max_tokens=2)
     add_all(core, requests)
@@ -108,7 +108,7 @@ def test_with_chunks_siblings_wait_for_the_last_one() -> None:
 
 def test_siblings_that_come_later_share_what_still_runs() -> None:
     core, executor = make_core(max_num_seqs=2)
-    # c1 has to wait until q has gone; p is seven tokens further then
+    # c1 has to wait until q has ended; by then p has seven more tokens
     q = make_request("q", 3, max_tokens=8)
     requests = make_siblings(2, max_tokens=20)
     add_all(core, [q, *requests])
@@ -118,7 +118,7 @@ def test_siblings_that_come_later_share_what_still_runs() -> None:
     assert_all_free(core)
 
 
-def test_a_parent_that_has_left_its_prompt_behind_shares_nothing() -> None:
+def test_a_parent_whose_window_left_the_prompt_shares_nothing() -> None:
     core, executor = make_core(max_num_seqs=2, sliding_window=4)
     q = make_request("q", 3, max_tokens=8)
     requests = make_siblings(2, max_tokens=20)
@@ -138,7 +138,7 @@ def test_a_parent_that_is_aborted_before(num_steps: int) -> None:
         core.step()
     core.abort_requests(["p"])
     assert_tokens(run(core), requests[1:])
-    # another one computes the prompt, and shares it with those that run beside it
+    # another one computes the prompt, and shares it with the other children
     shared = [entries(executor, name)[0].num_computed_tokens for name in ("c1", "c2")]
     assert shared == ([0, 9] if num_steps else [0, 0])
     assert_all_free(core)
@@ -167,7 +167,7 @@ def test_shared_blocks_outlive_the_parent() -> None:
     shared = entries(executor, "p")[0].block_ids
     pool = core._scheduler.kv_cache.pool
     assert [pool.reference_count(block_id) for block_id in shared] == [2, 2, 0]
-    # a newcomer takes what is free, and nothing of theirs
+    # a new request gets free blocks only
     other = make_request("other", 20)
     core.add_request(other)
     finish(core, collected)
@@ -252,7 +252,7 @@ def test_slots_are_kept_for_the_beams_to_come(max_num_seqs: int, num_beside: int
     add_all(core, [search, *requests])
     collected: dict[str, Collected] = {}
     step(core, collected)
-    # the search computes one row yet, and still only so many others are let in
+    # the search has only one row so far, but only this many others are admitted
     assert list(scheduled(executor)[0]) == ["b#0", "r0", "r1", "r2"][: 1 + num_beside]
     assert core.stats()["num_waiting"] == 3 - num_beside
     assert core.audit()["num_free_slots"] == 0
@@ -277,7 +277,7 @@ def test_a_search_waits_for_all_its_slots_and_is_not_overtaken() -> None:
 
 
 def tight_search(**given: Any) -> tuple[EngineCore, MemoryExecutor, EngineCoreRequest, EngineCoreRequest]:
-    """An older request and a search that has to make room for it."""
+    """An older request and a search that is preempted for it."""
     core, executor = make_core(num_blocks=9, num_cpu_blocks=20, max_num_seqs=4, **given)
     old, search = make_request("old", 4, max_tokens=28), make_search(prompt=10, max_tokens=14, stream=True)
     add_all(core, [old, search])
@@ -285,7 +285,7 @@ def tight_search(**given: Any) -> tuple[EngineCore, MemoryExecutor, EngineCoreRe
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_swapped_search_leaves_as_a_whole_and_its_beams_go_on_sharing(async_scheduling: bool) -> None:
+def test_a_search_is_swapped_as_a_whole_and_its_beams_still_share(async_scheduling: bool) -> None:
     core, executor, old, search = tight_search(async_scheduling=async_scheduling)
     collected: dict[str, Collected] = {}
     root = core._scheduler.requests["b"]
@@ -298,7 +298,7 @@ def test_a_swapped_search_leaves_as_a_whole_and_its_beams_go_on_sharing(async_sc
     assert core.audit()["num_running"] == 1
     tables = [row.cpu_block_ids for row in rows]
     distinct = {block_id for table in tables for block_id in table}
-    # the prompt's two full blocks at least are all beams'
+    # all beams share at least the prompt's two full blocks
     assert len(distinct) <= sum(map(len, tables)) - 4
     assert core.stats()["cpu_cache_usage"] == pytest.approx(len(distinct) / 20)
     assert core.stats()["num_swapped"] == core.stats()["num_waiting"] == core.stats()["num_preemptions"] == 1
@@ -306,7 +306,7 @@ def test_a_swapped_search_leaves_as_a_whole_and_its_beams_go_on_sharing(async_sc
     assert_search(collected["b"], search)
     assert_tokens(collected, [old])
     assert executor.moves[MoveKind.SWAP_IN] == executor.moves[MoveKind.SWAP_OUT] >= len(distinct)
-    # nothing was computed again; beams that had sampled when others lacked blocks miss nothing at all
+    # nothing was recomputed; beams that had sampled when others lacked blocks miss no token
     entered, *resumed = (row for made in executor.steps for row in made.new_rows if row.request_id.startswith("b#"))
     assert (entered.num_computed_tokens, len(entered.token_ids)) == (0, 10)
     assert len(resumed) == 3 * core.stats()["num_preemptions"]
@@ -314,9 +314,9 @@ def test_a_swapped_search_leaves_as_a_whole_and_its_beams_go_on_sharing(async_sc
     assert_all_free(core)
 
 
-def test_a_recomputed_search_begins_anew_and_tells_nothing_twice() -> None:
+def test_a_recomputed_search_restarts_and_emits_nothing_twice() -> None:
     core, executor, old, search = tight_search(preemption_mode="recompute")
-    told: list[int] = []
+    lengths: list[int] = []
     collected: dict[str, Collected] = {}
     while core.has_unfinished():
         for output in core.step().outputs:
@@ -325,22 +325,22 @@ def test_a_recomputed_search_begins_anew_and_tells_nothing_twice() -> None:
             result.finish_reason = output.finish_reason
             if output.beams is not None:
                 result.beams = output.beams
-                told.append(max(len(beam.token_ids) for beam in output.beams))
+                lengths.append(max(len(beam.token_ids) for beam in output.beams))
         assert core.audit()["violations"] == []
     assert core.stats()["num_preemptions"] > 0
     assert not executor.moves[MoveKind.SWAP_OUT]
     starts = [row for made in executor.steps for row in made.new_rows if row.request_id.startswith("b#")]
     assert len(starts) == 1 + core.stats()["num_preemptions"]
-    # each time from the prompt alone
+    # each time from the prompt
     assert [(len(row.token_ids), row.num_computed_tokens) for row in starts] == [(10, 0)] * len(starts)
-    # though it went over the first tokens several times, each length was told once
-    assert told == list(range(1, 15))
+    # though it computed the first tokens several times, each length was emitted once
+    assert lengths == list(range(1, 15))
     assert_search(collected["b"], search)
     assert_tokens(collected, [old])
     assert_all_free(core)
 
 
-def test_a_search_that_alone_outgrows_the_cache_ends_with_length() -> None:
+def test_a_search_that_outgrows_the_cache_ends_with_length() -> None:
     core, _ = make_core(num_blocks=6, max_num_seqs=3, max_model_len=24)
     search, after = make_search(prompt=6, width=3, max_tokens=18), make_request("after", 4)
     add_all(core, [search, after])
@@ -350,7 +350,7 @@ def test_a_search_that_alone_outgrows_the_cache_ends_with_length() -> None:
     assert result.beams is not None
     assert [beam.finish_reason for beam in result.beams] == [FinishReason.LENGTH] * 3
     lengths = {len(beam.token_ids) for beam in result.beams}
-    # all as far as it came: what such a search gives if it is to end there
+    # the result of a search that ends at this length
     assert len(lengths) == 1
     shorter = make_search(prompt=6, width=3, max_tokens=lengths.pop())
     assert 1 < (shorter.sampling_params.max_tokens or 0) < 18
@@ -441,7 +441,7 @@ def test_searches_beside_others(settings: dict[str, Any], async_scheduling: bool
 
 
 def make_many(count: int, **params: Any) -> list[EngineCoreRequest]:
-    """The sequences of one caller's request."""
+    """The sequences of one client's request."""
     prompts = [make_request(f"p{i}", PROMPT, message={"is_further": i > 0}, **params) for i in range(count)]
     for index, request in enumerate(prompts):
         request.arrival_time = float(index)
@@ -457,7 +457,7 @@ def test_a_request_of_many_sequences_leaves_slots_to_others(policy: str, chunked
     collected: dict[str, Collected] = {}
     for _ in range(6):
         step(core, collected)
-    # the first one, and so many further ones that an eighth of the slots is left
+    # the first one, and as many further ones as leave an eighth of the slots
     assert len(collected) == 14
     later = make_request("later", PROMPT, max_tokens=4)
     later.arrival_time = 100.0
@@ -476,7 +476,7 @@ def test_further_sequences_take_turns_with_a_stream_of_other_requests() -> None:
     requests = make_many(12, max_tokens=4)
     add_all(core, requests)
     collected: dict[str, Collected] = {}
-    # so many others that they alone would fill the slots
+    # enough others to fill the slots
     for number in range(60):
         others = [make_request(f"other{number}.{i}", 3, max_tokens=8) for i in range(2)]
         add_all(core, others)
@@ -488,7 +488,7 @@ def test_further_sequences_take_turns_with_a_stream_of_other_requests() -> None:
     assert_all_free(core)
 
 
-def test_a_further_sequence_that_may_not_come_in_pushes_nobody_out() -> None:
+def test_nothing_is_preempted_for_a_further_sequence_beyond_its_limit() -> None:
     core, _ = make_core(num_blocks=200, max_num_seqs=16, policy="priority")
     requests = [make_request("idle", 3, max_tokens=20, message={"priority": 5}), *make_many(30, max_tokens=20)]
     add_all(core, requests)
@@ -516,7 +516,7 @@ def test_a_request_of_very_many_sequences_runs_some_of_them_at_a_time() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_later_sequences_share_the_prompt_of_those_that_run(chunked: bool) -> None:
-    """A request of many sequences runs them in turns: its prompt is computed once, also when the first has ended."""
+    """Many sequences run some at a time: their prompt is computed once, also after the first has ended."""
     core, executor = make_core(num_blocks=200, max_num_seqs=4, chunked=chunked)
     prompt = make_request("p", 21).prompt_token_ids
     requests = [make_request("p", prompt, max_tokens=2)]

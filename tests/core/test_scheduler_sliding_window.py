@@ -1,4 +1,4 @@
-"""Sliding windows: rows give back what they cannot see any more, and may grow beyond the cache."""
+"""Sliding windows: blocks that rows no longer attend to are freed; rows may outgrow the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.core.memory_executor import (
 @pytest.mark.parametrize(
     ("window", "steps", "most"), [(1, 1, 1), (4, 1, 2), (8, 1, 3), (6, 1, 3), (8, 4, 3), (6, 4, 3)]
 )
-def test_a_growing_row_holds_no_more_than_it_sees(
+def test_a_growing_row_has_only_the_blocks_it_attends_to(
     window: int, steps: int, most: int, chunked: bool, async_scheduling: bool
 ) -> None:
     core, executor = make_core(
@@ -46,7 +46,7 @@ def test_a_growing_row_holds_no_more_than_it_sees(
         audit = core.audit()
         assert audit["violations"] == []
         held.append(audit["num_blocks"] - audit["num_free_blocks"])
-    # 62 tokens, though the cache holds a fraction of them
+    # 62 tokens, though the cache has room for a fraction of them
     assert_tokens(collected, [request])
     assert max(held) == most
     assert {made.num_steps for made in executor.steps[1:]} == {steps}
@@ -61,7 +61,7 @@ def test_without_a_window_the_same_row_outgrows_the_cache() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_blocks_that_left_a_window_go_to_others(chunked: bool) -> None:
+def test_blocks_that_left_a_window_are_allocated_to_others(chunked: bool) -> None:
     core, executor = make_core(num_blocks=8, block_size=4, max_num_seqs=4, sliding_window=5, chunked=chunked)
     requests = [make_request(f"r{i}", 2 + 3 * i, max_tokens=40, seed=i) for i in range(4)]
     for request in requests:
@@ -76,7 +76,7 @@ def test_blocks_that_left_a_window_go_to_others(chunked: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_windowed_row_goes_on_after_a_preemption(async_scheduling: bool, mode: str) -> None:
+def test_a_windowed_row_resumes_after_a_preemption(async_scheduling: bool, mode: str) -> None:
     core, executor = make_core(
         num_blocks=12,
         num_cpu_blocks=8,
@@ -102,7 +102,7 @@ def test_a_windowed_row_goes_on_after_a_preemption(async_scheduling: bool, mode:
     resumed = entries(executor, "low")[1]
     held = [block_id for block_id in resumed.block_ids if block_id >= 0]
     if mode == "swap":
-        # only what it sees went to CPU memory and came back, to its old places
+        # only the blocks it attends to were swapped, and have their old positions in the table
         assert len(held) <= 2 < len(resumed.block_ids)
         assert resumed.block_ids[-len(held) :] == held
     else:
@@ -111,7 +111,7 @@ def test_a_windowed_row_goes_on_after_a_preemption(async_scheduling: bool, mode:
 
 
 def preempted_beyond_the_cache(**settings: Any) -> Collected:
-    """What becomes of a row that grew beyond the cache and had to give its blocks up."""
+    """The result of a row that has outgrown the cache and is preempted."""
     core, _ = make_core(num_blocks=3, block_size=4, max_num_seqs=2, sliding_window=4, policy="priority", **settings)
     low = make_request("low", 3, max_tokens=40, message={"priority": 1})
     urgent = make_request("urgent", 9, max_tokens=3)
@@ -143,7 +143,7 @@ def preempted_beyond_the_cache(**settings: Any) -> Collected:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_what_cannot_be_computed_again_ends_with_length(
+def test_a_sequence_that_cannot_be_recomputed_ends_with_length(
     chunked: bool, async_scheduling: bool, package_log: pytest.LogCaptureFixture
 ) -> None:
     result = preempted_beyond_the_cache(chunked=chunked, async_scheduling=async_scheduling)
@@ -155,6 +155,6 @@ def test_what_cannot_be_computed_again_ends_with_length(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_what_is_in_cpu_memory_goes_on(async_scheduling: bool) -> None:
+def test_a_swapped_sequence_resumes(async_scheduling: bool) -> None:
     result = preempted_beyond_the_cache(preemption_mode="swap", num_cpu_blocks=3, async_scheduling=async_scheduling)
     assert (len(result.token_ids), result.finish_reason) == (40, FinishReason.LENGTH)

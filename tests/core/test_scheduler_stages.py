@@ -1,4 +1,4 @@
-"""With pipeline stages as many steps are under way, of different rows; the first is told what the last samples."""
+"""Pipeline stages: one step each, of different rows; the first stage gets the tokens that the last samples."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def test_decoding_rows_are_shared_among_the_stages(num_stages: int, num_rows: in
         slots = [slot for made in under_way for slot in made]
         assert len(set(slots)) == len(slots)
         assert max(map(len, under_way)) <= most
-        # the one that has just come back is the next that is made
+        # the step whose outputs have just arrived is the next one made
         assert len(under_way) == min(num_stages, num_rows) - 1
     assert_tokens(collected | run_on(core, collected), requests)
     assert_all_free(core)
-    # everything but first and last tokens, which the prompts' last stage and nobody needs
+    # without first tokens, sampled from the prompts, and last tokens, which no stage needs
     assert sum(len(made.sampled) for made in executor.steps) == num_rows * 19
 
 
 def run_on(core: EngineCore, collected: dict[str, Collected]) -> dict[str, Collected]:
-    """Steps until nothing is left."""
+    """Makes steps until all requests have ended."""
     while core.has_unfinished():
         step(core, collected)
         assert core.audit()["violations"] == []
     return collected
 
 
-def test_pieces_of_a_prompt_follow_each_other_at_once() -> None:
+def test_chunks_of_a_prompt_do_not_wait_for_each_other() -> None:
     core, executor = make_core(num_stages=3, chunked=True, max_num_batched_tokens=8)
     requests = [make_request("long", 40, max_tokens=4)]
     core.add_request(requests[0])
     collected: dict[str, Collected] = {}
     step(core, collected)
     assert [made.num_scheduled_tokens for made in executor.steps] == [[8]]
-    # two are under way already, though nothing has come of the first
+    # two chunks are under way, though the first has no outputs yet
     assert len(core._in_flight) == 2
     assert_tokens(run_on(core, collected), requests)
 
 
-def test_several_steps_at_once_become_single_ones() -> None:
+def test_multi_steps_become_single() -> None:
     core, executor = make_core(num_stages=2, num_scheduler_steps=4)
     requests = [make_request(f"r{i}", 6, max_tokens=9, seed=i) for i in range(3)]
     for request in requests:
@@ -78,7 +78,7 @@ def test_several_steps_at_once_become_single_ones() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunked": True}, {"preemption_mode": "swap", "async_scheduling": True}])
-def test_preempted_rows_go_on_with_their_tokens(settings: dict[str, Any]) -> None:
+def test_preempted_rows_keep_their_tokens(settings: dict[str, Any]) -> None:
     core, executor = make_core(num_blocks=9, num_cpu_blocks=8, num_stages=2, **settings)
     requests = [make_request(f"r{i}", 6, max_tokens=16, seed=i) for i in range(3)]
     for request in requests:
@@ -88,7 +88,7 @@ def test_preempted_rows_go_on_with_their_tokens(settings: dict[str, Any]) -> Non
     assert_all_free(core)
 
 
-def test_a_slot_that_changes_hands_gets_no_token_of_the_row_before() -> None:
+def test_a_reused_slot_gets_no_token_of_the_row_before() -> None:
     core, executor = make_core(num_stages=2, max_num_seqs=2)
     requests = [make_request(f"r{i}", 6, max_tokens=12, seed=i) for i in range(4)]
     for request in requests:
@@ -115,7 +115,7 @@ def test_a_beam_search_waits_for_all_its_rows() -> None:
     assert search(3) == search(1)
 
 
-def test_it_sleeps_when_every_stage_has_done_its_step() -> None:
+def test_sleep_waits_for_the_steps_of_all_stages() -> None:
     core, executor = make_core(num_stages=2, enable_sleep_mode=True)
     requests = [make_request(f"r{i}", 6, max_tokens=12, seed=i) for i in range(3)]
     for request in requests:
@@ -129,17 +129,17 @@ def test_it_sleeps_when_every_stage_has_done_its_step() -> None:
     assert_tokens(run_on(core, collected), requests)
 
 
-def test_a_stage_that_is_told_nothing_would_notice() -> None:
+def test_a_stage_that_gets_no_tokens_fails() -> None:
     """The tests above can fail."""
     core, executor = make_core(num_stages=2)
     core.add_request(make_request("r", 6))
     add_updates = core._scheduler.rows.add_updates
 
-    def forget(made: Any) -> None:
+    def omit_sampled(made: Any) -> None:
         add_updates(made)
         made.sampled = []
 
-    core._scheduler.rows.add_updates = forget  # type: ignore[method-assign]
+    core._scheduler.rows.add_updates = omit_sampled  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="the first stage does not know the token"):
         run(core)
     assert isinstance(executor, MemoryExecutor)

@@ -46,10 +46,9 @@ from tests.core.memory_executor import (
     step,
 )
 
-# far more than any drawn traffic takes; a scheduler that loops does not end within it
+# far more than any drawn traffic takes, so that an endless loop fails
 MAX_STEPS = 5_000
-# as many steps as must have been made and audited at the end, and as often as each of these must have happened;
-# four times as many with --all
+# minimum number of audited steps, and of each of these events; four times as many with --all
 MIN_STEPS = 5_000
 MIN_EVENTS = 25
 EVENTS = (
@@ -66,7 +65,7 @@ EVENTS = (
     "tokens_for_stages",
     "masks",
 )
-# examples are drawn in rounds until that is reached, which takes about three, or five
+# examples are drawn in rounds until these are reached, which takes about three rounds, or five
 EXAMPLES_OF_A_ROUND = 40
 MAX_ROUNDS = 40
 # prompts that begin with these share blocks
@@ -74,7 +73,7 @@ STEMS = [[], [3] * 8, [3] * 8 + [5, 6, 7, 8, 9]]
 
 
 def search_alone(request: EngineCoreRequest, seed: int, max_num_computed: int) -> list[BeamSequence]:
-    """The best sequences of a beam search, worked out without an engine."""
+    """The best sequences of a beam search, computed without an engine."""
     assert request.beam_search is not None
     params, prompt = request.sampling_params, request.prompt_token_ids
     eos = None if params.ignore_eos else request.eos_token_id
@@ -96,7 +95,7 @@ def search_alone(request: EngineCoreRequest, seed: int, max_num_computed: int) -
 
 @functools.cache
 def warm_manager() -> StructuredOutputManager:
-    """Gives every constraint's grammar at once, so that an example goes the same way each time."""
+    """Has all grammars compiled already, so that examples are reproducible."""
     core, _ = make_core()
     manager = StructuredOutputManager(
         StructuredOutputsConfig(), core.config.model, lambda: VOCABULARY, processes=PROCESSES
@@ -110,18 +109,18 @@ def warm_manager() -> StructuredOutputManager:
 
 @dataclasses.dataclass
 class Sent:
-    """A request that was sent, and the seed its tokens follow from."""
+    """A request and the seed of its tokens."""
 
     message: EngineCoreRequest
     seed: int
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts and steps in any order; `teardown` runs what is left to its end."""
+    """Adds, aborts and steps in any order; `teardown` runs the remaining requests to their end."""
 
     core: EngineCore
     executor: MemoryExecutor
-    # over all examples: what has happened
+    # events of all examples
     seen: ClassVar[collections.Counter[str]] = collections.Counter()
 
     @initialize(
@@ -172,12 +171,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             seed=seed,
             structured=warm_manager(),
-            # a cached prefix may have lost what a window left behind; start-up refuses the two together
+            # not both: blocks of a cached prefix may have left the window, so start-up refuses them together
             sliding_window=None if flags["prefix_caching"] else window,
             **flags,
         )
         self.chunked = flags["chunked"]
-        # what limits a sequence: the model, and without chunks the step; and the cache, if it holds the prompt
+        # limits of a sequence: the model's, without chunks the step's, and the cache's
         self.max_model_len = max_model_len if self.chunked else min(max_model_len, budget)
         self.capacity = num_blocks * block_size
         self.seeds = random.Random(seed)
@@ -292,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        """The core's accounts balance, and the worker knows its rows as the core does."""
+        """The audit finds nothing, and the worker's rows equal the core's."""
         if not hasattr(self, "core"):
             return
         assert self.core.audit()["violations"] == []
@@ -306,10 +305,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert counts.keys() <= new_slots, "prompts and decodes in one step"
 
     def check_worker(self) -> None:
-        told = {slot for slot, _ in self.core._scheduler.rows.forks.items()}
+        unsent = {slot for slot, _ in self.core._scheduler.rows.forks.items()}
         for slot_id, request in self.core._scheduler.rows.by_slot.items():
-            if slot_id in told:
-                # what became of a beam is told with the next step
+            if slot_id in unsent:
+                # sent with the next step
                 continue
             slot = self.executor.slots[slot_id]
             assert slot.request_id.split("#")[0] == request.request_id.split("#")[0]
@@ -334,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_search(request_id, sent, result)
             else:
                 self.check_tokens(request_id, sent, result)
-        # a freed row is told with the next step at the latest, so nothing stale is left but of the last one
+        # freed slots are sent with the next step, so only those of the last step are left
         assert len(self.executor.slots) <= self.core.config.scheduler.max_num_seqs
         self.count()
 
@@ -360,7 +359,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_tokens(self, request_id: str, sent: Sent, result: Collected) -> None:
         expected: list[int] = []
         reason, stop_reason = FinishReason.LENGTH, None
-        # a row that runs alone may outgrow the cache, unless a window gives blocks back all the time
+        # the only running row may outgrow the cache, unless a window frees blocks
         limits = {self.max_model_len}
         if self.core.config.cache.sliding_window is None:
             limits = {min(self.max_model_len, self.capacity)}
@@ -389,7 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert result.beams is not None
             expected = search_alone(sent.message, sent.seed, self.max_model_len)
             if result.beams != expected:
-                # it outgrew the cache while it ran alone, and was told so
+                # it was the only one running and outgrew the cache
                 assert result.finish_reason is FinishReason.LENGTH
                 width = sent.message.beam_search.width  # type: ignore[union-attr]
                 most = len(sent.message.prompt_token_ids) + width * (sent.message.sampling_params.max_tokens or 0)
@@ -397,7 +396,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def _alone(sent: Sent, limit: int) -> tuple[list[int], FinishReason, int | None]:
-    """Output, finish reason and stop reason of a request that has the engine for itself."""
+    """Expected output, finish reason and stop reason of a request."""
     if sent.message.sampling_params.structured_outputs is None:
         return generate_alone(sent.message, sent.seed, limit)
     alone = constrain_alone(sent.message, limit)
@@ -416,7 +415,7 @@ def test_random_traffic(runs_all: bool) -> None:
             round_,
             settings=settings(max_examples=EXAMPLES_OF_A_ROUND, stateful_step_count=60, derandomize=False),
         )
-        # the traffic must not have passed by what it is there for
+        # all events must have happened often enough
         if seen["steps"] >= times * MIN_STEPS and all(seen[what] >= times * MIN_EVENTS for what in EVENTS):
             return
     pytest.fail(f"the traffic passes by what it is there for: {seen}")

@@ -1,4 +1,4 @@
-"""Constrained requests in the scheduler, whatever else goes on: each gets the text that it gets alone."""
+"""Constrained requests in the scheduler: their texts do not depend on what else runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.core.memory_executor import (
 from tests.plain_arch import make_arch
 from tests.server import wait_until
 
-# settings of the core, and of its cache: what goes on around the requests
+# name → settings of the core and its cache
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"chunked": True, "max_num_batched_tokens": 16},
@@ -102,9 +102,9 @@ def assert_alone(results: dict[str, Collected], requests: list[EngineCoreRequest
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
+def test_texts_do_not_depend_on_the_mode(mode: str) -> None:
     core, executor = make_core(**MODES[mode])
-    # all grammars are there when the traffic begins, so that it is the same each time
+    # all grammars are compiled before, so that the traffic is reproducible
     for backend, (index, constraint) in itertools.product(("auto", "guidance"), enumerate(CONSTRAINTS)):
         core.add_request(constrained(f"{backend}{index}", {**constraint, "backend": backend}, max_tokens=1))
     run(core)
@@ -139,7 +139,7 @@ def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
         for _ in range(3):
             step(core, results)
             assert core.audit()["violations"] == []
-    # and one without constrained ones beside it
+    # and requests without constraints
     free.append(make_request("last", 5, seed=99, max_tokens=12))
     core.add_request(free[-1])
     results |= run(core)
@@ -155,7 +155,7 @@ def test_text_does_not_depend_on_what_goes_on(mode: str) -> None:
 
 
 def test_texts_are_of_their_grammars() -> None:
-    """The plain way itself gives what the constraints say."""
+    """The expected outputs of the other tests match the constraints."""
     yes_no = constrain_alone(constrained("a", CONSTRAINTS[2]))
     assert yes_no.text in CONSTRAINTS[2]["choice"] and yes_no.token_ids[-1] == EOS
     nested = constrain_alone(constrained("a", CONSTRAINTS[3], seed=5, max_tokens=60))
@@ -164,9 +164,9 @@ def test_texts_are_of_their_grammars() -> None:
 
 
 def test_rows_beside_a_constrained_one_overlap() -> None:
-    """A row that waits for its outputs sits out every other step; the free one is in all of them."""
+    """A row that waits for its outputs is in every other step; the one without a constraint is in all."""
     core, executor = make_core(async_scheduling=True)
-    # from now on the grammar is there
+    # from now on the grammar is compiled
     core.add_request(constrained("before", {"regex": "[a-z]{8}"}))
     run(core)
     num_before = len(executor.steps)
@@ -190,10 +190,10 @@ def test_rows_beside_a_constrained_one_overlap() -> None:
         ({"regex": "abc"}, {"min_tokens": 15, "ignore_eos": True}, "abc", None),
         # a stop token may end it instead
         ({"regex": "abc"}, {"stop_token_ids": [39], "ignore_eos": True}, "abc", 39),
-        # … and one that is text ends it wherever it comes, once it counts
+        # … and one with text ends it anywhere after min_tokens
         ({"regex": "abcd"}, {"stop_token_ids": [3]}, "abc", 3),
         ({"regex": "abcd"}, {"stop_token_ids": [3], "min_tokens": 4}, "abcd", None),
-        # min_tokens keeps a text from ending that can go on
+        # min_tokens forbids the end while other tokens are allowed
         ({"regex": "a{2,}"}, {"min_tokens": 20, "stop_token_ids": [39]}, "a" * 20, None),
     ],
     ids=str,
@@ -215,7 +215,7 @@ def test_ends(fields: dict[str, Any], params: dict[str, Any], text: str, stop_re
 
 @pytest.mark.parametrize("mode", ["plain", "overlapped, several steps, chunked", "recomputed"])
 def test_a_constraint_begins_where_thoughts_end(mode: str) -> None:
-    """Before that the text is free, also to end; the mark may come in pieces, or be a special token."""
+    """Before that any text is allowed, also its end; the end mark may be several tokens, or a special one."""
     core, _ = make_core(**MODES[mode])
     marks = ["ab", "<x>", "b", "7", "no"]
     requests = [
@@ -263,12 +263,12 @@ def test_a_model_without_an_end_of_text_ends_where_nothing_can_follow() -> None:
         assert text.lstrip("a")[0] == "b" and text[-1].isdigit() and EOS not in found.token_ids
 
 
-def test_a_grammar_that_leaves_no_token_ends_its_request_alone() -> None:
+def test_a_grammar_that_allows_no_token_ends_its_request_only() -> None:
     for settings in ({}, {"async_scheduling": True}, {"num_scheduler_steps": 3, "async_scheduling": True}):
         core, _ = make_core(**settings)
         free = [make_request(f"f{index}", 5, seed=index) for index in range(2)]
         core.add_request(free[0])
-        # a rule that never comes to text; and a letter that the vocabulary does not have
+        # an endless recursion, and a letter that the vocabulary does not have
         core.add_request(constrained("a", {"grammar": "root ::= root"}))
         core.add_request(constrained("b", {"regex": "ab[A-Z]"}))
         core.add_request(free[1])
@@ -296,7 +296,7 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_alone() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_constraint_is_its_requests_answer(fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_constraint_ends_its_request_with_an_error(fields: dict[str, Any], message: str) -> None:
     core, executor = make_core()
     free = make_request("free", 5)
     core.add_request(free)
@@ -347,7 +347,7 @@ def held() -> Iterator[_HeldProcesses]:
     assert processes.pids == []
 
 
-def test_nobody_waits_for_the_grammar_of_another(held: _HeldProcesses) -> None:
+def test_requests_do_not_wait_for_the_grammars_of_others(held: _HeldProcesses) -> None:
     core, _ = held_core(held)
     guided = [constrained(f"g{index}", {"regex": "[a-c]{4}"}, seed=index) for index in range(3)]
     free = make_request("free", 5)
@@ -360,7 +360,7 @@ def test_nobody_waits_for_the_grammar_of_another(held: _HeldProcesses) -> None:
         assert core.audit()["violations"] == []
     assert core.stats()["num_waiting"] == 3 and results.keys() == {"free"}
     assert_tokens(results, [free])
-    # nothing to do but to wait: that must not keep a processor busy
+    # waiting must not keep a processor busy
     steps, started = 0, time.process_time()
     deadline = time.monotonic() + 0.2
     while time.monotonic() < deadline:
@@ -376,20 +376,20 @@ def test_nobody_waits_for_the_grammar_of_another(held: _HeldProcesses) -> None:
     assert_all_free(core)
 
 
-def test_a_compile_has_its_time(held: _HeldProcesses) -> None:
+def test_compilations_have_a_time_limit(held: _HeldProcesses) -> None:
     core, manager = held_core(held, compile_timeout_s=0.05)
     core.add_request(constrained("a", {"regex": "a"}))
     assert wait_until(lambda: held.asked == ["a"])
     found = run(core)["a"]
     assert found.finish_reason is FinishReason.ERROR and found.error == "regex was not compiled within 0.05 s."
-    # those that hang were given up: they keep nobody else from being served
+    # compilations that hang were cancelled: others are not delayed
     for name in ("c", "d"):
         core.add_request(constrained(name, {"regex": name}))
         assert "not compiled within" in (run(core)[name].error or "")
     assert not manager._entries
     manager._timeout_s = 20.0
     held.go.set()
-    # and whoever asks again is no worse off
+    # and the same constraint can be compiled later
     again = [constrained("b", {"regex": "a"}), constrained("e", {"regex": "e", "backend": "guidance"})]
     for request in again:
         core.add_request(request)
@@ -398,7 +398,7 @@ def test_a_compile_has_its_time(held: _HeldProcesses) -> None:
     assert_all_free(core)
 
 
-def test_who_was_not_served_in_time_is_told_to_come_again(held: _HeldProcesses) -> None:
+def test_requests_after_the_time_limit_are_asked_to_retry(held: _HeldProcesses) -> None:
     core, _ = held_core(held, compile_timeout_s=0.3)
     for name in "abc":
         core.add_request(constrained(name, {"regex": name}))
@@ -409,7 +409,7 @@ def test_who_was_not_served_in_time_is_told_to_come_again(held: _HeldProcesses) 
     assert [results[name].error_class for name in "abc"] == ["RequestError", "RequestError", "EngineBusyError"]
 
 
-def test_what_nobody_waits_for_is_given_up_and_not_kept(held: _HeldProcesses) -> None:
+def test_compilations_without_waiting_requests_are_cancelled(held: _HeldProcesses) -> None:
     core, manager = held_core(held)
     for name in ("a", "a2", "b", "c", "d"):
         core.add_request(constrained(name, {"regex": name[0]}))
@@ -441,7 +441,7 @@ def test_waiting_for_a_grammar_counts_as_waiting(held: _HeldProcesses) -> None:
     assert_all_free(core)
 
 
-def test_grammars_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPatch, held: _HeldProcesses) -> None:
+def test_least_recently_used_grammars_are_evicted(monkeypatch: pytest.MonkeyPatch, held: _HeldProcesses) -> None:
     monkeypatch.setattr(structured_output, "_MAX_CACHED", 2)
     held.go.set()
     core, _ = held_core(held)
@@ -451,7 +451,7 @@ def test_grammars_used_least_recently_are_forgotten(monkeypatch: pytest.MonkeyPa
     assert held.compiled == list("abcb")
 
 
-def test_a_grammar_that_is_not_there_yet_keeps_no_others(
+def test_a_grammar_that_is_not_compiled_yet_evicts_no_others(
     monkeypatch: pytest.MonkeyPatch, held: _HeldProcesses
 ) -> None:
     monkeypatch.setattr(structured_output, "_MAX_CACHED", 2)
@@ -497,7 +497,7 @@ def test_without_a_tokenizer_there_are_no_constraints() -> None:
     core, _ = make_core(manager=manager)
     core.add_request(constrained("a", {"regex": "b"}))
     assert (run(core)["a"].error or "").startswith("structured outputs are not available: cannot load the tokenizer")
-    # it may be there the next time
+    # it may be available the next time
     assert not manager._entries
 
 
@@ -516,7 +516,7 @@ def test_names_of_libraries_that_are_not_available(package_log: pytest.LogCaptur
 
 
 def test_the_mask_of_an_end() -> None:
-    """Bits by hand: the end is one of what may follow, or all that may."""
+    """The end token is one of the allowed ones, or the only one."""
     request = Request(constrained("a", {"regex": "a{1,2}"}, min_tokens=2), 64, 0)
     backend = BACKENDS["xgrammar"]
     constraint = make_constraint(StructuredOutputsParams(regex="a{1,2}"), StructuredOutputsConfig())

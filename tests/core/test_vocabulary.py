@@ -1,4 +1,4 @@
-"""What token ids add to a text, for tokenizers of all kinds."""
+"""The bytes of token ids, for tokenizers of all kinds."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_byte_level() -> None:
         assert text_of(vocabulary, token_ids) == text
         assert vocabulary.encode is not None and vocabulary.encode(text) == token_ids
     assert vocabulary.special_texts == {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
-    # padding and special tokens are no text
+    # padding and special tokens have no bytes
     assert [vocabulary.tokens[id_] for id_ in (0, 1, 2, VOCAB_SIZE, VOCAB_SIZE + 9)] == [b""] * 5
-    # every byte can be written
+    # every byte has a token
     assert {token[0] for token in vocabulary.tokens if len(token) == 1} == set(range(256))
 
 
@@ -79,7 +79,7 @@ def test_pieces(with_bytes: bool) -> None:
     texts = ["Hello! don't", " a  b", "é日"] + (["🙂\n"] if with_bytes else [])
     for text in texts:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
-        # such a tokenizer may put a space before a text, and its decoder takes it away
+        # such a tokenizer may put a space before a text, which its decoder removes
         assert text_of(vocabulary, token_ids) in (text, " " + text)
     ids = tokenizer.get_vocab()
     assert vocabulary.tokens[ids["▁H"]] == b" H" and vocabulary.tokens[ids["<tool>"]] == b"<tool>"
