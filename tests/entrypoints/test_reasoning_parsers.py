@@ -31,16 +31,16 @@ CASES = [
 
 def read(name: str, prompt: str, pieces: Sequence[str]) -> tuple[str, str]:
     parser = make_reasoning_parser(name, prompt)
-    told = [*map(parser.feed, pieces), parser.finish()]
-    return "".join(thoughts for thoughts, _ in told), "".join(answer for _, answer in told)
+    emitted = [*map(parser.feed, pieces), parser.finish()]
+    return "".join(reasoning for reasoning, _ in emitted), "".join(answer for _, answer in emitted)
 
 
-@pytest.mark.parametrize(("name", "prompt", "text", "thoughts", "answer"), CASES)
-def test_every_split_point(name: str, prompt: str, text: str, thoughts: str, answer: str) -> None:
-    assert read(name, prompt, [text]) == (thoughts, answer)
-    assert read(name, prompt, list(text)) == (thoughts, answer)
+@pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "answer"), CASES)
+def test_every_split_point(name: str, prompt: str, text: str, reasoning: str, answer: str) -> None:
+    assert read(name, prompt, [text]) == (reasoning, answer)
+    assert read(name, prompt, list(text)) == (reasoning, answer)
     for at in range(1, len(text)):
-        assert read(name, prompt, [text[:at], text[at:]]) == (thoughts, answer)
+        assert read(name, prompt, [text[:at], text[at:]]) == (reasoning, answer)
 
 
 @hypothesis.given(st.lists(st.sampled_from(["<think>", "</think>", "<", "/th", "x", "\n"]), max_size=8), st.data())

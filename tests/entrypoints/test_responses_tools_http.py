@@ -185,13 +185,13 @@ async def test_thoughts_then_a_call() -> None:
     ]
     last = events[-1][1]["response"]
     assert outline(last["output"]) == [("reasoning", "\nhm"), ("function_call", ARGUMENTS)]
-    thoughts = last["output"][0]
+    reasoning = last["output"][0]
     part = {"text": "\nhm", "type": "reasoning_text"}
     expected = {"summary": [], "type": "reasoning", "content": [part], "encrypted_content": None}
-    assert thoughts == expected | {"id": thoughts["id"], "status": "completed"}
-    assert thoughts["id"].startswith("rs_")
+    assert reasoning == expected | {"id": reasoning["id"], "status": "completed"}
+    assert reasoning["id"].startswith("rs_")
     added = [data["item"] for name, data in events if name == "response.output_item.added"]
-    assert added[0] == thoughts | {"content": None, "status": "in_progress"}
+    assert added[0] == reasoning | {"content": None, "status": "in_progress"}
     assert 0 < last["usage"]["output_tokens_details"]["reasoning_tokens"] < last["usage"]["output_tokens"]
 
 
@@ -217,8 +217,8 @@ async def test_thoughts_reach_the_template() -> None:
     engine = ScriptedEngine(["x"])
     template = "{% for message in messages %}{{ message.reasoning_content }}|{{ message.content }};{% endfor %}"
     template += "{{ reasoning_effort }} {{ enable_thinking }}"
-    thoughts = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
-    items = [HELLO, thoughts, ANSWERED, WHO]
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    items = [HELLO, reasoning, ANSWERED, WHO]
     await ask(engine, {"chat_template": template}, input=items, reasoning={"effort": "low", "summary": "auto"})
     await ask(engine, {"chat_template": template}, input=items, reasoning={"effort": "none"})
     prompt = "|Hello!;hm|Yes.;|Who are you?;"
