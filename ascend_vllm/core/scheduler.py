@@ -315,6 +315,7 @@ class Scheduler:
         lookahead, waits, max_decoding = self._lookahead, self.rows.num_stages > 1, self.rows.max_decoding
         prompts: list[Request] = []
         index = 0
+        num_drafts, drafts_fit = 0, True
         # one iteration per running row: this loop and the one in `update` dominate the host's time per step
         while index < len(running) - num_held and budget > 0:
             request = running[index]
@@ -325,7 +326,7 @@ class Scheduler:
                     prompts.append(request)
                 index += 1
                 continue
-            may_run_ahead, count = request.may_run_ahead, 1
+            may_run_ahead = request.may_run_ahead
             if not may_run_ahead:
                 lookahead = self._single_step(request.kind)
             is_blocked = pending and (waits or not may_run_ahead or end >= request.max_num_tokens)
@@ -333,25 +334,26 @@ class Scheduler:
                 # its next token is not known yet, or it has none; or enough rows decode in this step
                 index += 1
                 continue
+            wanted = end + lookahead
             if not may_run_ahead:
-                count = request.kind.tokens_wanted(request, min(budget, request.max_num_tokens - end))
-                if not self._make_writable(step, request, count):
+                most = min(budget, request.max_num_tokens - end) if drafts_fit else 1
+                num_drafts = request.kind.tokens_wanted(request, most) - 1
+                wanted = end + num_drafts
+                if not self._make_writable(step, request, num_drafts + 1):
                     if not self._make_room(builder):
                         return 0
                     continue
             if is_windowed:
                 kv_cache.free_out_of_window(request)
-            wanted = end + lookahead
             if wanted >= request.max_num_tokens:
                 wanted = request.max_num_tokens - 1
-            block_ids = kv_cache.allocate_slots(request, wanted if count == 1 else end + count - 1)
-            if block_ids is None and count > 1:
-                # drafts are not worth a preemption
-                count = 1
-                block_ids = kv_cache.allocate_slots(request, end)
+            block_ids = kv_cache.allocate_slots(request, wanted)
             if block_ids is None:
                 if lookahead:
                     lookahead = 0
+                elif not may_run_ahead and num_drafts:
+                    # they are not worth a preemption
+                    drafts_fit = False
                 elif not self._make_room(builder):
                     return 0
                 continue
@@ -362,11 +364,14 @@ class Scheduler:
             rows.append(request)
             request.num_computed_tokens = end
             request.num_pending_tokens = pending + 1
-            if not may_run_ahead and request.kind.is_masked:
-                builder.masked.append(request)
-            if count > 1:
-                builder.add_drafts(request, request.kind.drafts(request, count - 1))
-            budget -= count
+            if not may_run_ahead:
+                if request.kind.is_masked:
+                    builder.masked.append(request)
+                if num_drafts:
+                    builder.add_drafts(request, request.kind.drafts(request, num_drafts))
+                    budget -= num_drafts
+                drafts_fit = True
+            budget -= 1
             index += 1
         if index > len(prompts):
             budget = self._chunk_size.most_tokens(budget)
@@ -457,12 +462,14 @@ class Scheduler:
         # one iteration per sampling row, over lists: element by element these are read faster than small arrays
         sampled = output.sampled_token_ids.tolist()
         num_columns = output.sampled_token_ids.shape[1]
+        # rows whose drafts were rejected, or beside rows with drafts
+        has_shorter = num_columns > 1 and bool((output.sampled_token_ids[:, -1] < NO_TOKEN).any())
         for index, request in enumerate(made.sampling_rows(output.slots.tolist())):
             if request.slot == NO_SLOT:
                 # aborted, or ended by an earlier step
                 continue
             token_ids = sampled[index]
-            if num_columns > 1 and token_ids[-1] < NO_TOKEN:
+            if has_shorter and token_ids[-1] < NO_TOKEN:
                 token_ids = take_back_rejected(request, token_ids)
             else:
                 request.num_pending_tokens -= num_columns
@@ -477,7 +484,7 @@ class Scheduler:
                     continue
                 count = taken
             num_generated += count
-            result = EngineCoreOutput(request.request_id, token_ids if count == len(token_ids) else token_ids[:count])
+            result = EngineCoreOutput(request.request_id, token_ids if count == num_columns else token_ids[:count])
             if is_first:
                 result.first_scheduled_time = request.first_scheduled_time
                 result.num_cached_tokens = request.num_cached_tokens
