@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.compat.comparison import differences
+from tests.compat.answer_differences import differences
 from tests.compat.differences import DIFFERENCES
 from tests.compat.exchange import exchange
 from tests.compat.requests_common import Case
