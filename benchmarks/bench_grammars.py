@@ -22,6 +22,7 @@ import psutil
 from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
+from ascend_vllm.core.connectors import Connectors
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.core.structured.vocabulary import Vocabulary
@@ -55,7 +56,7 @@ def memory_mib() -> int:
     return total >> 20
 
 
-def compile_one(manager: StructuredOutputManager, name: str, **fields: Any) -> dict[str, Any]:
+def compile_one(grammars: Connectors, name: str, **fields: Any) -> dict[str, Any]:
     """Compiles a constraint and returns the measurements."""
     params = StructuredOutputsParams(**fields)
     message = EngineCoreRequest(name, [1], SamplingParams(structured_outputs=params), None, time.time())
@@ -63,10 +64,10 @@ def compile_one(manager: StructuredOutputManager, name: str, **fields: Any) -> d
     pause_s, peak = 0.0, 0
     error: RequestError | None = None
     started = last = time.perf_counter()
-    is_ready = manager.begin(request, params)
+    is_ready = grammars.begin(request)
     while not is_ready:
-        manager.wait(0.001)
-        for _, failure in manager.take_ready():
+        grammars.wait(0.001)
+        for _, failure in grammars.take_ready():
             is_ready, error = True, failure
         now = time.perf_counter()
         pause_s, last = max(pause_s, now - last), now
@@ -95,18 +96,19 @@ def main() -> None:
     sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 1)
     arch = ArchConfig.from_hf({"vocab_size": vocabulary.size} | sizes)
     model = ModelConfig(args.tokenizer, ("",), args.tokenizer, "", arch, {}, "float32", 4096)
-    manager = StructuredOutputManager(StructuredOutputsConfig(), model, lambda: vocabulary)
-    figures: dict[str, Any] = {"tokens": vocabulary.size, "first": compile_one(manager, "first", json=schema(0))}
+    grammars = Connectors([StructuredOutputManager(StructuredOutputsConfig(), model, lambda: vocabulary)])
+    figures: dict[str, Any] = {"tokens": vocabulary.size, "first": compile_one(grammars, "first", json=schema(0))}
     for kind in ("json", "regex"):
         times = []
         for number in range(1, args.count + 1):
             fields = {"json": schema(number)} if kind == "json" else {"regex": args.regex % number}
-            times.append(compile_one(manager, f"{kind}{number}", **fields)["ms"])
+            times.append(compile_one(grammars, f"{kind}{number}", **fields)["ms"])
         figures[kind] = {"median_ms": statistics.median(times), "worst_ms": max(times)}
     figures["memory_mib"] = memory_mib()
     if args.grammar is not None:
         with contextlib.suppress(RequestError):
-            figures["grammar"] = compile_one(manager, "grammar", grammar=args.grammar.read_text())
+            figures["grammar"] = compile_one(grammars, "grammar", grammar=args.grammar.read_text())
+    grammars.close()
     print(json.dumps(figures, indent=1))
     if args.json is not None:
         args.json.write_text(json.dumps(figures))

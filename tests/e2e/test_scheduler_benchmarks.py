@@ -23,6 +23,13 @@ def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
     assert all(0 < result["us_per_token"] <= result["median_us"] for result in results)
 
 
+def test_compilation_of_grammars() -> None:
+    words = ["--tokenizer", str(tiny_model("qwen2-tied")), "--count", "1"]
+    figures: dict[str, Any] = json.loads(run_script("benchmarks/bench_grammars.py", *words))
+    assert figures["first"]["error"] is None and figures["first"]["ms"] > 0
+    assert all(0 < figures[kind]["median_ms"] <= figures[kind]["worst_ms"] for kind in ("json", "regex"))
+
+
 @pytest.mark.parametrize(
     ("bench", "args", "compared"),
     [

@@ -57,6 +57,21 @@ def test_shell_examples(openai_server: Server, generate_server: Server) -> None:
         assert text in done.stdout
 
 
+def test_throughput_beside_the_memory_limit(tiny_dir: str) -> None:
+    words = ["--model", tiny_dir, "--dtype", "float32", "--kv-cache-memory-bytes", "8M", "--disable-tqdm"]
+    words += ["--input-len", "12", "--output-len", "4", "--num-prompts", "2", "--roofline"]
+    printed = run_script("benchmarks/benchmark_throughput.py", *words)
+    assert "Total num output tokens:  8\n" in printed and "decode steps/s" in printed
+
+
+def test_ops(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ops.json"
+    run_script("benchmarks/bench_ops.py", *["--op", "rms_norm", "--budget", "0.01", "--json", str(path)])
+    results = json.loads(path.read_text())
+    assert {result["op"] for result in results} == {"rms_norm"}
+    assert all(result["ratio"] == pytest.approx(result["torch_us"] / result["kernel_us"]) for result in results)
+
+
 def test_the_memory_limit(tiny_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     with load_benchmark("comparison.limits").beside_memory_limit(tiny_dir, 0.02):
         pass
