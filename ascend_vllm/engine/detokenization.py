@@ -74,6 +74,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
     Args:
         decode: text of a list of ids.
         prompt_ids: the prompt; the window starts in its last few tokens.
+        is_whole: whether ids end with a whole character, asked if the prompt's text ends with U+FFFD, which is either
+            a character of the prompt or bytes of one that the output may complete.
     """
 
     # Tokens of the prompt that give the first output token its context.
@@ -84,7 +86,12 @@ class WindowDetokenizer(IncrementalDetokenizer):
     # tokens that may be the beginning of a character
     _MAX_INCOMPLETE = 3
 
-    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_ids: Sequence[int] = (),
+        is_whole: Callable[[Sequence[int]], bool] = lambda _: False,
+    ) -> None:
         self._decode = decode
         tail = self._PROMPT_TAIL
         self._window = list(prompt_ids[-tail:])
@@ -96,7 +103,8 @@ class WindowDetokenizer(IncrementalDetokenizer):
             self._window = list(prompt_ids[-tail:])
             self._prefix = decode(self._window)
         # Bytes of an incomplete character at the end of the prompt belong to the output.
-        self._prefix = self._prefix.rstrip(_REPLACEMENT)
+        if self._prefix.endswith(_REPLACEMENT) and not is_whole(prompt_ids):
+            self._prefix = self._prefix.rstrip(_REPLACEMENT)
         self._num_returned = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:

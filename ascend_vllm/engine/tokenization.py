@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -36,6 +37,9 @@ _BYTES_PER_TOKEN = 8
 _ANY_NUMBER_OF_IDS = 1024 * 1024
 # characters of the chunks in which the tokens of a text that is probably too long are counted
 _COUNT_CHARS = 64 * 1024
+
+# of vocabularies with byte fallback
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -283,7 +287,21 @@ class Tokenizer:
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
         )
-        return WindowDetokenizer(decode, prompt_token_ids)
+        return WindowDetokenizer(decode, prompt_token_ids, self._ends_with_whole_character)
+
+    def _ends_with_whole_character(self, token_ids: Sequence[int]) -> bool:
+        """Whether ids end with byte tokens like <0xEF> that are whole characters together."""
+        run: list[int] = []
+        try:
+            for token_id in reversed(token_ids):
+                found = _BYTE_TOKEN.fullmatch(self.hf.convert_ids_to_tokens(token_id) or "")
+                if found is None:
+                    break
+                run.append(int(found[1], 16))
+            return bytes(reversed(run)).decode() != ""
+        except (UnicodeDecodeError, IndexError):
+            # an id beyond the vocabulary of a slow tokenizer has no token
+            return False
 
     async def encode_async(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, any_length: bool = False

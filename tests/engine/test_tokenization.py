@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -76,6 +76,8 @@ def test_increments_of_texts_and_special_tokens_join_to_the_whole_text(
 
 @PROPERTY
 @given(prompt=st.text(min_size=1, max_size=20), output=st.text(max_size=20), skip=st.booleans())
+@example(prompt="a\N{REPLACEMENT CHARACTER}", output=" b", skip=True)
+@example(prompt="\N{REPLACEMENT CHARACTER}", output="\N{REPLACEMENT CHARACTER}a", skip=False)
 def test_output_continues_the_prompt(tokenizer: Tokenizer, prompt: str, output: str, skip: bool) -> None:
     prompt_ids = tokenizer.encode("the quick " + prompt, add_special_tokens=True)
     ids = tokenizer.encode(output, add_special_tokens=False)
