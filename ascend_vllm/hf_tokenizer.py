@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
 
 _CONFIG_FILE = "tokenizer_config.json"
+# of sentencepiece vocabularies with byte fallback
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # files that transformers opens if they exist
 _FILES = (
     _CONFIG_FILE,
@@ -143,6 +146,12 @@ def _is_self_contained(directory: pathlib.Path, config: dict[str, Any]) -> bool:
 def is_byte_level(backend: Any) -> bool:
     """Whether a `tokenizers.Tokenizer` has a byte-level vocabulary."""
     return backend.decoder is not None and json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel"
+
+
+def byte_of_token(token: str | None) -> int | None:
+    """The byte of a byte-fallback token like <0x0A>; None: the token is another one, or none."""
+    found = None if token is None else _BYTE_TOKEN.fullmatch(token)
+    return None if found is None else int(found[1], 16)
 
 
 def bytes_of_token(token: str) -> bytes:

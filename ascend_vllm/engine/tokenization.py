@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from ascend_vllm.engine.detokenization import (
 )
 from ascend_vllm.engine.text_threads import MAX_WAITING, MEDIUM, SHORT, TextThread, TextThreads
 from ascend_vllm.errors import RequestError
-from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
+from ascend_vllm.hf_tokenizer import byte_of_token, bytes_of_token, is_byte_level, load_hf_tokenizer
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -37,9 +36,6 @@ _BYTES_PER_TOKEN = 8
 _ANY_NUMBER_OF_IDS = 1024 * 1024
 # characters of the chunks in which the tokens of a text that is probably too long are counted
 _COUNT_CHARS = 64 * 1024
-
-# of vocabularies with byte fallback
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -294,10 +290,10 @@ class Tokenizer:
         run: list[int] = []
         try:
             for token_id in reversed(token_ids):
-                found = _BYTE_TOKEN.fullmatch(self.hf.convert_ids_to_tokens(token_id) or "")
-                if found is None:
+                byte = byte_of_token(self.hf.convert_ids_to_tokens(token_id))
+                if byte is None:
                     break
-                run.append(int(found[1], 16))
+                run.append(byte)
             return bytes(reversed(run)).decode() != ""
         except (UnicodeDecodeError, IndexError):
             # an id beyond the vocabulary of a slow tokenizer has no token

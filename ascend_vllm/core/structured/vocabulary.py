@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 from ascend_vllm.config.model import ModelConfig
-from ascend_vllm.hf_tokenizer import bytes_of_token, is_byte_level, load_hf_tokenizer
+from ascend_vllm.hf_tokenizer import byte_of_token, bytes_of_token, is_byte_level, load_hf_tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # stands for a space in sentencepiece vocabularies
 _SPACE_MARK = "▁"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -113,9 +111,9 @@ class _SentencePieceConverter:
     """For sentencepiece vocabularies: spaces are marked, and characters without a token are bytes like <0x0A>."""
 
     def __call__(self, _token_id: int, token: str) -> bytes:
-        match = _BYTE_TOKEN.fullmatch(token)
-        if match is not None:
-            return bytes([int(match[1], 16)])
+        byte = byte_of_token(token)
+        if byte is not None:
+            return bytes([byte])
         return token.replace(_SPACE_MARK, " ").encode()
 
 
