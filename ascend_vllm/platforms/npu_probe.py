@@ -40,7 +40,7 @@ def _check(runtime: ctypes.CDLL, call: str, code: int) -> None:
 
 
 def probe(*, with_memory: bool) -> dict[str, object]:
-    """What the runtime says of the devices.
+    """What the runtime reports about the devices.
 
     Args:
         with_memory: bind to the first device and ask for its memory.

@@ -103,13 +103,13 @@ def error_of(directory: pathlib.Path, config: dict[str, Any], values: dict[str, 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_wrong_values_are_told_before_missing_features(
+def test_wrong_values_are_reported_before_missing_features(
     values: dict[str, Any], message: str, tmp_path: pathlib.Path
 ) -> None:
     assert error_of(tmp_path, CONFIG, values) == message
 
 
-def test_quantization_that_is_another(tmp_path: pathlib.Path) -> None:
+def test_quantization_that_contradicts_the_checkpoint(tmp_path: pathlib.Path) -> None:
     config = CONFIG | {"quantization_config": {"quant_method": "gptq"}}
     assert error_of(tmp_path, config, {"quantization": "awq"}) == (
         "Quantization method specified in the model config (gptq) does not match the quantization method specified "
@@ -118,27 +118,27 @@ def test_quantization_that_is_another(tmp_path: pathlib.Path) -> None:
     assert error_of(tmp_path, CONFIG, {"quantization": "awq"}).startswith("--quantization awq is not supported")
 
 
-def test_windows_and_prompts_in_pieces(tmp_path: pathlib.Path) -> None:
+def test_sliding_windows_and_chunked_prefill(tmp_path: pathlib.Path) -> None:
     config = CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
     values = {"use_v2_block_manager": False, "enable_chunked_prefill": True}
     assert error_of(tmp_path, config, values) == (
         "Chunked prefill is not supported with sliding window. Set --disable-sliding-window to disable sliding "
         "window."
     )
-    # only 0.6.3's older block manager was limited so
+    # only 0.6.3's older block manager had this limit
     for better in ({"use_v2_block_manager": True}, {"disable_sliding_window": True}):
         made = EngineArgs(model=str(tmp_path), device="cpu", **(values | better)).create_engine_config()
         assert made.scheduler.enable_chunked_prefill
 
 
-def test_draft_model_that_tells_its_length(tmp_path: pathlib.Path) -> None:
+def test_draft_model_with_n_predict(tmp_path: pathlib.Path) -> None:
     values = {"speculative_model": make_model(tmp_path, CONFIG | {"n_predict": 4})}
     with pytest.raises(UnsupportedFlagError, match="--speculative-model"):
         EngineArgs(model=str(tmp_path), device="cpu", **values).create_engine_config()
 
 
 @pytest.mark.parametrize("key", ["n_positions", "max_seq_len", "seq_length", "model_max_length", "seq_len"])
-def test_keys_that_tell_the_longest_sequence(key: str, tmp_path: pathlib.Path) -> None:
+def test_keys_for_the_maximum_length(key: str, tmp_path: pathlib.Path) -> None:
     config = WITHOUT_LENGTH | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], key: 128}
     config["max_position_embeddings"] = 256
     message = error_of(tmp_path, config, {"max_model_len": 129})

@@ -1,4 +1,4 @@
-"""The comparison of servers, end to end on a tiny model; its figures mean nothing here, what is made of them does."""
+"""The comparison of servers, end to end on a tiny model: how figures are collected and reported, not their values."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_two_servers_in_turns(
         assert (figures["completed"], figures["total_output_tokens"]) == (1, 6)
         assert figures["output_throughput"] == c1[side]
         (figures,) = mixed["figures"][side]
-        # tokens that are ready together come together
+        # tokens that are ready together are sent together
         assert 1 <= figures["gaps"] <= 4 * 199 and figures["long_prompts"] >= 1
         assert figures["p50_gap_s"] <= figures["p99_gap_s"] == mixed[side] <= figures["max_gap_s"]
     assert c1["share_of_limit"] == pytest.approx(c1["ours"] / c1["limit"]) and mixed["limit"] is None
@@ -107,7 +107,7 @@ def test_start_and_memory_of_one_server(
 _BUSY_UNTIL_TOLD = """
 import pathlib, subprocess, sys, time
 if len(sys.argv) > 1:
-    # several, so that they have their share of a busy machine too
+    # several, so that they get CPU time on a busy machine too
     for process in [subprocess.Popen([sys.executable, __file__]) for _ in range(4)]:
         process.wait()
 while not pathlib.Path(__file__).with_name("rest").exists():
@@ -117,7 +117,7 @@ time.sleep(600)
 
 
 def test_a_server_that_keeps_a_core_is_waited_for(program: types.ModuleType, tmp_path: pathlib.Path) -> None:
-    """It is its children that compute."""
+    """The CPU time of its children counts."""
     script = tmp_path / "server.py"
     script.write_text(_BUSY_UNTIL_TOLD)
     with program.servers.Server(

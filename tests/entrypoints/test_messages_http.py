@@ -120,7 +120,7 @@ def test_a_stream(client: anthropic.Anthropic) -> None:
 def test_the_events_of_a_stream(http: httpx.Client) -> None:
     response = http.post("/v1/messages", json=BASE | {"stream": True, "max_tokens": 4})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    # a comment may come in between, as a sign of life
+    # a keep-alive comment may come in between
     texts = response.text.removesuffix("\n\n").split("\n\n")
     events = [text.split("\n") for text in texts if not text.startswith(":")]
     names = [name.removeprefix("event: ") for name, _ in events]
@@ -149,7 +149,7 @@ def test_stop_sequences(client: anthropic.Anthropic) -> None:
     assert final.content[0].text == message.content[0].text  # type: ignore[union-attr]
 
 
-def test_cached_tokens_are_told_apart(client: anthropic.Anthropic) -> None:
+def test_cached_tokens_are_counted_apart(client: anthropic.Anthropic) -> None:
     usage = client.messages.create(**ASKED).usage
     assert (usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (0, 0)
 
@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
 ]
 
 
-def test_what_is_refused(http: httpx.Client) -> None:
+def test_errors_of_bad_requests(http: httpx.Client) -> None:
     for fields, status, kind, text in REFUSED:
         for stream in (False, True):
             response = http.post("/v1/messages", json=BASE | fields | {"stream": stream})
@@ -290,7 +290,7 @@ def test_a_tool_that_must_be_called(client: anthropic.Anthropic, http: httpx.Cli
         assert (whole.stop_reason, block.input) == ("tool_use", json.loads(pieces))
 
 
-def test_an_answer_of_a_form(client: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_structured_output(client: anthropic.Anthropic, http: httpx.Client) -> None:
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     message = client.messages.create(**ASKED, output_config=form)
     text = message.content[0].text  # type: ignore[union-attr]
@@ -300,7 +300,7 @@ def test_an_answer_of_a_form(client: anthropic.Anthropic, http: httpx.Client) ->
     assert text.lstrip().startswith("{")
 
 
-# ---- what a tiny model would not write -----------------------------------------------------------------------
+# ---- scripted outputs, which a tiny model would not generate -------------------------------------------------------
 
 
 def app_of(engine: ScriptedEngine, **flags: Any) -> FastAPI:
@@ -331,7 +331,7 @@ def contents(message: anthropic.types.Message) -> list[tuple[str, Any]]:
     return [(block.type, getattr(block, fields[block.type])) for block in message.content]
 
 
-async def test_thoughts_text_and_calls_are_blocks() -> None:
+async def test_reasoning_text_and_calls_are_blocks() -> None:
     text = f"<think>hm</think>So: {CALL}{CALL}"
     engine = ScriptedEngine(list(text))
     for message in await ask(engine, {"reasoning_parser": "qwen3"}):

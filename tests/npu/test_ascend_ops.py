@@ -83,7 +83,7 @@ def plain_rotary(arguments: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
-def test_as_right_as_the_definition(name: str, dtype: torch.dtype) -> None:
+def test_as_accurate_as_the_definition(name: str, dtype: torch.dtype) -> None:
     spec = OPS[name]
     for case, arguments in enumerate(spec.inputs(dtype)):
         truth = results(spec.reference, spec, copies(arguments, torch.float64))
@@ -100,7 +100,7 @@ def test_as_right_as_the_definition(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_op_that_npus_use_and_have_an_operator_for_has_a_kernel() -> None:
-    """The other ops run on torch's own operators."""
+    """The other ops use torch's operators."""
     assert registry.ops_on_reference("npu") == ["apply_penalties"]
     assert set(IMPLEMENTATIONS) | {"apply_penalties"} == set(OPS)
 
@@ -157,13 +157,13 @@ def test_rotations_beyond_the_fused_operator() -> None:
 
 
 def check_draws(arguments: tuple[Any, ...]) -> None:
-    """Each row's number lies in the part of the token that was drawn, up to what float32 rounds."""
+    """Each row's random number lies in the interval of the token that was drawn, within float32 rounding."""
     logits, temperature, top_k, top_p, min_p, uniforms, _, _ = arguments
     got = torch.ops.ascend_vllm.draw_tokens(*moved(arguments)).cpu()
     expected = OPS["draw_tokens"].reference(*copies(arguments, torch.float64))
     assert got.dtype == torch.int64
     for row in (got != expected).nonzero()[:, 0].tolist():
-        # the part of every token is where the definition's answer changes to it and from it
+        # a token's interval begins and ends where the definition's result changes
         near = []
         for shift in (-2e-5, 2e-5):
             one = [argument[row : row + 1] for argument in (logits, temperature, top_k, top_p, min_p)]
@@ -224,7 +224,7 @@ def test_equally_likely_tokens_stay_together() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_log_probabilities(dtype: torch.dtype) -> None:
-    """As the definition says but for the order of equally likely tokens, up to what float32 rounds."""
+    """As the definition says but for the order of equally likely tokens, within float32 rounding."""
     spec = OPS["token_logprobs"]
     for arguments in spec.inputs(dtype):
         ids, logprobs, ranks = (part.cpu() for part in torch.ops.ascend_vllm.token_logprobs(*moved(arguments)))
@@ -232,11 +232,11 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
         assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int64, torch.float32, torch.int64)
         assert torch.equal(ids[:, 0], arguments[1])
         torch.testing.assert_close(logprobs.double(), exact, rtol=0, atol=1e-4, equal_nan=True)
-        # the ids are those of the log-probabilities, and none is told twice
+        # the ids are those of the log-probabilities, and none is reported twice
         everywhere = arguments[0].double().log_softmax(-1)
         torch.testing.assert_close(everywhere.gather(-1, ids), exact, rtol=0, atol=1e-4, equal_nan=True)
         assert all(len(set(row)) == len(row) for row in ids[:, 1:].tolist())
-        # logits apart may be log-probabilities alike in float32
+        # different logits may have equal log-probabilities in float32
         assert (ranks <= exact_ranks).all() and (ranks >= exact_ranks - everywhere.shape[1] // 100).all()
 
 

@@ -30,8 +30,8 @@ HCCL = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_IF_IP": "127.0.0.1", "HCCL_BUFFSI
 
 
 def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what one worker says; its workers have the variables of HCCL and cores of their own, since nothing else
-    is asked for; and it dies with the worker that dies.
+    """Its texts equal those of one worker; by default its workers have HCCL's variables and cores of their own; and
+    the server ends when a worker dies.
     """
     # each has two query heads and one of keys, of 64
     model, prompt = tiny_model("qwen2-64"), make_prompt(40)
