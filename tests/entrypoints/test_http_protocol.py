@@ -7,12 +7,14 @@ from typing import Any
 import pydantic
 import pytest
 
+from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.entrypoints.http.errors import BodyError, to_http_error
 from ascend_vllm.entrypoints.http.validation import decode_json
 from ascend_vllm.entrypoints.openai import protocol_common
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, parse_logit_bias
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
+from ascend_vllm.entrypoints.openai.request_limits import check_request
 from ascend_vllm.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -137,7 +139,6 @@ def test_beam_search_ignores_the_server_s_sampling_defaults(make: Any) -> None:
         ({"length_penalty": 2.0}, "length_penalty is not effective and must be the default value of 1.0"),
         ({"n": 2, "best_of": 1}, "best_of must be greater than or equal to n, got n=2 and best_of=1."),
         ({"best_of": 3, "stream": True}, "best_of must equal n to use output_kind=DELTA"),
-        ({"best_of": 10**9}, "best_of must be at most"),
     ],
 )
 def test_sampling_errors_name_the_field(make: Any, fields: dict[str, Any], text: str) -> None:
@@ -210,10 +211,17 @@ def test_max_completion_tokens_wins() -> None:
 
 
 def test_n_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = FrontendArgs(max_sequences_per_request=8)
+    assert (args.sequence_limit, args.n_limit) == (8, 8)
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "4")
-    completion(n=4).sampling_params({}, 1, False)
-    with pytest.raises(RequestError, match="n must be at most 4, got 5"):
-        completion(n=5).sampling_params({}, 1, False)
+    assert (args.sequence_limit, args.n_limit) == (8, 4)
+    assert (FrontendArgs().sequence_limit, FrontendArgs(max_sequences_per_request=3).n_limit) == (4, 3)
+    check_request(completion(n=4), 2, args.sequence_limit, args.n_limit)
+    for fields in ({"n": 5}, {"best_of": 10**9}):
+        ((name, value),) = fields.items()
+        with pytest.raises(RequestError, match=f"^{name} must be at most 4, got {value}") as caught:
+            check_request(chat(**fields), 1, args.sequence_limit, args.n_limit)
+        assert caught.value.param == name
 
 
 def test_logit_bias() -> None:

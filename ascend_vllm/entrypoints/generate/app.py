@@ -224,8 +224,8 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
 
 def _make_format(engine: AsyncLLM, args: GenerateServerArgs) -> GenerateFormat:
     if args.generate_format == "mindie":
-        return MindieFormat(engine.config.model.vocab_size, engine.max_model_len, args.sequence_limit)
-    return VllmFormat(args.sequence_limit)
+        return MindieFormat(engine.config.model.vocab_size, engine.max_model_len, args.n_limit)
+    return VllmFormat(args.n_limit)
 
 
 def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:

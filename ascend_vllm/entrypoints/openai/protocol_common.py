@@ -18,9 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ascend_vllm import envs
 from ascend_vllm.entrypoints.http.request_ids import ChosenId
-from ascend_vllm.entrypoints.openai.request_limits import MAX_PROMPTS, check_beams, check_sequences
+from ascend_vllm.entrypoints.openai.request_limits import check_beams
 from ascend_vllm.entrypoints.openai.structured_fields import (
     ResponseFormat,
     StructuralTagFormat,
@@ -114,6 +113,8 @@ class ApiRequest(BaseModel):
         Raises:
             RequestError: names the field.
         """
+        if self.REFUSALS.keys().isdisjoint(self.model_fields_set):
+            return
         if (found := first_refused(self.REFUSALS, vars(self))) is not None:
             raise RequestError(found.reason, found.name)
 
@@ -294,7 +295,6 @@ class GenerationRequest(ApiRequest):
         Raises:
             RequestError: a value is out of range; the text names the field.
         """
-        check_sequences(1, self.n, self.best_of, envs.max_n_sequences() or MAX_PROMPTS)
         if self.use_beam_search:
             check_beams(self.best_of or self.n or 1, len(self.stop_token_ids or ()))
         logprobs = self.requested_logprobs()

@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ascend_vllm import envs
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -154,18 +153,20 @@ def check_lists(fields: Any, num_prompts: int) -> None:
         )
 
 
-def check_request(request: Any, num_prompts: int, max_sequences: int, field: str = "prompt") -> None:
+def check_request(request: Any, num_prompts: int, max_sequences: int, max_n: int, field: str = "prompt") -> None:
     """Refuses a request for too many sequences, or with long lists for many prompts, before it is processed.
 
     Args:
         request: of a client, with `n` and `best_of`.
         num_prompts: its prompts or conversations.
         max_sequences: --max-sequences-per-request.
+        max_n: most sequences of one prompt.
         field: of the prompts or conversations.
 
     Raises:
         RequestError: tells the limit.
     """
+    check_sequences(1, request.n, request.best_of, max_n)
     check_sequences(num_prompts, request.n, request.best_of, max_sequences, field)
     check_lists(request, num_prompts)
 
@@ -219,19 +220,17 @@ def check_repeated_prompts(
         )
 
 
-def check_params(params: SamplingParams, max_sequences: int) -> None:
+def check_params(params: SamplingParams, max_n: int) -> None:
     """Refuses sampling parameters of one prompt that ask for too much.
 
     Args:
         params: of the request.
-        max_sequences: most sequences of a request.
+        max_n: most sequences of the prompt.
 
     Raises:
         RequestError: it names the field.
     """
-    most = envs.max_n_sequences()
-    limit = max_sequences if most is None else min(most, max_sequences)
-    check_sequences(1, params.n, params.best_of, limit)
+    check_sequences(1, params.n, params.best_of, max_n)
     if params.use_beam_search:
         check_beams(params.num_sequences, len(params.stop_token_ids or ()))
 

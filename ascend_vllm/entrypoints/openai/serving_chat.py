@@ -64,7 +64,7 @@ class ServingChat(ServingBase):
         """
         self.check_model(request.model)
         request.check_supported()
-        check_request(request, 1, self.settings.max_sequences, "messages")
+        check_request(request, 1, self.settings.max_sequences, self.settings.max_n, "messages")
         self.settings.parsers.prepare(request)
         text = await self.prompts.render(
             request.messages,

@@ -62,7 +62,7 @@ class ServingChatBatch:
         chat = self._chat
         check_sequences(len(batch.messages), None, None, chat.settings.max_sequences, "messages")
         requests = batch.to_chat()
-        check_request(requests[0], len(requests), chat.settings.max_sequences, "messages")
+        check_request(requests[0], len(requests), chat.settings.max_sequences, chat.settings.max_n, "messages")
         prompts = [await chat.prepare(request, http) for request in requests]
         max_tokens = [
             chat.max_tokens(request, len(prompt.token_ids)) for request, prompt in zip(requests, prompts, strict=True)

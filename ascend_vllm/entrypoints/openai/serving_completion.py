@@ -72,7 +72,7 @@ class ServingCompletion(ServingBase):
         if not given:
             raise RequestError("You must pass at least one prompt", param="prompt")
         several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        check_request(request, len(several), self.settings.max_sequences)
+        check_request(request, len(several), self.settings.max_sequences, self.settings.max_n)
         return [await self._prompt(request, prompt, http) for prompt in several]
 
     async def _prompt(self, request: CompletionRequest, prompt: str | list[int], http: Request) -> Prompt:

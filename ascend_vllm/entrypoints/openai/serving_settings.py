@@ -44,6 +44,7 @@ class ServingSettings:
         log_outputs: log the text of every answer.
         trace: whether the engine traces requests.
         max_sequences: most sequences of one request.
+        max_n: most sequences of one prompt.
     """
 
     model_names: tuple[str, ...]
@@ -66,6 +67,7 @@ class ServingSettings:
     log_outputs: bool = False
     trace: bool = False
     max_sequences: int = DEFAULT_MAX_SEQUENCES
+    max_n: int = DEFAULT_MAX_SEQUENCES
 
     @classmethod
     def from_args(
@@ -98,4 +100,5 @@ class ServingSettings:
             log_outputs=args.enable_log_outputs,
             trace=config.observability.otlp_traces_endpoint is not None,
             max_sequences=args.sequence_limit,
+            max_n=args.n_limit,
         )
