@@ -6,13 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.entrypoints.openai.tool_metrics import CountedToolParser, ToolCallCounts
-from ascend_vllm.entrypoints.parsers.reasoning import (
-    REASONING_END,
-    ReasoningParser,
-    begins_with_reasoning,
-    check_reasoning_parser,
-    make_reasoning_parser,
-)
+from ascend_vllm.entrypoints.parsers.reasoning import ReasoningParser, check_reasoning_parser, make_reasoning_parser
 from ascend_vllm.entrypoints.parsers.tools import (
     ToolCallDelta,
     ToolDelta,
@@ -64,15 +58,18 @@ class ChatParsers:
             reasoning_parser or None,
         )
 
-    def prepare(self, request: ChatCompletionRequest) -> None:
+    def prepare(self, request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
         """Check a request's tools against the flags, and keep special tokens in the text if calls contain them.
+
+        Returns:
+            The tools for the chat template.
 
         Raises:
             RequestError: this server cannot do what `tool_choice` asks for.
         """
         choice = request.effective_tool_choice
         if choice == "none":
-            return
+            return None if self.exclude_unused_tools else request.tools
         if choice == "auto":
             if self.tool_parser is None or not self.auto_tool_choice:
                 raise RequestError(
@@ -81,28 +78,10 @@ class ChatParsers:
                 )
             if self.tool_parser.KEEPS_SPECIAL_TOKENS:
                 request.skip_special_tokens = False
-            return
-        named = f'tool_choice="{choice}"' if isinstance(choice, str) else f'tool_choice=function "{_name(choice)}"'
-        if self.tool_parser is None:
-            raise RequestError(f"{named} requires --tool-call-parser to be set", "tool_choice")
-
-    def reasoning_end(self, prompt: str) -> str | None:
-        """The tag that ends the reasoning, before which a constraint does not apply; None: there is no reasoning.
-
-        If the model may reason and the tag never comes, the whole text is reasoning, as in vLLM.
-
-        Args:
-            prompt: the rendered prompt.
-        """
-        if self.reasoning is None or begins_with_reasoning(self.reasoning, prompt) is False:
-            return None
-        return REASONING_END
-
-    def tools_in_prompt(self, request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-        """The tools for the chat template."""
-        if self.exclude_unused_tools and request.effective_tool_choice == "none":
-            return None
-        return request.tools or None
+        elif self.tool_parser is None:
+            named = f'"{choice}"' if isinstance(choice, str) else f'function "{_name(choice)}"'
+            raise RequestError(f"tool_choice={named} requires --tool-call-parser to be set", "tool_choice")
+        return request.tools
 
     def make(
         self, request: ChatCompletionRequest, prompt: str, request_type: str = "chat_completions"

@@ -101,8 +101,8 @@ class ChatCompletionRequest(GenerationRequest):
         """`tools` if a call is forced."""
         return super().constraint_field if self.demanded_tools is None else "tools"
 
-    def exempt_reasoning(self, end: str | None) -> None:
-        """Apply the constraint only after this tag, which ends the reasoning; None: there is no reasoning."""
+    def exempt_reasoning(self, end: str) -> None:
+        """Apply the constraint only after this tag, which ends the reasoning."""
         self._reasoning_end = end
 
     @property

@@ -26,6 +26,7 @@ from ascend_vllm.entrypoints.openai.protocol_chat import (
 from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter, unix_time
 from ascend_vllm.entrypoints.openai.request_limits import check_max_tokens, check_request, limit_tokens
 from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase
+from ascend_vllm.entrypoints.parsers.reasoning import REASONING_END, begins_with_reasoning
 from ascend_vllm.entrypoints.templates.chat_template import parse_messages
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
@@ -65,18 +66,21 @@ class ServingChat(ServingBase):
         self.check_model(request.model)
         request.check_supported()
         check_request(request, 1, self.settings.max_sequences, self.settings.max_n, "messages")
-        self.settings.parsers.prepare(request)
+        parsers = self.settings.parsers
+        tools = parsers.prepare(request) if request.tools else None
         text = await self.prompts.render(
             request.messages,
             request_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.template_kwargs(),
-            tools=self.settings.parsers.tools_in_prompt(request),
+            tools=tools,
             http=http,
             any_length=request.truncate_prompt_tokens is not None,
         )
-        request.exempt_reasoning(self.settings.parsers.reasoning_end(text))
+        if parsers.reasoning is not None and begins_with_reasoning(parsers.reasoning, text) is not False:
+            # if the tag never comes, the whole text is reasoning, as in vLLM
+            request.exempt_reasoning(REASONING_END)
         token_ids = await self.prompts.encode_prompt(request, text, request.add_special_tokens, http)
         return Prompt(token_ids, text)
 
@@ -194,7 +198,10 @@ class ChatAnswer:
 
     def _make_parser(self) -> ChoiceParser | None:
         """A parser for one choice's text; None: the whole text is the content."""
-        return self._settings.parsers.make(self._request, self._prompt.text or "")
+        parsers = self._settings.parsers
+        if not self._request.tools and parsers.reasoning is None:
+            return None
+        return parsers.make(self._request, self._prompt.text or "")
 
     def _logprobs(self, generated: CompletionOutput) -> ChatLogprobs | None:
         if not self._request.logprobs or generated.logprobs is None:
