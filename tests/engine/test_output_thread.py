@@ -21,8 +21,9 @@ from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.engine.output_processor import FairLock
 from ascend_vllm.engine.sequence_state import SequenceState
-from ascend_vllm.entrypoints.http.sse import ChatChunkWriter, CompletionChunkWriter
 from ascend_vllm.entrypoints.openai.app import build_app
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatChunkWriter
+from ascend_vllm.entrypoints.openai.protocol_completion import CompletionChunkWriter
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams

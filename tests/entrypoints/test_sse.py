@@ -9,8 +9,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from ascend_vllm.entrypoints.http.sse import ChatChunkWriter, CompletionChunkWriter
+from ascend_vllm.entrypoints.openai.protocol_chat import ChatChunkWriter
 from ascend_vllm.entrypoints.openai.protocol_common import Usage
+from ascend_vllm.entrypoints.openai.protocol_completion import CompletionChunkWriter
 
 
 def decoded(event: bytes) -> Any:

@@ -24,7 +24,7 @@ from ascend_vllm.entrypoints.anthropic.protocol import (
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.http.request_ids import make_response_id
-from ascend_vllm.entrypoints.http.sse import encode_json
+from ascend_vllm.entrypoints.http.streaming import encode_json
 from ascend_vllm.entrypoints.http.validation import read_by
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
 from ascend_vllm.entrypoints.openai.prompts import Prompt

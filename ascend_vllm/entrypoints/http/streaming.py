@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +20,9 @@ from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.entrypoints.http.request_ids import claims_of
 
 T = TypeVar("T")
+
+# JSON of server-sent events
+encode_json = msgspec.json.Encoder().encode
 
 # a comment, which clients of server-sent events skip
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -1,4 +1,4 @@
-"""Request and answer of POST /v1/chat/completions."""
+"""Request, answer and events of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
-from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, Usage
+from ascend_vllm.entrypoints.http.streaming import encode_json
+from ascend_vllm.entrypoints.openai.protocol_common import ChunkWriter, GenerationRequest, Usage
 from ascend_vllm.entrypoints.openai.structured_fields import checked_params
 from ascend_vllm.entrypoints.parsers.tools_forced import arguments_schema, calls_schema
 from ascend_vllm.errors import RequestError
@@ -241,3 +242,31 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     prompt_logprobs: Sequence[PositionLogprobs | None] | msgspec.Raw | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkWriter(ChunkWriter):
+    """Events of a /v1/chat/completions stream."""
+
+    def __init__(
+        self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int, usage_follows: bool
+    ) -> None:
+        kind = "chat.completion.chunk"
+        super().__init__(kind, response_id, created, model, fingerprint, num_choices, usage_follows, usage_follows)
+        self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail(None)
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """A chunk with text only, of a choice that goes on."""
+        return self._choice_heads[index] + b'"delta":{"content":' + encode_json(text) + self._plain_tail
+
+    def event(self, index: int, delta: dict[str, Any], usage: Usage | None, extra: dict[str, Any]) -> bytes:
+        """A chunk with everything; `extra` are further keys of the choice beside its delta."""
+        fields = {"delta": delta, "logprobs": None, "finish_reason": None, **extra}
+        finished = fields["finish_reason"] is not None
+        return self._choice_heads[index] + encode_json(fields)[1:] + self._tail(usage, finished)
+
+    def opening_event(self, index: int, role: str, usage: Usage | None, prompt_token_ids: list[int] | None) -> bytes:
+        """A choice's first chunk: its role, and the prompt's token ids if they were requested."""
+        ids = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + encode_json(prompt_token_ids)
+        choice = {"delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
+        tail = self._tail(usage)
+        return self._choice_heads[index] + encode_json(choice)[1:] + tail[:1] + ids + tail[1:]

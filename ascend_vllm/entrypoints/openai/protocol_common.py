@@ -19,6 +19,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ascend_vllm.entrypoints.http.request_ids import ChosenId
+from ascend_vllm.entrypoints.http.streaming import encode_json
 from ascend_vllm.entrypoints.openai.request_limits import check_beams
 from ascend_vllm.entrypoints.openai.structured_fields import (
     ResponseFormat,
@@ -412,3 +413,45 @@ class UsageCounter:
         prompt_tokens = sum(size for size, _ in prompts)
         details = PromptTokensDetails(sum(cached for _, cached in prompts)) if self._shows_cached else None
         return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
+
+
+class ChunkWriter:
+    """Encodes the events of a stream: the hot path of a streaming server.
+
+    All events of a choice differ only in the token's text. The rest is encoded once, so that only the text is
+    serialised for each token.
+
+    Args:
+        object_type: the chunks' `object`.
+        num_choices: choices of the whole request.
+        usage_key: chunks without usage have ``"usage": null``.
+        usage_follows: the stream ends with a usage chunk, which has the fingerprint; otherwise each choice's last
+            chunk has it.
+    """
+
+    def __init__(
+        self,
+        object_type: str,
+        response_id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        num_choices: int,
+        usage_key: bool,
+        usage_follows: bool,
+    ) -> None:
+        head = {"id": response_id, "object": object_type, "created": created, "model": model}
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._choice_heads = [b'%b{"index":%d,' % (self._head, index) for index in range(num_choices)]
+        self._fingerprint = b',"system_fingerprint":' + encode_json(fingerprint)
+        self._end = b"]" if usage_follows else b"]" + self._fingerprint
+        self._no_usage = b',"usage":null' if usage_key else b""
+
+    def _tail(self, usage: Usage | None, finished: bool = False) -> bytes:
+        """The end of a chunk, after the last choice's closing brace."""
+        end = self._end if finished else b"]"
+        return end + (self._no_usage if usage is None else b',"usage":' + encode_json(usage)) + b"}\n\n"
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last chunk: no choices, the usage of the whole request."""
+        return self._head + b"]" + self._fingerprint + b',"usage":' + encode_json(usage) + b"}\n\n"

@@ -1,4 +1,4 @@
-"""Request and answer of POST /v1/completions."""
+"""Request, answer and events of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from pydantic import model_validator
 
-from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, TokenId, Usage
+from ascend_vllm.entrypoints.http.streaming import encode_json
+from ascend_vllm.entrypoints.openai.protocol_common import ChunkWriter, GenerationRequest, TokenId, Usage
 from ascend_vllm.outputs import PositionLogprobs
 
 
@@ -86,3 +87,39 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str
+
+
+class CompletionChunkWriter(ChunkWriter):
+    """Events of a /v1/completions stream."""
+
+    def __init__(
+        self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int, usage_follows: bool
+    ) -> None:
+        super().__init__(
+            "text_completion", response_id, created, model, fingerprint, num_choices, True, usage_follows
+        )
+        self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail(None)
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """A chunk with text only, of a choice that goes on."""
+        return self._choice_heads[index] + b'"text":' + encode_json(text) + self._plain_tail
+
+    def event(
+        self,
+        index: int,
+        text: str,
+        logprobs: Any,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        usage: Usage | None,
+        extra: dict[str, Any],
+    ) -> bytes:
+        """A chunk with everything; `extra` are further keys of the choice."""
+        fields = {
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            **extra,
+        }
+        return self._choice_heads[index] + encode_json(fields)[1:] + self._tail(usage, finish_reason is not None)

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from ascend_vllm.entrypoints.http.sse import encode_json
+from ascend_vllm.entrypoints.http.streaming import encode_json
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
 

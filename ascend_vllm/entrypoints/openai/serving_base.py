@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from starlette.requests import Request
 
 from ascend_vllm.engine.tracing import trace_headers
-from ascend_vllm.entrypoints.http.errors import shown_params
+from ascend_vllm.entrypoints.http.errors import shown_params, to_http_error
 from ascend_vllm.entrypoints.http.request_ids import make_engine_id
-from ascend_vllm.entrypoints.http.streaming import StreamResponse, collect, open_stream, run_unless_disconnected
+from ascend_vllm.entrypoints.http.streaming import (
+    StreamResponse,
+    collect,
+    encode_json,
+    open_stream,
+    run_unless_disconnected,
+)
 from ascend_vllm.entrypoints.openai.prompts import Prompt, PromptMaker
-from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest
+from ascend_vllm.entrypoints.openai.protocol_common import ChunkWriter, GenerationRequest, UsageCounter
 from ascend_vllm.entrypoints.openai.request_limits import check_repeated_prompts
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.errors import ModelNotFoundError, RequestError
@@ -92,6 +98,27 @@ async def _name_constraint(outputs: AsyncGenerator[T, None], field: str) -> Asyn
             if error.param == "structured_outputs":
                 error.param = field
             raise
+
+
+async def event_stream(
+    events: Events, writer: ChunkWriter, usage: UsageCounter | None
+) -> AsyncGenerator[bytes, None]:
+    """The stream of an answer: its events, then the usage and the end; an error becomes an event.
+
+    Args:
+        events: of the outputs.
+        writer: makes the event with the usage.
+        usage: of the whole request, complete when the events have ended; None: the stream has no such event.
+    """
+    try:
+        async for _, data in events:
+            if data:
+                yield data
+        if usage is not None:
+            yield writer.usage_event(usage.total())
+    except Exception as error:
+        yield b"data: " + encode_json(to_http_error(error).body) + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 class ServingBase:

@@ -9,8 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ascend_vllm.entrypoints.http import sse
-from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http.errors import json_response
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.openai.chat_tools import ChoiceParser
@@ -18,6 +17,7 @@ from ascend_vllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logpro
 from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_chat import (
     ChatChoice,
+    ChatChunkWriter,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatLogprobs,
@@ -25,7 +25,7 @@ from ascend_vllm.entrypoints.openai.protocol_chat import (
 )
 from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter, unix_time
 from ascend_vllm.entrypoints.openai.request_limits import check_max_tokens, check_request, limit_tokens
-from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase
+from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase, event_stream
 from ascend_vllm.entrypoints.parsers.reasoning import REASONING_END, begins_with_reasoning
 from ascend_vllm.entrypoints.templates.chat_template import parse_messages
 from ascend_vllm.errors import RequestError
@@ -136,7 +136,7 @@ class ChatAnswer:
         # for streams
         self._include_usage = request.include_usage or self._settings.force_include_usage
         self._is_plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
-        self._writer = sse.ChatChunkWriter(
+        self._writer = ChatChunkWriter(
             self._id,
             self._created,
             self._model,
@@ -227,19 +227,11 @@ class ChatAnswer:
                 events.append(self._event(writer, generated))
         return b"".join(events)
 
-    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """The answer's stream of the events made by `encode`; an error becomes an event."""
-        try:
-            async for _, data in events:
-                if data:
-                    yield data
-            if self._include_usage:
-                yield self._writer.usage_event(self._usage.total())
-        except Exception as error:
-            yield sse.error_event(to_http_error(error).body)
-        yield sse.DONE
+    def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """The answer's stream of the events made by `encode`."""
+        return event_stream(events, self._writer, self._usage if self._include_usage else None)
 
-    def _opening(self, writer: sse.ChatChunkWriter) -> list[bytes]:
+    def _opening(self, writer: ChatChunkWriter) -> list[bytes]:
         """Events before the first token: each choice's role, then the echoed text."""
         token_ids = self._prompt.token_ids if self._request.return_token_ids else None
         events = [
@@ -254,7 +246,7 @@ class ChatAnswer:
         return self._usage.choice_usage(0, index) if self._request.continuous_usage else None
 
     def _parsed_events(
-        self, writer: sse.ChatChunkWriter, generated: CompletionOutput, parser: ChoiceParser, plain: bool
+        self, writer: ChatChunkWriter, generated: CompletionOutput, parser: ChoiceParser, plain: bool
     ) -> list[bytes]:
         """Events of a choice with a parser; the last one has an empty delta."""
         finished = generated.finish_reason is not None
@@ -274,7 +266,7 @@ class ChatAnswer:
             writer.event(generated.index, delta, usage, extra) for delta, extra in zip(deltas, extras, strict=True)
         ]
 
-    def _event(self, writer: sse.ChatChunkWriter, generated: CompletionOutput) -> bytes:
+    def _event(self, writer: ChatChunkWriter, generated: CompletionOutput) -> bytes:
         """An event with more fields than text."""
         extra: dict[str, Any] = {"logprobs": self._logprobs(generated)}
         if generated.finish_reason is not None:

@@ -9,8 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ascend_vllm.entrypoints.http import sse
-from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
+from ascend_vllm.entrypoints.http.errors import json_response
 from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs, shown_positions
@@ -18,12 +17,13 @@ from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter, unix_time
 from ascend_vllm.entrypoints.openai.protocol_completion import (
     CompletionChoice,
+    CompletionChunkWriter,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
 from ascend_vllm.entrypoints.openai.request_limits import check_request, limit_tokens
-from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase
+from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase, event_stream
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
@@ -117,7 +117,7 @@ class _Answer:
         self._is_plain = request.logprobs is None and not (
             request.continuous_usage or request.echo or request.return_token_ids
         )
-        self._writer = sse.CompletionChunkWriter(
+        self._writer = CompletionChunkWriter(
             self._id,
             self._created,
             self._model,
@@ -214,19 +214,12 @@ class _Answer:
                 events.append(self._event(writer, prompt_index, index, generated))
         return b"".join(events)
 
-    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """The answer's stream of the events made by `encode`; an error becomes an event."""
-        try:
-            async for _, data in events:
-                yield data
-            if self._include_usage:
-                yield self._writer.usage_event(self._usage.total())
-        except Exception as error:
-            yield sse.error_event(to_http_error(error).body)
-        yield sse.DONE
+    def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
+        """The answer's stream of the events made by `encode`."""
+        return event_stream(events, self._writer, self._usage if self._include_usage else None)
 
     def _event(
-        self, writer: sse.CompletionChunkWriter, prompt_index: int, index: int, generated: CompletionOutput
+        self, writer: CompletionChunkWriter, prompt_index: int, index: int, generated: CompletionOutput
     ) -> bytes:
         """An event with more fields than text."""
         request = self._request
