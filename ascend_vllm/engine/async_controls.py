@@ -9,8 +9,7 @@ from typing import Any
 
 from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.metrics import EngineMetrics
-from ascend_vllm.engine.output_processor import OutputProcessor
-from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.errors import RequestError
 
 # of `AsyncControls.pause_generation`

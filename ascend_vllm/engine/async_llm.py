@@ -22,8 +22,7 @@ from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.core_receiver import LoopTask
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics, StepStats
-from ascend_vllm.engine.output_processor import OutputProcessor, ProcessedOutputs
-from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue, ProcessedOutputs
 from ascend_vllm.engine.pooling import pooling_output
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.errors import DuplicateRequestError, EngineBusyError, EngineDeadError, RequestError

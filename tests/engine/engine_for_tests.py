@@ -10,8 +10,7 @@ from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.input_processor import InputProcessor
 from ascend_vllm.engine.metrics import StepStats
-from ascend_vllm.engine.output_processor import OutputProcessor
-from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import SamplingParams

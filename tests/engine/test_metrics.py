@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ascend_vllm.engine.metrics import EngineMetrics, Histogram
-from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import FinishReason, SchedulerStats

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ascend_vllm.engine import output_processor, sequence_state
-from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.outputs import RequestOutput

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ascend_vllm.engine.output_queue import OutputQueue
+from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
 
