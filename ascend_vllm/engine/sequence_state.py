@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from ascend_vllm.engine.detokenization import IncrementalDetokenizer, NoDetokenizer
 from ascend_vllm.engine.metrics import FinishedSequence
@@ -41,6 +42,7 @@ class SequenceState:
         "_include_stop",
         "_is_scored",
         "_logprobs",
+        "_make_detokenizer",
         "_min_tokens",
         "_num_logprobs",
         "_num_sent_chars",
@@ -70,9 +72,12 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.last_token_time: float | None = None
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer: IncrementalDetokenizer = NoDetokenizer()
+        # made when the first tokens come, off the event loop
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._make_detokenizer: Callable[[], IncrementalDetokenizer] = NoDetokenizer
         if self._tokenizer is not None:
-            self._detokenizer = self._tokenizer.make_detokenizer(
+            self._make_detokenizer = functools.partial(
+                self._tokenizer.make_detokenizer,
                 prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
@@ -116,12 +121,15 @@ class SequenceState:
         Returns:
             Whether a stop string ended the sequence, so that the core must abort it.
         """
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            detokenizer = self._detokenizer = self._make_detokenizer()
         token_ids, reason = output.new_token_ids, output.finish_reason
         # STOP means that the last token ended the sequence: its text is not part of the text.
         num_with_text = len(token_ids) - (reason is FinishReason.STOP and not self._include_stop)
         if self._stops is not None or self._is_scored:
             for position, token_id in enumerate(token_ids):
-                new_text = self._detokenizer.push((token_id,)) if position < num_with_text else ""
+                new_text = detokenizer.push((token_id,)) if position < num_with_text else ""
                 self.text += new_text
                 self.token_ids.append(token_id)
                 if output.new_logprobs is not None:
@@ -132,9 +140,9 @@ class SequenceState:
         else:
             self.token_ids += token_ids
             if num_with_text:
-                self.text += self._detokenizer.push(token_ids[:num_with_text])
+                self.text += detokenizer.push(token_ids[:num_with_text])
         if reason is not None:
-            new_text = self._detokenizer.finish()
+            new_text = detokenizer.finish()
             self.text += new_text
             if new_text and reason is not FinishReason.STOP and self._find_stop(len(new_text)):
                 return True
@@ -143,7 +151,7 @@ class SequenceState:
 
     def end(self, reason: FinishReason) -> None:
         """Ends it early, for an abort or error; held-back bytes become text."""
-        self.text += self._detokenizer.finish()
+        self.text += (self._detokenizer or self._make_detokenizer()).finish()
         self.finish_reason = reason
 
     def make_outputs(self, kind: RequestOutputKind) -> list[CompletionOutput]:
