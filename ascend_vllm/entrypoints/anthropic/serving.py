@@ -75,7 +75,7 @@ class ServingMessages:
         answer.usage.add(0, outputs[0])
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0].outputs[0])))
 
-    async def count_tokens(self, request: CountTokensRequest, http: Request) -> dict[str, Any]:
+    async def count_tokens(self, request: CountTokensRequest, http: Request) -> Response:
         """The number of a conversation's prompt tokens.
 
         Raises:
@@ -84,7 +84,7 @@ class ServingMessages:
         """
         prompt = await self._chat.prepare(await self._to_chat(request, http), http)
         count = len(prompt.token_ids)
-        return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
+        return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
     async def _to_chat(self, request: CountTokensRequest, http: Request) -> ChatCompletionRequest:
         """The chat request, made off the event loop if its body is long; raises as `count_tokens`."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic_core import SchemaValidator, core_schema
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.engine.text_threads import TextThread
@@ -129,14 +131,51 @@ class BodyLimitMiddleware:
             )
 
 
-async def read_model(http: Request, model: type[B]) -> B:
-    """The body of a request as its model.
+def add_body_route(
+    app: FastAPI,
+    path: str,
+    model: type[B],
+    answer: Callable[[B, Request], Awaitable[Response]],
+    name: str,
+    answer_error: Callable[[Exception], Response] | None = None,
+) -> None:
+    """Adds a POST route whose JSON body is read by `read_body`, not by FastAPI.
+
+    Args:
+        app: the application.
+        path: of the route.
+        model: of the body, which the OpenAPI document describes.
+        answer: makes the answer to a request.
+        name: of the operation in the OpenAPI document.
+        answer_error: makes answers of exceptions; None: they are passed on to the application's handlers.
+    """
+
+    async def create(http: Request) -> Response:
+        try:
+            return await answer(await read_body(http, model), http)
+        except ClientDisconnectedError:
+            raise
+        except Exception as error:
+            if answer_error is None:
+                raise
+            return answer_error(error)
+
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    app.add_api_route(path, create, methods=["POST"], name=name, openapi_extra=described)
+
+
+async def read_body(http: Request, model: type[B]) -> B:
+    """The JSON body of a request as its model.
 
     Raises:
         RequestError: it is not a JSON object, a part of it is too large, or too many long bodies are queued.
         pydantic.ValidationError: it does not fit the model.
         ClientDisconnectedError: the client went away.
     """
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise BodyError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
     return await read_by(http, _read, model)
 
 

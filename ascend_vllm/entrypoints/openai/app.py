@@ -1,4 +1,4 @@
-"""The HTTP application of the OpenAI-compatible server: its routes and how bodies become requests."""
+"""The HTTP application of the OpenAI-compatible server: its routes and middleware."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import prometheus_client
 from fastapi import FastAPI, Request
@@ -20,12 +20,12 @@ from pydantic import BaseModel, ValidationError
 import ascend_vllm
 from ascend_vllm import envs
 from ascend_vllm.engine.pooling import is_cross_encoder
-from ascend_vllm.entrypoints.anthropic import serving as anthropic_serving
 from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from ascend_vllm.entrypoints.anthropic.serving import ServingMessages
+from ascend_vllm.entrypoints.anthropic.serving import error_response as anthropic_error_response
 from ascend_vllm.entrypoints.http.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware, api_keys
 from ascend_vllm.entrypoints.http.errors import (
     AnswerErrorsMiddleware,
-    BodyError,
     error_response,
     install_error_handlers,
     json_response,
@@ -39,7 +39,7 @@ from ascend_vllm.entrypoints.http.metrics import (
 )
 from ascend_vllm.entrypoints.http.request_ids import RequestIdClaimsMiddleware, RequestIdMiddleware
 from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError
-from ascend_vllm.entrypoints.http.validation import read_model
+from ascend_vllm.entrypoints.http.validation import add_body_route
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from ascend_vllm.config.model import PoolerConfig
     from ascend_vllm.engine.async_llm import AsyncLLM
 
-B = TypeVar("B", bound=BaseModel)
-
 # bodies that routes parse themselves, added to the OpenAPI schemas
 _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
@@ -92,26 +90,6 @@ _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     ScoreRequest,
     RerankRequest,
 )
-
-
-async def read_body(http: Request, model: type[B]) -> B:
-    """The request's body as `model`.
-
-    Raises:
-        RequestError: it is not a JSON object, or too large in one of its parts.
-        pydantic.ValidationError: it does not fit the model.
-        ClientDisconnectedError: the client went away.
-    """
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise BodyError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
-    return await read_model(http, model)
-
-
-def _documented_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI entry of a route that reads its body itself."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _install_openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
@@ -165,65 +143,23 @@ def _add_system_routes(
 
 
 def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
-    completion = ServingCompletion(engine, settings)
+    """Adds OpenAI's routes, and Anthropic's Messages API, whose error bodies differ from OpenAI's."""
     chat = ServingChat(engine, settings)
-
-    @app.post("/v1/completions", openapi_extra=_documented_body(CompletionRequest))
-    async def create_completion(http: Request) -> Response:
-        return await completion.create(await read_body(http, CompletionRequest), http)
-
-    @app.post("/v1/chat/completions", openapi_extra=_documented_body(ChatCompletionRequest))
-    async def create_chat_completion(http: Request) -> Response:
-        return await chat.create(await read_body(http, ChatCompletionRequest), http)
-
-    batch = ServingChatBatch(chat)
-
-    @app.post("/v1/chat/completions/batch", openapi_extra=_documented_body(ChatBatchRequest))
-    async def create_chat_batch(http: Request) -> Response:
-        return await batch.create(await read_body(http, ChatBatchRequest), http)
-
-
-def _add_token_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
-    tokens = ServingTokens(engine, settings)
-
-    @app.post("/tokenize", openapi_extra=_documented_body(TokenizeRequest))
-    async def tokenize(http: Request) -> Response:
-        return json_response(await tokens.tokenize(await read_body(http, TokenizeRequest), http))
-
-    @app.post("/detokenize", openapi_extra=_documented_body(DetokenizeRequest))
-    async def detokenize(http: Request) -> Response:
-        return json_response(await tokens.detokenize(await read_body(http, DetokenizeRequest), http))
-
-
-def _add_message_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
-    """Adds Anthropic's Messages API, whose error bodies differ from OpenAI's."""
-    messages = anthropic_serving.ServingMessages(ServingChat(engine, settings))
-
-    @app.post("/v1/messages", openapi_extra=_documented_body(MessagesRequest))
-    async def create_message(http: Request) -> Response:
-        try:
-            return await messages.create(await read_body(http, MessagesRequest), http)
-        except ClientDisconnectedError:
-            raise
-        except Exception as error:
-            return anthropic_serving.error_response(error)
-
-    @app.post("/v1/messages/count_tokens", openapi_extra=_documented_body(CountTokensRequest))
-    async def count_message_tokens(http: Request) -> Response:
-        try:
-            return json_response(await messages.count_tokens(await read_body(http, CountTokensRequest), http))
-        except ClientDisconnectedError:
-            raise
-        except Exception as error:
-            return anthropic_serving.error_response(error)
+    create_completion = ServingCompletion(engine, settings).create
+    add_body_route(app, "/v1/completions", CompletionRequest, create_completion, "create_completion")
+    add_body_route(app, "/v1/chat/completions", ChatCompletionRequest, chat.create, "create_chat_completion")
+    create_batch = ServingChatBatch(chat).create
+    add_body_route(app, "/v1/chat/completions/batch", ChatBatchRequest, create_batch, "create_chat_batch")
+    messages, answer_error = ServingMessages(chat), anthropic_error_response
+    add_body_route(app, "/v1/messages", MessagesRequest, messages.create, "create_message", answer_error)
+    path, count = "/v1/messages/count_tokens", messages.count_tokens
+    add_body_route(app, path, CountTokensRequest, count, "count_message_tokens", answer_error)
 
 
 def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
     serving = ServingResponses(engine, settings)
 
-    @app.post("/v1/responses", openapi_extra=_documented_body(ResponsesRequest))
-    async def create_response(http: Request) -> Response:
-        return await serving.create(await read_body(http, ResponsesRequest), http)
+    add_body_route(app, "/v1/responses", ResponsesRequest, serving.create, "create_response")
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, http: Request) -> Response:
@@ -251,34 +187,17 @@ def _add_pooling_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSetting
     """Adds the routes for the pooler's tasks; the others answer 404."""
     pooling = ServingPooling(engine, settings, pooler)
 
-    @app.post("/pooling", openapi_extra=_documented_body(PoolingRequest))
-    async def create_pooling(http: Request) -> Response:
-        return await pooling.create_pooling(await read_body(http, PoolingRequest), http)
-
+    add_body_route(app, "/pooling", PoolingRequest, pooling.create_pooling, "create_pooling")
     if pooler.convert == "embed":
-
-        @app.post("/v1/embeddings", openapi_extra=_documented_body(EmbeddingRequest))
-        async def create_embeddings(http: Request) -> Response:
-            return await pooling.create_embeddings(await read_body(http, EmbeddingRequest), http)
-
+        add_body_route(app, "/v1/embeddings", EmbeddingRequest, pooling.create_embeddings, "create_embeddings")
     else:
-
-        @app.post("/classify", openapi_extra=_documented_body(ClassificationRequest))
-        async def create_classification(http: Request) -> Response:
-            return await pooling.create_classification(await read_body(http, ClassificationRequest), http)
-
+        create_classification = pooling.create_classification
+        add_body_route(app, "/classify", ClassificationRequest, create_classification, "create_classification")
     if pooler.convert == "embed" or is_cross_encoder(pooler):
-
-        @app.post("/score", openapi_extra=_documented_body(ScoreRequest))
-        @app.post("/v1/score", openapi_extra=_documented_body(ScoreRequest))
-        async def create_score(http: Request) -> Response:
-            return await pooling.create_score(await read_body(http, ScoreRequest), http)
-
-        @app.post("/rerank", openapi_extra=_documented_body(RerankRequest))
-        @app.post("/v1/rerank", openapi_extra=_documented_body(RerankRequest))
-        @app.post("/v2/rerank", openapi_extra=_documented_body(RerankRequest))
-        async def create_rerank(http: Request) -> Response:
-            return await pooling.create_rerank(await read_body(http, RerankRequest), http)
+        for path in ("/v1/score", "/score"):
+            add_body_route(app, path, ScoreRequest, pooling.create_score, "create_score")
+        for path in ("/v2/rerank", "/v1/rerank", "/rerank"):
+            add_body_route(app, path, RerankRequest, pooling.create_rerank, "create_rerank")
 
 
 def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
@@ -360,11 +279,12 @@ def build_app(
     # the API server's own metrics; the engine has another registry
     registry = CollectorRegistry()
     _add_system_routes(app, engine, settings, registry)
-    _add_token_routes(app, engine, settings)
+    tokens = ServingTokens(engine, settings)
+    add_body_route(app, "/tokenize", TokenizeRequest, tokens.tokenize, "tokenize")
+    add_body_route(app, "/detokenize", DetokenizeRequest, tokens.detokenize, "detokenize")
     pooler = engine.config.model.pooler
     if pooler is None:
         _add_generation_routes(app, engine, settings)
-        _add_message_routes(app, engine, settings)
         _add_response_routes(app, engine, settings)
     else:
         _add_pooling_routes(app, engine, settings, pooler)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
+from ascend_vllm.entrypoints.http.errors import json_response
 from ascend_vllm.entrypoints.http.long_answers import encode_list
 from ascend_vllm.entrypoints.http.streaming import unless_gone
 from ascend_vllm.entrypoints.openai.protocol_misc import (
@@ -20,7 +22,7 @@ from ascend_vllm.errors import RequestError
 class ServingTokens(ServingBase):
     """Answers /tokenize and /detokenize."""
 
-    async def tokenize(self, request: TokenizeRequest, http: Request) -> TokenizeResponse:
+    async def tokenize(self, request: TokenizeRequest, http: Request) -> Response:
         """Token ids of a prompt, or of a conversation under the chat template.
 
         Raises:
@@ -56,9 +58,10 @@ class ServingTokens(ServingBase):
         tokens = None
         if request.return_token_strs:
             tokens = await encode_list(await self.prompts.tokenizer().convert_ids_to_tokens_async(token_ids))
-        return TokenizeResponse(len(token_ids), self.settings.max_model_len, await encode_list(token_ids), tokens)
+        ids = await encode_list(token_ids)
+        return json_response(TokenizeResponse(len(token_ids), self.settings.max_model_len, ids, tokens))
 
-    async def detokenize(self, request: DetokenizeRequest, http: Request) -> DetokenizeResponse:
+    async def detokenize(self, request: DetokenizeRequest, http: Request) -> Response:
         """Text of token ids.
 
         Raises:
@@ -67,4 +70,4 @@ class ServingTokens(ServingBase):
         self.check_model(request.model)
         self.prompts.tokenizer().check_num_ids(request.tokens, self.settings.max_model_len)
         decoding = self.prompts.tokenizer().decode_async(request.tokens)
-        return DetokenizeResponse(await unless_gone(http, len(request.tokens), decoding))
+        return json_response(DetokenizeResponse(await unless_gone(http, len(request.tokens), decoding)))
