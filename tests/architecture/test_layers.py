@@ -6,6 +6,7 @@ The rules are those of docs/architecture.md.
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import warnings
@@ -64,6 +65,7 @@ RAW_CONFIG_FILES = (
 )
 
 
+@functools.cache
 def _modules() -> dict[str, pathlib.Path]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
@@ -72,20 +74,20 @@ def _modules() -> dict[str, pathlib.Path]:
     return found
 
 
+@functools.cache
+def _nodes(path: pathlib.Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def _imports(path: pathlib.Path, *, for_types: bool = False) -> Iterator[str]:
     """Absolute names a file imports; those that only type checkers see, if they are asked for."""
-    tree = ast.parse(path.read_text())
-    type_only = (
-        set()
-        if for_types
-        else {
-            id(node)
-            for branch in ast.walk(tree)
-            if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
-            for node in ast.walk(branch)
-        }
-    )
-    for node in ast.walk(tree):
+    branches = [] if for_types else filter(_is_for_types, _nodes(path))
+    type_only = {id(node) for branch in branches for node in ast.walk(branch)}
+    for node in _nodes(path):
         if id(node) in type_only:
             continue
         if isinstance(node, ast.Import):
@@ -95,6 +97,7 @@ def _imports(path: pathlib.Path, *, for_types: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def _graph(*, for_types: bool) -> dict[str, set[str]]:
     known = _modules()
     graph = {}
@@ -108,9 +111,6 @@ def _graph(*, for_types: bool) -> dict[str, set[str]]:
                 targets.add(target)
         graph[name] = targets - {name}
     return graph
-
-
-GRAPH = _graph(for_types=False)
 
 
 def _layer(module: str) -> int:
@@ -132,8 +132,7 @@ def test_imports_point_down(for_types: bool) -> None:
 
 @pytest.mark.parametrize("for_types", [False, True])
 def test_no_cycles(for_types: bool) -> None:
-    graph = _graph(for_types=for_types)
-    graph[""] = set()  # the package's lazy __init__ names everything
+    graph = _graph(for_types=for_types) | {"": set()}  # the package's lazy __init__ names everything
     done: set[str] = set()
     cycles: list[str] = []
 
@@ -158,21 +157,20 @@ def test_processes_stay_apart(entry: str) -> None:
         module = todo.pop()
         if module not in seen:
             seen.add(module)
-            todo += GRAPH[module]
+            todo += _graph(for_types=False)[module]
     assert sorted(module for module in seen if module.split(".")[0] in PROCESSES[entry]) == []
 
 
 def _imports_by_call(path: pathlib.Path) -> Iterator[str]:
     """Texts, and constants of the file, that it hands to import_module or __import__."""
-    tree = ast.parse(path.read_text())
     constants = {
         node.targets[0].id: node.value.value
-        for node in tree.body
+        for node in _nodes(path)
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Constant)
     }
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))):
             continue
         for argument in node.args[:1]:
@@ -196,7 +194,7 @@ def test_only_envs_reads_the_environment() -> None:
         f"{name}:{node.lineno}"
         for name, path in _modules().items()
         if name != "envs"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]
     assert wrong == []
@@ -218,7 +216,7 @@ def test_families_are_named_in_models_and_config() -> None:
         f"{name}:{node.lineno}"
         for name, path in _modules().items()
         if not name.startswith(("models.", "config.", "tools.demo."))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in READERS
     ]
     assert naming == []
