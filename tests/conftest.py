@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import sys
@@ -39,6 +40,14 @@ def demo_model_dir() -> str:
         # it takes longest of all: it may have every core
         patch.delenv("OMP_NUM_THREADS", raising=False)
         return ensure_demo_model()
+
+
+@pytest.fixture
+def package_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The package's log from INFO on, which does not reach the root logger by itself."""
+    monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "ascend_vllm")
+    return caplog
 
 
 @functools.cache
