@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -492,29 +492,62 @@ class Collected:
     beams: list[BeamSequence] | None = None
 
 
-def step(core: EngineCore, into: dict[str, Collected]) -> None:
-    """Makes a step, adds its outputs to those of their requests, and checks that none follows a last one."""
-    for output in core.step().outputs:
-        collected = into.setdefault(output.request_id, Collected())
-        assert collected.finish_reason is None, f"{output.request_id} has outputs after its end"
-        collected.token_ids += output.new_token_ids
-        collected.finish_reason = output.finish_reason
-        collected.stop_reason = output.stop_reason
-        collected.error = output.error
-        collected.error_class = output.error_class
-        collected.num_cached_tokens += output.num_cached_tokens
-        collected.beams = output.beams or collected.beams
+def add_all(core: EngineCore, requests: Iterable[EngineCoreRequest]) -> None:
+    """Adds requests in their order."""
+    for request in requests:
+        core.add_request(request)
 
 
-def run(core: EngineCore, max_steps: int = 10_000) -> dict[str, Collected]:
-    """Steps until nothing is left, auditing after each."""
-    collected: dict[str, Collected] = {}
+def step(core: EngineCore, into: dict[str, Collected] | None = None, num_steps: int = 1) -> dict[str, Collected]:
+    """Makes steps, adds their outputs to those of their requests, and checks that none follows a last one."""
+    into = {} if into is None else into
+    for _ in range(num_steps):
+        for output in core.step().outputs:
+            collected = into.setdefault(output.request_id, Collected())
+            assert collected.finish_reason is None, f"{output.request_id} has outputs after its end"
+            collected.token_ids += output.new_token_ids
+            collected.finish_reason = output.finish_reason
+            collected.stop_reason = output.stop_reason
+            collected.error = output.error
+            collected.error_class = output.error_class
+            collected.num_cached_tokens += output.num_cached_tokens
+            collected.beams = output.beams or collected.beams
+    return into
+
+
+def step_until(
+    core: EngineCore, is_reached: Callable[[], object], into: dict[str, Collected] | None = None
+) -> dict[str, Collected]:
+    """Makes audited steps until a condition holds, before the last request has ended."""
+    into = {} if into is None else into
+    while not is_reached():
+        assert core.has_unfinished()
+        step(core, into)
+        assert core.audit()["violations"] == []
+    return into
+
+
+def run(core: EngineCore, into: dict[str, Collected] | None = None, max_steps: int = 10_000) -> dict[str, Collected]:
+    """Makes audited steps until nothing is left to do; if no request is held back, everything is free then."""
+    into = {} if into is None else into
     for _ in range(max_steps):
         if not core.has_unfinished():
-            return collected
-        step(core, collected)
+            if not core._scheduler.requests:
+                assert_all_free(core)
+            return into
+        step(core, into)
         assert core.audit()["violations"] == []
     raise AssertionError(f"requests are still running after {max_steps} steps")
+
+
+def serve(
+    core: EngineCore, requests: Sequence[EngineCoreRequest], max_num_computed: int = 64
+) -> dict[str, Collected]:
+    """Adds requests, runs them to their ends and checks their outputs, see `assert_tokens`."""
+    add_all(core, requests)
+    results = run(core)
+    assert_tokens(results, requests, max_num_computed)
+    return results
 
 
 def scheduled(executor: MemoryExecutor) -> list[dict[str, int]]:
