@@ -32,9 +32,8 @@ from ascend_vllm.types.messages import FinishReason
 from tests.core.constrained_requests import PROCESSES, VOCABULARY, constrained
 from tests.core.grammar_vocabulary import allowed, make_vocabulary
 from tests.core.memory_executor import (
-    Collected,
     MemoryExecutor,
-    assert_all_free,
+    add_all,
     assert_tokens,
     make_config,
     make_request,
@@ -201,14 +200,12 @@ def test_a_grammar_that_becomes_slow_ends_its_request_only(monkeypatch: pytest.M
     innocent = [constrained(f"g{index}", {"regex": "[a-z]{200}"}, seed=index, max_tokens=150) for index in range(2)]
     free = make_request("free", 5, max_tokens=150)
     hostile = constrained("bad", {"grammar": SLOWER_AND_SLOWER}, ignore_eos=True, max_tokens=250)
-    for request in (*innocent, free, hostile):
-        core.add_request(request)
-    results: dict[str, Collected] = run(core)
+    add_all(core, (*innocent, free, hostile))
+    results = run(core)
     assert results["bad"].finish_reason is FinishReason.ERROR
     assert "too complex" in (results["bad"].error or "") and 20 < len(results["bad"].token_ids) < 250
     assert [results[request.request_id].finish_reason for request in innocent] == [FinishReason.LENGTH] * 2
     assert_tokens(results, [free])
-    assert_all_free(core)
 
 
 def test_the_core_checks_constraints_quickly() -> None:
