@@ -12,13 +12,15 @@ from ascend_vllm.core.request import RequestStatus
 from ascend_vllm.errors import RequestError
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest, FinishReason
 from tests.core.memory_executor import (
-    Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     make_config,
     make_request,
+    run,
     step,
+    step_until,
 )
 
 
@@ -31,27 +33,18 @@ def make_sleeper(num_blocks: int = 24, num_cpu_blocks: int = 0, **given: Any) ->
 
 def add(core: EngineCore, names: str, length: int = 4, **options: Any) -> list[EngineCoreRequest]:
     requests = [make_request(name, length, seed=ord(name), **{"max_tokens": 10, **options}) for name in names]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     return requests
-
-
-def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_kept_requests_stay_and_new_ones_are_held(async_scheduling: bool) -> None:
     core, executor = make_sleeper(async_scheduling=async_scheduling)
     requests = add(core, "ab")
-    collected: dict[str, Collected] = {}
-    for _ in range(3):
-        step(core, collected)
+    collected = step(core, num_steps=3)
     core.call_utility("pause", ["keep", True])
     requests += add(core, "cd")
-    finish(core, collected)
+    run(core, collected)
     num_steps, before = len(executor.steps), dict(collected)
     assert core.state() == {"is_paused": True, "is_sleeping": False}
     assert core.step().outputs == []
@@ -59,27 +52,22 @@ def test_kept_requests_stay_and_new_ones_are_held(async_scheduling: bool) -> Non
     assert core.audit()["num_running"] == 2
     assert "c" not in before
     core.call_utility("resume", [])
-    finish(core, collected)
-    assert_tokens(collected, requests)
-    assert_all_free(core)
+    assert_tokens(run(core, collected), requests)
 
 
 def test_draining_runs_earlier_requests_to_their_end_and_holds_new_ones() -> None:
     core, _ = make_sleeper()
     first = add(core, "abcdef")
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     core.call_utility("pause", ["wait", False])
     second = add(core, "xyz")
-    finish(core, collected)
+    run(core, collected)
     assert set(collected) == set("abcdef")
     # a held request can be aborted
     core.abort_requests(["y"])
     core.call_utility("resume", [])
-    finish(core, collected)
-    assert_tokens(collected, [*first, second[0], second[2]])
+    assert_tokens(run(core, collected), [*first, second[0], second[2]])
     assert "y" not in collected
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -87,41 +75,34 @@ def test_draining_runs_earlier_requests_to_their_end_and_holds_new_ones() -> Non
 def test_sleeping_loses_the_cache_and_no_token(chunked: bool, async_scheduling: bool) -> None:
     core, executor = make_sleeper(chunked=chunked, async_scheduling=async_scheduling, prefix_caching=True)
     requests = add(core, "abc", length=9)
-    collected: dict[str, Collected] = {}
-    for _ in range(4):
-        step(core, collected)
+    collected = step(core, num_steps=4)
     core.call_utility("sleep", [1])
     assert core.state() == {"is_paused": True, "is_sleeping": True}
     assert core.audit()["num_free_blocks"] == core.num_blocks
     requests += add(core, "d", length=9)
-    finish(core, collected)
+    run(core, collected)
     core.call_utility("wake_up", [["weights"]])
     assert core.state() == {"is_paused": True, "is_sleeping": True}
     assert not core.has_unfinished()
     core.call_utility("wake_up", [None])
     assert core.state() == {"is_paused": False, "is_sleeping": False}
-    finish(core, collected)
+    run(core, collected)
     assert executor.calls == [("sleep", 1), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
     assert_tokens(collected, requests)
-    assert_all_free(core)
 
 
 def test_swapped_requests_are_computed_again_after_sleeping() -> None:
     core, _ = make_sleeper(num_blocks=6, num_cpu_blocks=8, max_num_seqs=3, preemption_mode="swap")
     requests = add(core, "abc", max_tokens=12)
-    collected: dict[str, Collected] = {}
     swapped = core._scheduler.requests["c"]
-    while swapped.status is not RequestStatus.SWAPPED:
-        step(core, collected)
+    collected = step_until(core, lambda: swapped.status is RequestStatus.SWAPPED)
     core.call_utility("sleep", [2])
     audit = core.audit()
     assert audit["violations"] == []
     assert core.stats()["num_swapped"] == 0
     assert core.stats()["cpu_cache_usage"] == 0
     core.call_utility("wake_up", [None])
-    finish(core, collected)
-    assert_tokens(collected, requests)
-    assert_all_free(core)
+    assert_tokens(run(core, collected), requests)
 
 
 def test_beam_searches_restart_after_sleeping() -> None:
@@ -130,15 +111,12 @@ def test_beam_searches_restart_after_sleeping() -> None:
         core, _ = make_sleeper()
         beams = BeamSearchSpec(width=3, num_returned=3)
         core.add_request(make_request("a", 5, temperature=0.0, message={"beam_search": beams}))
-        collected: dict[str, Collected] = {}
-        for _ in range(4):
-            step(core, collected)
+        collected = step(core, num_steps=4)
         if sleeps:
             core.call_utility("sleep", [1])
             core.call_utility("wake_up", [None])
-        finish(core, collected)
+        run(core, collected)
         found.append(collected["a"].beams)
-        assert_all_free(core)
     assert found[0] is not None
     assert found[0] == found[1]
 
