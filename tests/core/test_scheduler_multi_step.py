@@ -12,6 +12,7 @@ from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreOutput, EngineC
 from tests.core.memory_executor import (
     Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     entries,
@@ -20,6 +21,7 @@ from tests.core.memory_executor import (
     make_request,
     run,
     scheduled,
+    serve,
     step,
 )
 
@@ -78,12 +80,9 @@ def test_steps_with_prompts_are_single() -> None:
     core, executor = make_core(num_scheduler_steps=4, chunked=True, max_num_batched_tokens=8)
     requests = [make_request("a", 3, max_tokens=20), make_request("b", 12, max_tokens=9)]
     core.add_request(requests[0])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
-    step(core, collected)
+    collected = step(core, num_steps=2)
     core.add_request(requests[1])
-    while core.has_unfinished():
-        step(core, collected)
+    run(core, collected)
     counts = scheduled(executor)
     assert counts[:4] == [{"a": 3}, {"a": 1}, {"a": 1, "b": 7}, {"a": 1, "b": 5}]
     assert num_steps(executor)[:6] == [1, 4, 1, 1, 4, 4]
@@ -93,23 +92,17 @@ def test_steps_with_prompts_are_single() -> None:
 def test_steps_are_single_if_blocks_are_short() -> None:
     core, executor = make_core(num_blocks=5, block_size=4, num_scheduler_steps=8)
     requests = [make_request("a", 4, max_tokens=9), make_request("b", 4, max_tokens=9)]
-    for request in requests:
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
-    step(core, collected)
+    add_all(core, requests)
+    collected = step(core, num_steps=2)
     # a has both blocks that it may need, b has the last one
     assert executor.steps[1].new_blocks == [(0, [2, 3]), (1, [4])]
     assert num_steps(executor) == [1, 1]
     assert scheduled(executor)[1] == {"a": 1, "b": 1}
     assert core.stats()["num_preemptions"] == 0
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
+    run(core, collected)
     # after the other has ended there are blocks
     assert num_steps(executor)[-1] == 8
     assert_tokens(collected, requests)
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -125,8 +118,7 @@ def test_tokens_after_an_end_are_dropped(async_scheduling: bool) -> None:
         make_request("eos", prompt, eos=stop, ignore_eos=False, max_tokens=20),
         make_request("length", prompt, max_tokens=3),
     ]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     num_emitted = num_generated = 0
     collected: dict[str, Collected] = {}
     while core.has_unfinished():
@@ -164,10 +156,7 @@ def test_rows_near_the_greatest_length(steps: int, async_scheduling: bool) -> No
     )
     # 3 blocks are enough for a sequence; together they take the whole cache
     requests = [make_request(f"{length}", length, max_tokens=50, seed=length) for length in (12, 11, 9, 5)]
-    for request in requests:
-        core.add_request(request)
-    results = run(core)
-    assert_tokens(results, requests, 12)
+    results = serve(core, requests, 12)
     assert [len(results[request.request_id].token_ids) for request in requests] == [1, 2, 4, 8]
     assert core.stats()["num_preemptions"] == 0
 
@@ -201,13 +190,9 @@ def test_nothing_changes_but_the_number_of_calls(
             num_scheduler_steps=steps,
             **settings,
         )
-        for request in requests:
-            core.add_request(request)
-        results = run(core)
-        assert_tokens(results, requests, 32)
+        serve(core, requests, 32)
         num_calls.append(len(executor.steps))
         assert max(made.num_steps for made in executor.steps) == steps
-        assert_all_free(core)
     if num_blocks == 64:
         # with few blocks, reserving some for a step causes preemptions
         assert num_calls[0] > num_calls[1] > num_calls[2] > num_calls[3]
@@ -232,8 +217,7 @@ def test_logprobs_of_several_tokens() -> None:
         make_request("zero", 3, max_tokens=7, logprobs=0),
         make_request("two", 3, max_tokens=7, logprobs=2),
     ]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     outputs = outputs_of(core)
     assert num_steps(executor) == [1, 4, 4]
     assert all(output.new_logprobs is None for output in outputs if output.request_id == "none")
