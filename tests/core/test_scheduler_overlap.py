@@ -11,8 +11,8 @@ from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.types.messages import EngineCoreOutput
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from tests.core.memory_executor import (
-    Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     entries,
@@ -22,6 +22,7 @@ from tests.core.memory_executor import (
     make_request,
     run,
     scheduled,
+    serve,
     step,
 )
 
@@ -58,10 +59,7 @@ def make_watched(**settings: Any) -> tuple[EngineCore, WatchedExecutor]:
 
 def test_a_step_is_handed_out_before_the_last_ones_outputs_arrive() -> None:
     core, executor = make_watched(async_scheduling=True)
-    request = make_request("a", 3, max_tokens=4)
-    core.add_request(request)
-    results = run(core)
-    assert_tokens(results, [request])
+    serve(core, [make_request("a", 3, max_tokens=4)])
     assert executor.events == ["make 0", "make 1", "wait 0", "make 2", "wait 1", "make 3", "wait 2", "wait 3"]
 
 
@@ -79,9 +77,7 @@ def test_both_orders_take_the_same_steps(chunked: bool) -> None:
     schedules = []
     for async_scheduling in (False, True):
         core, executor = make_core(async_scheduling=async_scheduling, chunked=chunked, max_num_batched_tokens=64)
-        for request in requests:
-            core.add_request(request)
-        assert_tokens(run(core), requests)
+        serve(core, requests)
         schedules.append(scheduled(executor))
     assert schedules[0] == schedules[1]
 
@@ -109,9 +105,7 @@ def test_a_stop_wastes_one_token_at_most(async_scheduling: bool, num_wasted: int
     third = generate_alone(make_request("x", prompt), 1, 64)[0][2]
     core, executor = make_core(async_scheduling=async_scheduling)
     requests = [make_request("a", prompt, stop_token_ids=[third]), make_request("b", 4, max_tokens=9)]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert sum("a" in counts for counts in scheduled(executor)) == 3 + num_wasted
 
 
@@ -135,21 +129,16 @@ def test_a_freed_slot_is_reused_while_its_last_step_is_under_way() -> None:
         make_request("b", 5),
         make_request("c", 2, max_tokens=2),
     ]
-    for request in requests:
-        core.add_request(request)
     # tokens that a step sampled for an ended row must not be appended to the row that has its slot now
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert [entries(executor, name)[0].slot for name in "abc"] == [0, 0, 0]
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_an_abort_frees_blocks_at_once(num_steps: int) -> None:
     core, executor = make_core(num_blocks=4, async_scheduling=True, max_num_seqs=1, max_model_len=16)
     core.add_request(make_request("a", 8, max_tokens=8))
-    collected: dict[str, Collected] = {}
-    for _ in range(num_steps):
-        step(core, collected)
+    collected = step(core, num_steps=num_steps)
     assert executor.late, "a step is to be under way"
     core.abort_requests(["a"])
     assert_all_free(core)
@@ -157,13 +146,10 @@ def test_an_abort_frees_blocks_at_once(num_steps: int) -> None:
     # all blocks and the slot are reused, while the workers have not computed the old row yet
     request = make_request("b", 12, max_tokens=4, seed=4)
     core.add_request(request)
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
+    run(core, collected)
     assert len(collected["a"].token_ids) == num_steps
     assert collected["a"].finish_reason is None
     assert_tokens(collected, [request])
-    assert_all_free(core)
 
 
 def test_nothing_is_emitted_after_an_abort_and_the_core_becomes_idle() -> None:
@@ -178,16 +164,13 @@ def test_nothing_is_emitted_after_an_abort_and_the_core_becomes_idle() -> None:
     assert executor.events == ["make 0", "make 1", "wait 0", "wait 1"]
     assert_all_free(core)
     # and it takes new requests
-    request = make_request("a", 4)
-    core.add_request(request)
-    assert_tokens(run(core), [request])
+    serve(core, [make_request("a", 4)])
 
 
 def test_every_token_is_emitted_once() -> None:
     core, _ = make_core(async_scheduling=True, max_num_seqs=2)
     requests = [make_request(f"r{i}", i + 1, max_tokens=3 + i, seed=i) for i in range(5)]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     outputs: list[EngineCoreOutput] = []
     while core.has_unfinished():
         made = core.step()
@@ -205,9 +188,7 @@ def test_every_token_is_emitted_once() -> None:
 def test_a_row_with_pending_tokens_is_not_preempted() -> None:
     core, executor = make_core(num_blocks=6, async_scheduling=True, max_num_seqs=3)
     requests = [make_request(name, 4, max_tokens=12, seed=i) for i, name in enumerate("abc")]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert core.stats()["num_preemptions"] > 0
     for made in executor.steps:
         for row in made.new_rows:
@@ -215,7 +196,6 @@ def test_a_row_with_pending_tokens_is_not_preempted() -> None:
             assert len(row.token_ids) - row.num_prompt_tokens in range(12)
     resumed = entries(executor, "c")[-1]
     assert resumed.token_ids[4:] == generate_alone(requests[2], 2, 64)[0][: len(resumed.token_ids) - 4]
-    assert_all_free(core)
 
 
 def test_a_failed_step_fails_all_requests_and_frees_everything() -> None:
