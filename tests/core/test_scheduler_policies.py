@@ -15,6 +15,7 @@ from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from tests.core.memory_executor import (
     Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     entries,
@@ -23,7 +24,9 @@ from tests.core.memory_executor import (
     make_request,
     run,
     scheduled,
+    serve,
     step,
+    step_until,
 )
 
 
@@ -40,12 +43,6 @@ def order_of_entry(executor: MemoryExecutor) -> str:
     return "".join(order_of_entry_of(executor))
 
 
-def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
-
-
 # ---- priorities -------------------------------------------------------------------------------------------
 
 
@@ -54,9 +51,7 @@ def test_order_of_admission(policy: str, order: str) -> None:
     core, executor = make_core(max_num_seqs=1, policy=policy)
     ranks = {"a": (1, 2.0), "b": (-3, 9.0), "c": (2, 0.0), "d": (0, 9.0), "e": (1, 5.0)}
     requests = [make_ranked(name, *rank, max_tokens=2) for name, rank in ranks.items()]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert order_of_entry(executor) == order
     assert core.stats()["num_preemptions"] == 0
 
@@ -86,15 +81,11 @@ def test_an_urgent_request_takes_the_slot_of_a_running_one(mode: str, async_sche
         make_ranked("b", 2, 2.0, max_tokens=9, seed=2),
         make_ranked("u", 0, 3.0, max_tokens=9, seed=3),
     ]
-    collected: dict[str, Collected] = {}
-    for request in requests[:2]:
-        core.add_request(request)
-    step(core, collected)
-    step(core, collected)
+    add_all(core, requests[:2])
+    collected = step(core, num_steps=2)
     core.add_request(requests[2])
     # after the steps under way the least urgent request is preempted
-    for _ in range(3):
-        step(core, collected)
+    step(core, collected, 3)
     assert "u" in collected
     scheduler = core._scheduler
     left = RequestStatus.PREEMPTED if mode == "recompute" else RequestStatus.SWAPPED
@@ -103,13 +94,11 @@ def test_an_urgent_request_takes_the_slot_of_a_running_one(mode: str, async_sche
         "b": left,
         "u": RequestStatus.RUNNING,
     }
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     assert order_of_entry(executor) == "abub"
     assert core.stats()["num_preemptions"] == 1
     # the other row decoded in the meantime
     assert all("a" in counts for counts in scheduled(executor)[3 if async_scheduling else 2 : 5] if "u" not in counts)
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -117,23 +106,16 @@ def test_an_urgent_request_preempts_as_many_as_it_needs(async_scheduling: bool) 
     core, executor = make_core(num_blocks=6, max_num_seqs=5, policy="priority", async_scheduling=async_scheduling)
     # two blocks each from the second step on
     requests = [make_ranked(name, 1, index, max_tokens=5) for index, name in enumerate("abc")]
-    collected: dict[str, Collected] = {}
-    for request in requests:
-        core.add_request(request)
-    step(core, collected)
-    step(core, collected)
+    add_all(core, requests)
+    collected = step(core, num_steps=2)
     # four blocks
     urgent = make_ranked("u", 0, 9.0, prompt=13, max_tokens=2)
     core.add_request(urgent)
-    while "u" not in collected:
-        assert core.has_unfinished()
-        step(core, collected)
-    finish(core, collected)
-    assert_tokens(collected, [*requests, urgent])
+    step_until(core, lambda: "u" in collected, collected)
+    assert_tokens(run(core, collected), [*requests, urgent])
     # the latest are preempted first, and resume in the order of arrival
     assert order_of_entry(executor) == "abcubc"
     assert core.stats()["num_preemptions"] == 2
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("priority", [1, 2])
@@ -177,31 +159,25 @@ def test_a_preempted_request_does_not_starve(async_scheduling: bool) -> None:
     urgent = [make_ranked(name, 0, 2.0 + index, max_tokens=3) for index, name in enumerate("uvw")]
     others = [make_ranked(name, 1, 9.0 + index, max_tokens=3) for index, name in enumerate("xyz")]
     for one, other in zip(urgent, others, strict=True):
-        for _ in range(3):
-            step(core, collected)
+        step(core, collected, 3)
         core.add_request(other)
         core.add_request(one)
-    finish(core, collected)
-    assert_tokens(collected, [low, *urgent, *others])
+    assert_tokens(run(core, collected), [low, *urgent, *others])
     entered = order_of_entry(executor)
     # it resumes as soon as no urgent one waits, before later ones, no matter how often it was preempted
     assert entered.replace("a", "") == "uvwxyz"
     assert entered.rindex("a") < entered.index("x")
     assert entered.count("a") == core.stats()["num_preemptions"] + 1 > 1
-    assert_all_free(core)
 
 
 def test_without_free_blocks_the_least_urgent_request_is_preempted() -> None:
     core, executor = make_core(num_blocks=6, block_size=4, max_num_seqs=3, policy="priority")
     # the first one is the least urgent
     requests = [make_ranked(name, 2 - index, index, max_tokens=12, seed=index) for index, name in enumerate("abc")]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert core.stats()["num_preemptions"] > 0
     assert len(entries(executor, "a")) > 1
     assert len(entries(executor, "c")) == 1
-    assert_all_free(core)
 
 
 # ---- time -------------------------------------------------------------------------------------------------
@@ -250,13 +226,11 @@ def test_prompts_wait_for_a_multiple_of_the_last_prompts_time(
     core, executor = make_timed(clock, delay_factor=factor, chunked=chunked)
     requests = [make_ranked("a", 0, clock.now, max_tokens=20)]
     core.add_request(requests[0])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     # the prompt took a second; b is admitted to the first step made more than `factor` seconds after its arrival
     requests.append(make_ranked("b", 0, clock.now, max_tokens=3))
     core.add_request(requests[1])
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     counts = scheduled(executor)
     assert counts[1 : 1 + num_decodes] == [{"a": 1}] * num_decodes
     assert counts[1 + num_decodes]["b"] == 4
@@ -269,8 +243,7 @@ def test_the_delay_counts_from_the_earliest_arrival(clock: Clock) -> None:
     core.add_request(make_ranked("b", 0, clock.now, max_tokens=3))
     core.step()
     core.add_request(make_ranked("c", 0, clock.now, max_tokens=3))
-    for _ in range(3):
-        core.step()
+    step(core, num_steps=3)
     # they are computed together
     assert scheduled(executor) == [{"a": 4}, {"a": 1}, {"a": 1}, {"a": 1}, {"b": 4, "c": 4}]
 
@@ -301,12 +274,10 @@ def chunks_beside_a_decoding_row(clock: Clock, **settings: Any) -> list[int]:
     core = EngineCore(config, executor)
     requests = [make_ranked("a", 0, clock.now, prompt=20, max_tokens=60)]
     core.add_request(requests[0])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     requests.append(make_ranked("b", 0, clock.now, prompt=100, max_tokens=2))
     core.add_request(requests[1])
-    finish(core, collected)
-    assert_tokens(collected, requests, max_num_computed=256)
+    assert_tokens(run(core, collected), requests, max_num_computed=256)
     return [made["b"] for made in scheduled(executor) if "a" in made and made.get("b", 1) > 1]
 
 
@@ -339,10 +310,8 @@ def test_requests_that_wait_too_long_are_refused(clock: Clock, async_scheduling:
     core, executor = make_core(max_num_seqs=1, queue_timeout_s=5.0, async_scheduling=async_scheduling)
     requests = [make_ranked("runs", 0, 100.0, max_tokens=20), make_ranked("waits", 0, 101.0)]
     late = make_ranked("late", 0, 105.0, max_tokens=2)
-    for request in (*requests, late):
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    add_all(core, (*requests, late))
+    collected = step(core)
     clock.now = 106.0
     step(core, collected)
     # five seconds are not too long yet
@@ -356,17 +325,14 @@ def test_requests_that_wait_too_long_are_refused(clock: Clock, async_scheduling:
     assert core.stats()["num_waiting"] == 1
     # running requests have no limit
     clock.now = 109.0
-    finish(core, collected)
-    assert_tokens(collected, [requests[0], late])
+    assert_tokens(run(core, collected), [requests[0], late])
     assert not entries(executor, "waits")
-    assert_all_free(core)
 
 
 def test_no_request_is_refused_without_a_limit(clock: Clock) -> None:
     core, _ = make_core(max_num_seqs=1)
     requests = [make_ranked("a", 0, 100.0), make_ranked("b", 0, 100.0)]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     clock.now = 1e9
     assert_tokens(run(core), requests)
 
@@ -384,8 +350,7 @@ def test_a_preempted_request_is_not_refused(clock: Clock, mode: str) -> None:
     step(core, collected)
     assert core.stats()["num_preemptions"] == 1
     clock.now = 1000.0
-    finish(core, collected)
-    assert_tokens(collected, [low, urgent])
+    assert_tokens(run(core, collected), [low, urgent])
     assert len(entries(executor, "low")) == 2
 
 
@@ -401,9 +366,7 @@ def test_partial_prompts_share_the_step(max_num_partial_prefills: int, first_ste
         chunked=True, max_num_batched_tokens=12, max_num_partial_prefills=max_num_partial_prefills
     )
     requests = [make_request(name, 20, max_tokens=3) for name in "abc"]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert scheduled(executor)[0] == first_step
 
 
@@ -417,9 +380,7 @@ def test_a_single_prompt_gets_the_whole_step() -> None:
 
 def test_a_long_prompt_takes_no_more_than_the_threshold() -> None:
     core, executor = make_core(chunked=True, max_num_batched_tokens=16, long_prefill_token_threshold=6)
-    request = make_request("a", 20, max_tokens=1)
-    core.add_request(request)
-    assert_tokens(run(core), [request])
+    serve(core, [make_request("a", 20, max_tokens=1)])
     assert [counts["a"] for counts in scheduled(executor)] == [6, 6, 6, 2]
 
 
@@ -439,11 +400,7 @@ def test_short_prompts_overtake_long_ones(max_long_partial_prefills: int, steps:
         max_long_partial_prefills=max_long_partial_prefills,
         long_prefill_token_threshold=6,
     )
-    requests = [make_request("a", 14), make_request("b", 14), make_request("c", 4)]
-    for request in requests:
-        core.add_request(request)
-    results = run(core)
-    assert_tokens(results, requests)
+    serve(core, [make_request("a", 14), make_request("b", 14), make_request("c", 4)])
     assert scheduled(executor)[:3] == steps
 
 
@@ -456,8 +413,7 @@ def test_overtaken_prompts_keep_their_order() -> None:
         long_prefill_token_threshold=6,
     )
     requests = [make_request(name, 14, max_tokens=3) for name in "abcd"] + [make_request("s", 2, max_tokens=3)]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     collected: dict[str, Collected] = {}
     while core.has_unfinished():
         step(core, collected)
@@ -491,13 +447,10 @@ def test_the_budget_is_used_and_never_exceeded(settings: dict[str, Any], async_s
     requests = [
         make_request(f"r{i}", [source.randrange(40) for _ in range(source.randint(1, 16))], seed=i) for i in range(30)
     ]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests, 40 if settings else 16)
+    serve(core, requests, 40 if settings else 16)
     totals = [made.total_num_scheduled_tokens for made in executor.steps]
     assert max(totals) == 16
     assert min(totals) > 0
-    assert_all_free(core)
 
 
 def test_rows_decode_though_whole_prompts_keep_coming(clock: Clock) -> None:
@@ -527,11 +480,7 @@ def test_scored_prompts_are_cut_and_others_overtake_them(chunked: bool) -> None:
         make_request("t", 9, max_tokens=2, prompt_logprobs=0),
         make_request("b", 10, max_tokens=2),
     ]
-    for request in requests:
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    serve(core, requests)
     steps = scheduled(executor)
     assert steps[0] == {"a": 4, "s": 6, "b": 10}
     # whole prompts and first chunks come before further chunks of running ones, unless all prompts are cut
@@ -539,7 +488,6 @@ def test_scored_prompts_are_cut_and_others_overtake_them(chunked: bool) -> None:
     assert scored[:6] == ([6, 6, 6, 6, 6, 1] if chunked else [6, 6, 6, 6, 5, 2])
     beside = [step.get("a", 0) for step in steps[1:5]]
     assert beside == ([1, 1, 1, 1] if chunked else [0, 1, 1, 1])
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -551,11 +499,7 @@ def test_other_requests_overtake_sequences_that_wait_for_their_parent(chunked: b
         for index, message in enumerate([{"parent_id": "first", "is_further": True}] * 3)
     ]
     other = make_request("other", 5, max_tokens=2)
-    for request in (first, *more, other):
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    finish(core, collected)
-    assert_tokens(collected, [first, *more, other])
+    serve(core, [first, *more, other])
     assert order_of_entry_of(executor) == ["first", "other", "more0", "more1", "more2"]
     assert scheduled(executor)[0] == {"first": 4, "other": 5}
 
