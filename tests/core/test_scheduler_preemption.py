@@ -13,13 +13,16 @@ from ascend_vllm.types.step import MoveKind
 from tests.core.memory_executor import (
     Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     entries,
     make_core,
     make_request,
     run,
+    serve,
     step,
+    step_until,
 )
 
 
@@ -28,24 +31,16 @@ def make_tight(names: str = "abc", **given: Any) -> tuple[EngineCore, MemoryExec
     settings = {"num_blocks": 6, "block_size": 4, "max_num_seqs": 3, "preemption_mode": "swap", **given}
     core, executor = make_core(**settings)
     requests = [make_request(name, 4, max_tokens=12, seed=i) for i, name in enumerate(names)]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     return core, executor, requests
 
 
-def step_until(core: EngineCore, request_id: str, status: RequestStatus, collected: dict[str, Collected]) -> None:
+def step_to(
+    core: EngineCore, request_id: str, status: RequestStatus, into: dict[str, Collected] | None = None
+) -> dict[str, Collected]:
     """Steps until a request is in a state."""
     request = core._scheduler.requests[request_id]
-    while request.status is not status:
-        assert core.has_unfinished()
-        step(core, collected)
-        assert core.audit()["violations"] == []
-
-
-def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
+    return step_until(core, lambda: request.status is status, into)
 
 
 # ---- swapping ---------------------------------------------------------------------------------------------
@@ -55,8 +50,7 @@ def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_swapped_blocks_are_swapped_in_and_nothing_is_recomputed(chunked: bool, async_scheduling: bool) -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8, chunked=chunked, async_scheduling=async_scheduling)
-    collected: dict[str, Collected] = {}
-    step_until(core, "c", RequestStatus.SWAPPED, collected)
+    collected = step_to(core, "c", RequestStatus.SWAPPED)
     request = core._scheduler.requests["c"]
     num_swapped_blocks = len(request.cpu_block_ids)
     assert num_swapped_blocks > 0
@@ -64,8 +58,7 @@ def test_swapped_blocks_are_swapped_in_and_nothing_is_recomputed(chunked: bool, 
     stats = core.stats()
     assert (stats["num_swapped"], stats["num_preemptions"]) == (1, 1)
     assert stats["cpu_cache_usage"] == num_swapped_blocks / 8
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     resumed = entries(executor, "c")[1:]
     assert resumed
     for row in resumed:
@@ -74,33 +67,26 @@ def test_swapped_blocks_are_swapped_in_and_nothing_is_recomputed(chunked: bool, 
     assert executor.moves[MoveKind.SWAP_OUT] == executor.moves[MoveKind.SWAP_IN] >= num_swapped_blocks
     assert core.stats()["num_swapped"] == 0
     assert core.stats()["cpu_cache_usage"] == 0.0
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("num_cpu_blocks", [0, 1])
 def test_without_room_in_cpu_memory_it_is_recomputed(num_cpu_blocks: int) -> None:
     core, executor, requests = make_tight("ab", num_blocks=5, num_cpu_blocks=num_cpu_blocks)
-    collected: dict[str, Collected] = {}
-    step_until(core, "b", RequestStatus.PREEMPTED, collected)
+    collected = step_to(core, "b", RequestStatus.PREEMPTED)
     assert core.stats()["num_swapped"] == 0
     assert core.stats()["num_preemptions"] == 1
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     assert not executor.moves
     assert [row.num_computed_tokens for row in entries(executor, "b")] == [0, 0]
-    assert_all_free(core)
 
 
 def test_a_full_cpu_pool_is_used_as_far_as_it_goes() -> None:
     core, _, requests = make_tight(num_cpu_blocks=2)
-    collected: dict[str, Collected] = {}
-    step_until(core, "c", RequestStatus.SWAPPED, collected)
+    collected = step_to(core, "c", RequestStatus.SWAPPED)
     # c has both CPU blocks; b is preempted, too, before a has all blocks that it needs
-    step_until(core, "b", RequestStatus.PREEMPTED, collected)
+    step_to(core, "b", RequestStatus.PREEMPTED, collected)
     assert core.stats()["num_swapped"] == 1
-    finish(core, collected)
-    assert_tokens(collected, requests)
-    assert_all_free(core)
+    assert_tokens(run(core, collected), requests)
 
 
 @pytest.mark.parametrize(
@@ -123,27 +109,20 @@ def test_which_requests_are_swapped(mode: str | None, several: str, expected: Re
     ]
     if several in ("parent", "former parent"):
         requests.append(make_request("child", prompt, message={"parent_id": "last"}))
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     if several == "former parent":
         core.abort_requests(["child"])
         requests.pop()
-    collected: dict[str, Collected] = {}
-    while not core.stats()["num_preemptions"]:
-        assert core.has_unfinished()
-        step(core, collected)
+    collected = step_until(core, lambda: core.stats()["num_preemptions"])
     assert core._scheduler.requests["last"].status is expected
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     resumed = entries(executor, "last")[1]
     assert (resumed.num_computed_tokens > 0) is (expected is RequestStatus.SWAPPED)
-    assert_all_free(core)
 
 
 def test_swapped_requests_resume_before_new_prompts() -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8)
-    collected: dict[str, Collected] = {}
-    step_until(core, "c", RequestStatus.SWAPPED, collected)
+    collected = step_to(core, "c", RequestStatus.SWAPPED)
     # it needs one block and a slot, and both are free
     late = make_request("late", 1, max_tokens=2)
     core.add_request(late)
@@ -151,8 +130,7 @@ def test_swapped_requests_resume_before_new_prompts() -> None:
         assert core.has_unfinished()
         assert not entries(executor, "late")
         step(core, collected)
-    finish(core, collected)
-    assert_tokens(collected, [*requests, late])
+    assert_tokens(run(core, collected), [*requests, late])
     order = [row.request_id for made in executor.steps for row in made.new_rows]
     assert order.index("late") > order.index("c", 3)
 
@@ -181,24 +159,20 @@ def test_moves_precede_the_use_of_the_blocks_they_free() -> None:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_an_abort_while_swapped_frees_the_cpu_blocks(async_scheduling: bool) -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8, async_scheduling=async_scheduling)
-    collected: dict[str, Collected] = {}
-    step_until(core, "c", RequestStatus.SWAPPED, collected)
+    collected = step_to(core, "c", RequestStatus.SWAPPED)
     assert core.stats()["cpu_cache_usage"] > 0
     core.abort_requests(["c"])
     assert core.stats()["cpu_cache_usage"] == 0.0
     assert core.stats()["num_swapped"] == 0
     assert core.audit()["violations"] == []
-    finish(core, collected)
-    assert_tokens(collected, requests[:2])
+    assert_tokens(run(core, collected), requests[:2])
     assert executor.moves[MoveKind.SWAP_IN] == 0 or len(entries(executor, "b")) > 1
     assert len(entries(executor, "c")) == 1
-    assert_all_free(core)
 
 
 def test_failing_all_while_one_is_swapped_frees_everything() -> None:
     core, _, _ = make_tight(num_cpu_blocks=8)
-    collected: dict[str, Collected] = {}
-    step_until(core, "c", RequestStatus.SWAPPED, collected)
+    step_to(core, "c", RequestStatus.SWAPPED)
     outputs = core.fail_requests("The engine has died.").outputs
     assert sorted(output.request_id for output in outputs) == ["a", "b", "c"]
     assert core.stats()["cpu_cache_usage"] == 0.0
@@ -208,16 +182,13 @@ def test_failing_all_while_one_is_swapped_frees_everything() -> None:
 
 def test_swapped_in_blocks_are_found_again() -> None:
     core, executor, requests = make_tight("ab", num_blocks=6, num_cpu_blocks=8, prefix_caching=True)
-    collected: dict[str, Collected] = {}
-    step_until(core, "b", RequestStatus.SWAPPED, collected)
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    collected = step_to(core, "b", RequestStatus.SWAPPED)
+    assert_tokens(run(core, collected), requests)
     # its blocks were cached again after it was swapped in
     history = [*requests[1].prompt_token_ids, *collected["b"].token_ids]
     core.add_request(make_request("next", [*history, 5], max_tokens=1))
     assert run(core)["next"].num_cached_tokens == 12
     assert executor.moves[MoveKind.SWAP_IN] > 0
-    assert_all_free(core)
 
 
 # ---- recomputation ----------------------------------------------------------------------------------------
@@ -226,17 +197,14 @@ def test_swapped_in_blocks_are_found_again() -> None:
 @pytest.mark.parametrize("mode", ["recompute", None])
 def test_recomputation_frees_all_blocks_and_moves_nothing(mode: str | None) -> None:
     core, executor, requests = make_tight(num_cpu_blocks=8, preemption_mode=mode)
-    collected: dict[str, Collected] = {}
-    step_until(core, "c", RequestStatus.PREEMPTED, collected)
+    collected = step_to(core, "c", RequestStatus.PREEMPTED)
     request = core._scheduler.requests["c"]
     assert (request.block_ids, request.cpu_block_ids, request.num_computed_tokens) == ([], [], 0)
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     assert not executor.moves
     assert entries(executor, "c")[-1].num_computed_tokens == 0
     # prompt and generated tokens are recomputed in one step
     assert len(entries(executor, "c")[-1].token_ids) > 4
-    assert_all_free(core)
 
 
 def test_a_half_computed_prompt_is_preempted_and_recomputed() -> None:
@@ -245,30 +213,23 @@ def test_a_half_computed_prompt_is_preempted_and_recomputed() -> None:
     )
     requests = [make_request("a", 4, max_tokens=15), make_request("b", 18, max_tokens=3)]
     core.add_request(requests[0])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     core.add_request(requests[1])
     step(core, collected)
     # b has five blocks and has computed three tokens; a takes the last free block now, and b's at its ninth token
-    step_until(core, "b", RequestStatus.PREEMPTED, collected)
+    step_to(core, "b", RequestStatus.PREEMPTED, collected)
     assert "b" not in collected
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     assert [row.num_computed_tokens for row in entries(executor, "b")] == [0, 0]
-    assert_all_free(core)
 
 
 def test_the_request_that_needs_a_block_may_be_preempted_itself() -> None:
     core, executor = make_core(num_blocks=4, block_size=4, max_num_seqs=2, max_model_len=16)
     # the younger one is the first to need a third block
     requests = [make_request("old", 2, max_tokens=8), make_request("young", 7, max_tokens=4)]
-    for request in requests:
-        core.add_request(request)
-    results = run(core)
-    assert_tokens(results, requests)
+    serve(core, requests)
     assert len(entries(executor, "old")) == 1
     assert len(entries(executor, "young")) == 2 == core.stats()["num_preemptions"] + 1
-    assert_all_free(core)
 
 
 def test_a_row_that_was_preempted_counts_every_time() -> None:
