@@ -13,6 +13,7 @@ from ascend_vllm.types.step import MoveKind
 from tests.core.memory_executor import (
     Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     entries,
@@ -20,7 +21,9 @@ from tests.core.memory_executor import (
     make_request,
     run,
     scheduled,
+    serve,
     step,
+    step_until,
 )
 from tests.core.test_scheduler_stateful import search_alone
 
@@ -37,17 +40,6 @@ def make_siblings(count: int, prompt: list[int] = PROMPT, **params: Any) -> list
     ]
 
 
-def add_all(core: EngineCore, requests: list[EngineCoreRequest]) -> None:
-    for request in requests:
-        core.add_request(request)
-
-
-def finish(core: EngineCore, collected: dict[str, Collected]) -> None:
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
-
-
 # ---- n ----------------------------------------------------------------------------------------------------
 
 
@@ -57,9 +49,7 @@ def test_siblings_share_full_blocks_and_copy_the_last(prefix_caching: bool, asyn
     core, executor = make_core(prefix_caching=prefix_caching, async_scheduling=async_scheduling)
     requests = make_siblings(3)
     add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
-    step(core, collected)
+    collected = step(core, num_steps=2)
     # the prompt is computed once; of it the siblings compute the last token, which they sample from
     assert scheduled(executor)[:2] == [{"p": 10}, {"p": 1, "c1": 1, "c2": 1}]
     parent, *children = (entries(executor, request.request_id)[0] for request in requests)
@@ -71,11 +61,9 @@ def test_siblings_share_full_blocks_and_copy_the_last(prefix_caching: bool, asyn
     pool = core._scheduler.kv_cache.pool
     assert [pool.reference_count(block_id) for block_id in (*parent.block_ids[:2], *lasts)] == [3, 3, 1, 1, 1]
     assert executor.steps[1].block_moves == [(MoveKind.COPY, lasts[0], last) for last in lasts[1:]]
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
     assert len({tuple(result.token_ids) for result in collected.values()}) == 3
     assert executor.moves == {MoveKind.COPY: 2}
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize(("length", "num_copies", "num_blocks"), [(9, 0, 6), (8, 3, 6), (1, 0, 4), (13, 0, 7)])
@@ -84,24 +72,21 @@ def test_copies_of_four(length: int, num_copies: int, num_blocks: int) -> None:
     core, executor = make_core(max_num_seqs=4)
     requests = make_siblings(4, PROMPT[:1] * length, max_tokens=2)
     add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    step(core)
     core._scheduler.schedule()
     # the full blocks once, and one that each writes; with 8 the parent begins its third
     assert core.num_blocks - core.audit()["num_free_blocks"] == num_blocks
     core.abort_requests(["p", "c1", "c2", "c3"])
     assert_all_free(core)
     core, executor = make_core(max_num_seqs=4)
-    add_all(core, requests)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert executor.moves[MoveKind.COPY] == num_copies
 
 
 def test_with_chunks_siblings_wait_for_the_last_one() -> None:
     core, executor = make_core(chunked=True, max_num_batched_tokens=4)
     requests = make_siblings(2)
-    add_all(core, requests)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert scheduled(executor)[:4] == [{"p": 4}, {"p": 4}, {"p": 2}, {"p": 1, "c1": 1}]
     assert executor.moves[MoveKind.COPY] == 1
 
@@ -111,22 +96,18 @@ def test_siblings_that_come_later_share_what_still_runs() -> None:
     # c1 has to wait until q has ended; by then p has seven more tokens
     q = make_request("q", 3, max_tokens=8)
     requests = make_siblings(2, max_tokens=20)
-    add_all(core, [q, *requests])
-    assert_tokens(run(core), [q, *requests])
+    serve(core, [q, *requests])
     assert entries(executor, "c1")[0].num_computed_tokens == 9
     assert entries(executor, "c1")[0].block_ids[:2] == entries(executor, "p")[0].block_ids[:2]
-    assert_all_free(core)
 
 
 def test_a_parent_whose_window_left_the_prompt_shares_nothing() -> None:
     core, executor = make_core(max_num_seqs=2, sliding_window=4)
     q = make_request("q", 3, max_tokens=8)
     requests = make_siblings(2, max_tokens=20)
-    add_all(core, [q, *requests])
-    assert_tokens(run(core), [q, *requests])
+    serve(core, [q, *requests])
     assert entries(executor, "c1")[0].num_computed_tokens == 0
     assert not executor.moves
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
@@ -134,35 +115,28 @@ def test_a_parent_that_is_aborted_before(num_steps: int) -> None:
     core, executor = make_core(max_num_seqs=1 + num_steps)
     requests = make_siblings(3)
     add_all(core, requests)
-    for _ in range(num_steps):
-        core.step()
+    step(core, num_steps=num_steps)
     core.abort_requests(["p"])
     assert_tokens(run(core), requests[1:])
     # another one computes the prompt, and shares it with the other children
     shared = [entries(executor, name)[0].num_computed_tokens for name in ("c1", "c2")]
     assert shared == ([0, 9] if num_steps else [0, 0])
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize(("prefix_caching", "num_found"), [(False, 0), (True, 8)])
 def test_a_parent_that_has_finished_before(prefix_caching: bool, num_found: int) -> None:
     core, executor = make_core(prefix_caching=prefix_caching)
     requests = make_siblings(3, max_tokens=1)
-    add_all(core, requests)
-    results = run(core)
-    assert_tokens(results, requests)
+    results = serve(core, requests)
     assert scheduled(executor)[1] == ({"c1": 2, "c2": 2} if prefix_caching else {"c1": 10, "c2": 10})
     assert [results[name].num_cached_tokens for name in ("p", "c1", "c2")] == [0, num_found, num_found]
-    assert_all_free(core)
 
 
 def test_shared_blocks_outlive_the_parent() -> None:
     core, executor = make_core()
     requests = make_siblings(3)
     add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    for _ in range(3):
-        step(core, collected)
+    collected = step(core, num_steps=3)
     core.abort_requests(["p"])
     shared = entries(executor, "p")[0].block_ids
     pool = core._scheduler.kv_cache.pool
@@ -170,9 +144,7 @@ def test_shared_blocks_outlive_the_parent() -> None:
     # a new request gets free blocks only
     other = make_request("other", 20)
     core.add_request(other)
-    finish(core, collected)
-    assert_tokens(collected, [*requests[1:], other])
-    assert_all_free(core)
+    assert_tokens(run(core, collected), [*requests[1:], other])
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -181,24 +153,19 @@ def test_a_parent_that_is_preempted_before(mode: str) -> None:
     parent, child = make_siblings(2)
     parent.priority, child.priority = 1, 0
     core.add_request(parent)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     core.add_request(child)
     step(core, collected)
     assert core._scheduler.requests["p"].status is not RequestStatus.RUNNING
-    finish(core, collected)
-    assert_tokens(collected, [parent, child])
+    assert_tokens(run(core, collected), [parent, child])
     assert entries(executor, "c1")[0].num_computed_tokens == 0
-    assert_all_free(core)
 
 
 def test_a_parent_that_waits_behind_its_child() -> None:
     core, _ = make_core(policy="priority")
     parent, child = make_siblings(2)
     parent.priority = 1
-    add_all(core, [parent, child])
-    assert_tokens(run(core), [parent, child])
-    assert_all_free(core)
+    serve(core, [parent, child])
 
 
 @pytest.mark.parametrize("num_cpu_blocks", [0, 30])
@@ -208,12 +175,10 @@ def test_siblings_under_pressure(async_scheduling: bool, num_cpu_blocks: int) ->
         num_blocks=9, num_cpu_blocks=num_cpu_blocks, max_num_seqs=5, async_scheduling=async_scheduling
     )
     requests = make_siblings(5, max_tokens=14)
-    add_all(core, requests)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert core.stats()["num_preemptions"] > 0
     # by default, requests of several sequences are swapped
     assert (executor.moves[MoveKind.SWAP_OUT] > 0) is (num_cpu_blocks > 0)
-    assert_all_free(core)
 
 
 # ---- beam search ------------------------------------------------------------------------------------------
@@ -241,7 +206,6 @@ def test_a_search_wider_than_the_slots_is_an_error() -> None:
     assert "width 4 needs more sequences than --max-num-seqs (3)" in (results["wide"].error or "")
     assert results["wide"].beams is None
     assert_search(results["fits"], make_search("fits", width=3))
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "num_beside"), [(3, 0), (4, 1), (5, 2)])
@@ -250,16 +214,14 @@ def test_slots_are_kept_for_the_beams_to_come(max_num_seqs: int, num_beside: int
     search = make_search(width=3)
     requests = [make_request(f"r{i}", 4, max_tokens=30, seed=i) for i in range(3)]
     add_all(core, [search, *requests])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     # the search has only one row so far, but only this many others are admitted
     assert list(scheduled(executor)[0]) == ["b#0", "r0", "r1", "r2"][: 1 + num_beside]
     assert core.stats()["num_waiting"] == 3 - num_beside
     assert core.audit()["num_free_slots"] == 0
-    finish(core, collected)
+    run(core, collected)
     assert_search(collected["b"], search)
     assert_tokens(collected, requests)
-    assert_all_free(core)
 
 
 def test_a_search_waits_for_all_its_slots_and_is_not_overtaken() -> None:
@@ -287,11 +249,8 @@ def tight_search(**given: Any) -> tuple[EngineCore, MemoryExecutor, EngineCoreRe
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_search_is_swapped_as_a_whole_and_its_beams_still_share(async_scheduling: bool) -> None:
     core, executor, old, search = tight_search(async_scheduling=async_scheduling)
-    collected: dict[str, Collected] = {}
     root = core._scheduler.requests["b"]
-    while root.status is not RequestStatus.SWAPPED:
-        assert core.has_unfinished()
-        step(core, collected)
+    collected = step_until(core, lambda: root.status is RequestStatus.SWAPPED)
     rows = root.kind.rows_of(root)
     assert len(rows) == 3
     assert {row.status for row in rows} == {RequestStatus.SWAPPED}
@@ -302,7 +261,7 @@ def test_a_search_is_swapped_as_a_whole_and_its_beams_still_share(async_scheduli
     assert len(distinct) <= sum(map(len, tables)) - 4
     assert core.stats()["cpu_cache_usage"] == pytest.approx(len(distinct) / 20)
     assert core.stats()["num_swapped"] == core.stats()["num_waiting"] == core.stats()["num_preemptions"] == 1
-    finish(core, collected)
+    run(core, collected)
     assert_search(collected["b"], search)
     assert_tokens(collected, [old])
     assert executor.moves[MoveKind.SWAP_IN] == executor.moves[MoveKind.SWAP_OUT] >= len(distinct)
@@ -311,7 +270,6 @@ def test_a_search_is_swapped_as_a_whole_and_its_beams_still_share(async_scheduli
     assert (entered.num_computed_tokens, len(entered.token_ids)) == (0, 10)
     assert len(resumed) == 3 * core.stats()["num_preemptions"]
     assert all(row.num_computed_tokens >= len(row.token_ids) - 1 for row in resumed)
-    assert_all_free(core)
 
 
 def test_a_recomputed_search_restarts_and_emits_nothing_twice() -> None:
@@ -357,7 +315,6 @@ def test_a_search_that_outgrows_the_cache_ends_with_length() -> None:
     assert_search(result, shorter)
     assert_tokens(results, [after])
     assert core.stats()["num_preemptions"] == 0
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -366,33 +323,25 @@ def test_an_abort_in_the_middle_frees_everything(num_steps: int, async_schedulin
     core, _ = make_core(max_num_seqs=4, async_scheduling=async_scheduling)
     beside, search = make_request("beside", 3, max_tokens=12), make_search()
     add_all(core, [beside, search])
-    collected: dict[str, Collected] = {}
-    for _ in range(num_steps):
-        step(core, collected)
+    collected = step(core, num_steps=num_steps)
     core.abort_requests(["b"])
     audit = core.audit()
     assert (audit["violations"], audit["num_free_slots"], set(audit["blocks_by_request"])) == ([], 3, {"beside"})
     again = make_search("again", prompt=5)
     core.add_request(again)
-    finish(core, collected)
+    run(core, collected)
     assert "b" not in collected
     assert_tokens(collected, [beside])
     assert_search(collected["again"], again)
-    assert_all_free(core)
 
 
 def test_an_abort_while_swapped_frees_everything() -> None:
     core, _, old, _ = tight_search()
-    collected: dict[str, Collected] = {}
-    while core._scheduler.requests["b"].status is not RequestStatus.SWAPPED:
-        assert core.has_unfinished()
-        step(core, collected)
+    collected = step_until(core, lambda: core._scheduler.requests["b"].status is RequestStatus.SWAPPED)
     core.abort_requests(["b"])
     assert core.stats()["num_swapped"] == 0
     assert core.stats()["cpu_cache_usage"] == 0.0
-    finish(core, collected)
-    assert_tokens(collected, [old])
-    assert_all_free(core)
+    assert_tokens(run(core, collected), [old])
 
 
 @pytest.mark.parametrize(
@@ -434,7 +383,6 @@ def test_searches_beside_others(settings: dict[str, Any], async_scheduling: bool
     assert sum(len(made.forks) for made in executor.steps) > 0
     assert executor.moves[MoveKind.COPY] > 0
     assert any(made.replaced_blocks for made in executor.steps)
-    assert_all_free(core)
 
 
 # ---- room for others --------------------------------------------------------------------------------------
@@ -454,20 +402,15 @@ def test_a_request_of_many_sequences_leaves_slots_to_others(policy: str, chunked
     core, executor = make_core(num_blocks=200, max_num_seqs=16, policy=policy, chunked=chunked)
     requests = make_many(40, max_tokens=30)
     add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    for _ in range(6):
-        step(core, collected)
+    collected = step(core, num_steps=6)
     # the first one, and as many further ones as leave an eighth of the slots
     assert len(collected) == 14
     later = make_request("later", PROMPT, max_tokens=4)
     later.arrival_time = 100.0
     core.add_request(later)
-    for _ in range(8):
-        step(core, collected)
+    step(core, collected, 8)
     assert collected["later"].finish_reason is not None
-    finish(core, collected)
-    assert_tokens(collected, [*requests, later])
-    assert_all_free(core)
+    assert_tokens(run(core, collected), [*requests, later])
     assert max(len(rows) for rows in scheduled(executor)) <= 16
 
 
@@ -483,35 +426,27 @@ def test_further_sequences_take_turns_with_a_stream_of_other_requests() -> None:
         requests += others
         step(core, collected)
     assert all(collected[f"p{i}"].finish_reason is not None for i in range(12))
-    finish(core, collected)
-    assert_tokens(collected, requests)
-    assert_all_free(core)
+    assert_tokens(run(core, collected), requests)
 
 
 def test_nothing_is_preempted_for_a_further_sequence_beyond_its_limit() -> None:
     core, _ = make_core(num_blocks=200, max_num_seqs=16, policy="priority")
     requests = [make_request("idle", 3, max_tokens=20, message={"priority": 5}), *make_many(30, max_tokens=20)]
     add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    for _ in range(10):
-        step(core, collected)
+    collected = step(core, num_steps=10)
     assert core._scheduler.stats().num_running == 15
-    finish(core, collected)
+    run(core, collected)
     assert core._scheduler.stats().num_preemptions == 0
     assert_tokens(collected, requests)
-    assert_all_free(core)
 
 
 def test_a_request_of_very_many_sequences_runs_some_of_them_at_a_time() -> None:
     core, _ = make_core(num_blocks=2000, max_num_seqs=200, max_num_batched_tokens=4000)
     requests = make_many(180, max_tokens=3)
     add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    for _ in range(2):
-        step(core, collected)
+    collected = step(core, num_steps=2)
     assert core._scheduler.stats().num_running == 64
-    finish(core, collected)
-    assert_tokens(collected, requests)
+    assert_tokens(run(core, collected), requests)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -524,10 +459,6 @@ def test_later_sequences_share_the_prompt_of_those_that_run(chunked: bool) -> No
         make_request(f"c{i}", prompt, seed=i, max_tokens=3 + i % 3, message={"parent_id": "p", "is_further": True})
         for i in range(12)
     ]
-    add_all(core, requests)
-    collected: dict[str, Collected] = {}
-    finish(core, collected)
-    assert_tokens(collected, requests)
-    assert_all_free(core)
+    serve(core, requests)
     computed = [count for made in scheduled(executor) for count in made.values() if count > 1]
     assert computed == [21]
