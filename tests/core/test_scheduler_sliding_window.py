@@ -17,7 +17,9 @@ from tests.core.memory_executor import (
     make_core,
     make_request,
     run,
+    serve,
     step,
+    step_until,
 )
 
 
@@ -64,14 +66,11 @@ def test_without_a_window_the_same_row_outgrows_the_cache() -> None:
 def test_blocks_that_left_a_window_are_allocated_to_others(chunked: bool) -> None:
     core, executor = make_core(num_blocks=8, block_size=4, max_num_seqs=4, sliding_window=5, chunked=chunked)
     requests = [make_request(f"r{i}", 2 + 3 * i, max_tokens=40, seed=i) for i in range(4)]
-    for request in requests:
-        core.add_request(request)
     # 14 blocks would be needed for each
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert core.stats()["num_preemptions"] == 0
     taken = [block_id for made in executor.steps for _, block_ids in made.new_blocks for block_id in block_ids]
     assert len(taken) > 3 * 8
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -91,14 +90,9 @@ def test_a_windowed_row_resumes_after_a_preemption(async_scheduling: bool, mode:
     urgent = make_request("urgent", 4, max_tokens=12)
     core.add_request(low)
     collected: dict[str, Collected] = {}
-    while len(collected.get("low", Collected()).token_ids) < 20:
-        assert core.has_unfinished()
-        step(core, collected)
+    step_until(core, lambda: "low" in collected and len(collected["low"].token_ids) >= 20, collected)
     core.add_request(urgent)
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
-    assert_tokens(collected, [low, urgent])
+    assert_tokens(run(core, collected), [low, urgent])
     resumed = entries(executor, "low")[1]
     held = [block_id for block_id in resumed.block_ids if block_id >= 0]
     if mode == "swap":
@@ -107,7 +101,6 @@ def test_a_windowed_row_resumes_after_a_preemption(async_scheduling: bool, mode:
         assert resumed.block_ids[-len(held) :] == held
     else:
         assert len(held) == len(resumed.block_ids) >= 6
-    assert_all_free(core)
 
 
 def preempted_beyond_the_cache(**settings: Any) -> Collected:
@@ -118,26 +111,15 @@ def preempted_beyond_the_cache(**settings: Any) -> Collected:
     after = make_request("after", 2, max_tokens=3, message={"priority": 2})
     core.add_request(low)
     collected: dict[str, Collected] = {}
-    while len(collected.get("low", Collected()).token_ids) < 20:
-        assert core.has_unfinished()
-        step(core, collected)
+    step_until(core, lambda: "low" in collected and len(collected["low"].token_ids) >= 20, collected)
     request = core._scheduler.requests["low"]
     core.add_request(urgent)
     core.add_request(after)
-    while request.status is RequestStatus.RUNNING:
-        assert core.has_unfinished()
-        step(core, collected)
+    step_until(core, lambda: request.status is not RequestStatus.RUNNING, collected)
     assert request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
-    for _ in range(200):
-        if not core.has_unfinished():
-            break
-        step(core, collected)
-        assert core.audit()["violations"] == []
-    assert not core.has_unfinished(), "a request waits for ever"
-    assert_tokens(collected, [urgent, after])
+    assert_tokens(run(core, collected, max_steps=200), [urgent, after])
     alone = generate_alone(low, 1, 64)[0]
     assert collected["low"].token_ids == alone[: len(collected["low"].token_ids)]
-    assert_all_free(core)
     return collected["low"]
 
 
