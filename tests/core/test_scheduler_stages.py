@@ -9,14 +9,14 @@ import pytest
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.types.messages import BeamSearchSpec
 from tests.core.memory_executor import (
-    Collected,
     MemoryExecutor,
-    assert_all_free,
+    add_all,
     assert_tokens,
     entries,
     make_core,
     make_request,
     run,
+    serve,
     step,
 )
 
@@ -29,10 +29,8 @@ def _slots_under_way(core: EngineCore) -> list[list[int]]:
 def test_decoding_rows_are_shared_among_the_stages(num_stages: int, num_rows: int) -> None:
     core, executor = make_core(num_stages=num_stages, max_num_seqs=8)
     requests = [make_request(f"r{i}", 5 + i, max_tokens=20, seed=i) for i in range(num_rows)]
-    for request in requests:
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    add_all(core, requests)
+    collected = step(core)
     most = -(-num_rows // num_stages)
     for _ in range(12):
         step(core, collected)
@@ -42,38 +40,25 @@ def test_decoding_rows_are_shared_among_the_stages(num_stages: int, num_rows: in
         assert max(map(len, under_way)) <= most
         # the step whose outputs have just arrived is the next one made
         assert len(under_way) == min(num_stages, num_rows) - 1
-    assert_tokens(collected | run_on(core, collected), requests)
-    assert_all_free(core)
+    assert_tokens(run(core, collected), requests)
     # without first tokens, sampled from the prompts, and last tokens, which no stage needs
     assert sum(len(made.sampled) for made in executor.steps) == num_rows * 19
-
-
-def run_on(core: EngineCore, collected: dict[str, Collected]) -> dict[str, Collected]:
-    """Makes steps until all requests have ended."""
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
-    return collected
 
 
 def test_chunks_of_a_prompt_do_not_wait_for_each_other() -> None:
     core, executor = make_core(num_stages=3, chunked=True, max_num_batched_tokens=8)
     requests = [make_request("long", 40, max_tokens=4)]
     core.add_request(requests[0])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    collected = step(core)
     assert [made.num_scheduled_tokens for made in executor.steps] == [[8]]
     # two chunks are under way, though the first has no outputs yet
     assert len(core._in_flight) == 2
-    assert_tokens(run_on(core, collected), requests)
+    assert_tokens(run(core, collected), requests)
 
 
 def test_multi_steps_become_single() -> None:
     core, executor = make_core(num_stages=2, num_scheduler_steps=4)
-    requests = [make_request(f"r{i}", 6, max_tokens=9, seed=i) for i in range(3)]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, [make_request(f"r{i}", 6, max_tokens=9, seed=i) for i in range(3)])
     assert {made.num_steps for made in executor.steps} == {1}
 
 
@@ -81,23 +66,17 @@ def test_multi_steps_become_single() -> None:
 def test_preempted_rows_keep_their_tokens(settings: dict[str, Any]) -> None:
     core, executor = make_core(num_blocks=9, num_cpu_blocks=8, num_stages=2, **settings)
     requests = [make_request(f"r{i}", 6, max_tokens=16, seed=i) for i in range(3)]
-    for request in requests:
-        core.add_request(request)
-    assert_tokens(run(core), requests)
+    serve(core, requests)
     assert max(len(entries(executor, request.request_id)) for request in requests) > 1
-    assert_all_free(core)
 
 
 def test_a_reused_slot_gets_no_token_of_the_row_before() -> None:
     core, executor = make_core(num_stages=2, max_num_seqs=2)
     requests = [make_request(f"r{i}", 6, max_tokens=12, seed=i) for i in range(4)]
-    for request in requests:
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    for _ in range(4):
-        step(core, collected)
+    add_all(core, requests)
+    collected = step(core, num_steps=4)
     core.abort_requests(["r0", "r1"])
-    results = run_on(core, collected)
+    results = run(core, collected)
     assert_tokens(results, requests[2:])
     assert {row.slot for row in entries(executor, "r2") + entries(executor, "r3")} == {0, 1}
 
@@ -109,7 +88,6 @@ def test_a_beam_search_waits_for_all_its_rows() -> None:
         core.add_request(make_request("b", 5, message={"beam_search": spec}, temperature=0.0, max_tokens=10))
         core.add_request(make_request("r", 7, max_tokens=10))
         results = run(core)
-        assert_all_free(core)
         return results["b"].beams, results["r"].token_ids
 
     assert search(3) == search(1)
@@ -118,15 +96,12 @@ def test_a_beam_search_waits_for_all_its_rows() -> None:
 def test_sleep_waits_for_the_steps_of_all_stages() -> None:
     core, executor = make_core(num_stages=2, enable_sleep_mode=True)
     requests = [make_request(f"r{i}", 6, max_tokens=12, seed=i) for i in range(3)]
-    for request in requests:
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    for _ in range(3):
-        step(core, collected)
+    add_all(core, requests)
+    collected = step(core, num_steps=3)
     core.sleep(1)
     assert executor.calls == [("sleep", 1)]
     core.call_utility("wake_up", [None])
-    assert_tokens(run_on(core, collected), requests)
+    assert_tokens(run(core, collected), requests)
 
 
 def test_a_stage_that_gets_no_tokens_fails() -> None:
