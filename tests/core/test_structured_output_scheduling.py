@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import random
 import threading
 import time
@@ -42,6 +41,7 @@ from tests.core.memory_executor import (
     EOS,
     Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     generate_alone,
@@ -49,6 +49,7 @@ from tests.core.memory_executor import (
     make_request,
     run,
     step,
+    step_until,
 )
 from tests.plain_arch import make_arch
 from tests.server import wait_until
@@ -133,8 +134,7 @@ def test_texts_do_not_depend_on_the_mode(mode: str) -> None:
         rng.shuffle(requests)
     results: dict[str, Collected] = {}
     while requests or core.has_unfinished():
-        for request in requests[:5]:
-            core.add_request(request)
+        add_all(core, requests[:5])
         del requests[:5]
         for _ in range(3):
             step(core, results)
@@ -145,7 +145,6 @@ def test_texts_do_not_depend_on_the_mode(mode: str) -> None:
     results |= run(core)
     assert_alone(results, guided)
     assert_tokens(results, free)
-    assert_all_free(core)
     stats = core.stats()
     if "num_blocks" in MODES[mode]:
         assert stats["num_preemptions"] > 0
@@ -210,7 +209,6 @@ def test_ends(fields: dict[str, Any], params: dict[str, Any], text: str, stop_re
         is_full = len(text) == 20
         assert found.finish_reason is (FinishReason.LENGTH if is_full else FinishReason.STOP)
         assert_alone(results, [request])
-        assert_all_free(core)
 
 
 @pytest.mark.parametrize("mode", ["plain", "overlapped, several steps, chunked", "recomputed"])
@@ -228,10 +226,8 @@ def test_a_constraint_begins_where_thoughts_end(mode: str) -> None:
         )
         for index in range(20)
     ]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     results = run(core)
-    assert_all_free(core)
     num_begun = 0
     for request in requests:
         params, found = request.sampling_params, results[request.request_id]
@@ -278,7 +274,6 @@ def test_a_grammar_that_allows_no_token_ends_its_request_only() -> None:
             assert results[name].finish_reason is FinishReason.ERROR
             assert len(results[name].token_ids) == length
             assert (results[name].error or "").startswith("No token is left to sample")
-        assert_all_free(core)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +303,6 @@ def test_a_wrong_constraint_ends_its_request_with_an_error(fields: dict[str, Any
         assert found.finish_reason is FinishReason.ERROR and found.error_class == "RequestError"
         assert message in (found.error or "")
     assert_tokens(results, [free])
-    assert_all_free(core)
     assert all(made.bitmask is None for made in executor.steps)
 
 
@@ -351,13 +345,10 @@ def test_requests_do_not_wait_for_the_grammars_of_others(held: _HeldProcesses) -
     core, _ = held_core(held)
     guided = [constrained(f"g{index}", {"regex": "[a-c]{4}"}, seed=index) for index in range(3)]
     free = make_request("free", 5)
-    for request in guided:
-        core.add_request(request)
+    add_all(core, guided)
     core.add_request(free)
     results: dict[str, Collected] = {}
-    while "free" not in results or results["free"].finish_reason is None:
-        step(core, results)
-        assert core.audit()["violations"] == []
+    step_until(core, lambda: "free" in results and results["free"].finish_reason is not None, results)
     assert core.stats()["num_waiting"] == 3 and results.keys() == {"free"}
     assert_tokens(results, [free])
     # waiting must not keep a processor busy
@@ -373,7 +364,6 @@ def test_requests_do_not_wait_for_the_grammars_of_others(held: _HeldProcesses) -
     results |= run(core)
     assert_alone(results, [guided[0], guided[2]])
     assert "g1" not in results and len(held.compiled) == 1
-    assert_all_free(core)
 
 
 def test_compilations_have_a_time_limit(held: _HeldProcesses) -> None:
@@ -391,11 +381,9 @@ def test_compilations_have_a_time_limit(held: _HeldProcesses) -> None:
     held.go.set()
     # and the same constraint can be compiled later
     again = [constrained("b", {"regex": "a"}), constrained("e", {"regex": "e", "backend": "guidance"})]
-    for request in again:
-        core.add_request(request)
+    add_all(core, again)
     assert_alone(run(core), again)
     assert held.compiled in (["a", "e"], ["e", "a"])
-    assert_all_free(core)
 
 
 def test_requests_after_the_time_limit_are_asked_to_retry(held: _HeldProcesses) -> None:
@@ -423,7 +411,6 @@ def test_compilations_without_waiting_requests_are_cancelled(held: _HeldProcesse
     core.add_request(again)
     assert_alone(run(core), [again])
     assert held.compiled == ["b"]
-    assert_all_free(core)
 
 
 def held_core(held: _HeldProcesses, **options: Any) -> tuple[EngineCore, StructuredOutputManager]:
@@ -472,10 +459,8 @@ def test_too_many_grammars_at_a_time(monkeypatch: pytest.MonkeyPatch, held: _Hel
     monkeypatch.setattr(structured_output, "_MAX_COMPILING", 2)
     core, _ = held_core(held)
     requests = [constrained(f"r{letter}", {"regex": letter}) for letter in "abc"]
-    for request in requests:
-        core.add_request(request)
-    results: dict[str, Collected] = {}
-    step(core, results)
+    add_all(core, requests)
+    results = step(core)
     assert results["rc"].error_class == "EngineBusyError"
     held.go.set()
     assert_alone(run(core), requests[:2])
@@ -502,14 +487,12 @@ def test_without_a_tokenizer_there_are_no_constraints() -> None:
 
 
 def test_names_of_libraries_that_are_not_available(package_log: pytest.LogCaptureFixture) -> None:
-    package_log.set_level(logging.INFO)
     core, _ = make_core()
     requests = [
         constrained(f"r{index}", {"regex": "a|b", "backend": backend}, seed=index)
         for index, backend in enumerate(("outlines", "lm-format-enforcer", "auto"))
     ]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     assert_alone(run(core), requests)
     assert len([line for line in package_log.messages if "backend outlines is not available" in line]) == 1
     assert not [line for line in package_log.messages if "lm-format-enforcer is not there" in line]
