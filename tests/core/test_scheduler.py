@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from ascend_vllm.core.request import RequestStatus
 from ascend_vllm.errors import RequestError
 from ascend_vllm.types.messages import FinishReason
 from tests.core.memory_executor import (
-    Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     generate_alone,
     make_core,
@@ -19,6 +17,7 @@ from tests.core.memory_executor import (
     next_token,
     run,
     step,
+    step_until,
 )
 
 
@@ -89,7 +88,6 @@ def test_slots_limit_the_running() -> None:
     assert core.stats()["num_waiting"] == 1
     results = run(core)
     assert set(results) == {"a", "b", "c"}
-    assert_all_free(core)
 
 
 def test_slots_are_persistent_and_reused() -> None:
@@ -109,8 +107,7 @@ def test_slots_are_persistent_and_reused() -> None:
 def test_running_row_costs_two_integers() -> None:
     core, executor = make_core(block_size=4)
     core.add_request(make_request("a", 4, max_tokens=8))
-    for _ in range(6):
-        core.step()
+    step(core, num_steps=6)
     new_blocks = [step.new_blocks for step in executor.steps[1:]]
     # the fifth and the ninth token need a new block
     assert [len(blocks) for blocks in new_blocks] == [1, 0, 0, 0, 1]
@@ -137,18 +134,13 @@ def test_watermark_holds_back_admission_only_while_others_run() -> None:
 def test_the_last_request_is_preempted_and_keeps_its_tokens(package_log: pytest.LogCaptureFixture) -> None:
     core, executor = make_core(num_blocks=6, block_size=4, max_num_seqs=3)
     requests = [make_request(name, 4, max_tokens=12, seed=i) for i, name in enumerate("abc")]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     # waits for a slot; it would fit into the blocks that c frees, but c comes first
     core.add_request(make_request("late", 2))
-    collected: dict[str, Collected] = {}
-    while not core.stats()["num_preemptions"]:
-        step(core, collected)
+    collected = step_until(core, lambda: core.stats()["num_preemptions"])
     assert "c" not in {slot.request_id for slot in executor.slots.values()}
     assert core.stats()["num_waiting"] == 2
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
+    run(core, collected)
     for index, request in enumerate(requests):
         assert collected[request.request_id].token_ids == generate_alone(request, index, 64)[0]
     entered = [row.request_id for made in executor.steps for row in made.new_rows]
@@ -158,25 +150,6 @@ def test_the_last_request_is_preempted_and_keeps_its_tokens(package_log: pytest.
     assert resumed.num_computed_tokens == 0
     warnings = [record for record in package_log.records if "gives up its blocks" in record.getMessage()]
     assert len(warnings) == 1
-    assert_all_free(core)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_preemptions_change_no_token(chunked: bool) -> None:
-    core, _ = make_core(num_blocks=9, block_size=4, max_num_seqs=6, max_model_len=32, chunked=chunked)
-    random_source = random.Random(3)
-    requests = [
-        make_request(f"r{i}", random_source.randint(1, 20), max_tokens=random_source.randint(1, 30), seed=i)
-        for i in range(40)
-    ]
-    for request in requests:
-        core.add_request(request)
-    results = run(core)
-    for index, request in enumerate(requests):
-        output, reason, _ = generate_alone(request, index, 32)
-        assert (results[request.request_id].token_ids, results[request.request_id].finish_reason) == (output, reason)
-    assert core.stats()["num_preemptions"] > 10
-    assert_all_free(core)
 
 
 def test_warning_comes_every_fifty_preemptions(package_log: pytest.LogCaptureFixture) -> None:
@@ -245,7 +218,6 @@ def test_sequences_beyond_the_cache_end_with_length(chunked: bool, package_log: 
     assert "(13 tokens) is too long and exceeds the capacity of the KV cache, 12 tokens" in package_log.text
     assert (len(results["grows"].token_ids), results["grows"].finish_reason) == (7, FinishReason.LENGTH)
     assert (len(results["fits"].token_ids), results["fits"].finish_reason) == (3, FinishReason.LENGTH)
-    assert_all_free(core)
 
 
 def test_empty_prompt_is_an_error() -> None:
@@ -253,7 +225,6 @@ def test_empty_prompt_is_an_error() -> None:
     core.add_request(make_request("empty", []))
     result = run(core)["empty"]
     assert (result.finish_reason, result.error) == (FinishReason.ERROR, "Prompt cannot be empty")
-    assert_all_free(core)
 
 
 def test_an_unservable_request_ends_without_waiting() -> None:
@@ -281,8 +252,7 @@ def test_stop_conditions_through_the_core() -> None:
         make_request("min", prompt, stop_token_ids=[third], min_tokens=4),
         make_request("one", prompt, max_tokens=1),
     ]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     results = run(core)
     for request in requests:
         result = results[request.request_id]
@@ -344,20 +314,15 @@ def test_abort_in_every_state(status: RequestStatus) -> None:
     other, victim = make_request("other", 4, max_tokens=12), make_request("victim", 4, max_tokens=12)
     core.add_request(other)
     core.add_request(victim)
-    collected: dict[str, Collected] = {}
-    scheduler = core._scheduler
-    request = scheduler.requests["victim"]
-    while request.status is not status:
-        step(core, collected)
+    request = core._scheduler.requests["victim"]
+    collected = step_until(core, lambda: request.status is status)
     core.abort_requests(["victim", "unknown"])
     assert request.status is RequestStatus.FINISHED_ABORTED
     assert core.audit()["violations"] == []
     core.abort_requests(["victim"])
-    while core.has_unfinished():
-        step(core, collected)
+    run(core, collected)
     assert collected["other"].token_ids == generate_alone(other, 1, 64)[0]
     assert "victim" not in collected or collected["victim"].finish_reason is None
-    assert_all_free(core)
 
 
 def test_abort_while_a_prompt_is_half_computed() -> None:
