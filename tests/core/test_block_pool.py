@@ -105,15 +105,6 @@ def test_allocation_can_take_both_kinds_of_free_blocks() -> None:
     assert pool.violations([[1, 2, 3]]) == []
 
 
-def test_least_recently_used_blocks_are_allocated_first() -> None:
-    pool, (first, second, third) = cached_pool(3, 3)
-    # used again in another order
-    for block_id in (second, third, first):
-        pool.retain([block_id])
-        pool.release([block_id])
-    assert [pool.allocate(1) for _ in range(3)] == [[second], [third], [first]]
-
-
 def test_a_found_block_is_held_like_any_other() -> None:
     pool, blocks = cached_pool(3, 2)
     pool.retain(blocks)

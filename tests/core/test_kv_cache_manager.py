@@ -7,7 +7,7 @@ import pytest
 from ascend_vllm.core.kv.manager import NULL_BLOCK, KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.request import Request
 from ascend_vllm.types.step import MoveKind
-from tests.core.kv_cache_requests import Keys, append, make_request
+from tests.core.kv_cache_requests import append, make_request
 
 COPY, SWAP_OUT, SWAP_IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 
@@ -72,27 +72,6 @@ def test_watermark_is_a_hundredth() -> None:
 # ---- prefix cache ------------------------------------------------------------------------------------------
 
 
-def test_equal_prompts_share_full_blocks() -> None:
-    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
-    first, second = make_request("a", 10), make_request("b", 10)
-    assert manager.find_cached_blocks(first) == []
-    compute(manager, first)
-    assert admit(manager, second) == 2
-    assert second.block_ids[:2] == first.block_ids[:2]
-    assert second.block_ids[2] != first.block_ids[2]
-    assert manager.num_free_blocks == 4
-    assert manager.violations([first, second], copies_pending=False) == []
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (30, 3)]
-)
-def test_one_token_at_least_is_left_to_compute(num_tokens: int, num_blocks: int) -> None:
-    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
-    compute(manager, make_request("a", 12))
-    assert len(manager.find_cached_blocks(make_request("b", num_tokens))) == num_blocks
-
-
 def test_nothing_is_found_without_prefix_caching() -> None:
     manager = KVCacheManager(8, 4)
     request = make_request("a", 12)
@@ -100,38 +79,6 @@ def test_nothing_is_found_without_prefix_caching() -> None:
     other = make_request("b", 12)
     assert manager.find_cached_blocks(other) == []
     assert (request.block_hashes, other.block_hashes, request.num_cached_blocks) == ([], [], 0)
-
-
-@pytest.mark.parametrize(("keys", "num_blocks"), [([(0, "salt")], 0), ([(5, "image")], 1), ([(11, "image")], 2)])
-def test_other_contents_are_not_found(keys: Keys, num_blocks: int) -> None:
-    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
-    compute(manager, make_request("a", 13))
-    assert len(manager.find_cached_blocks(make_request("b", 13, keys))) == num_blocks
-    compute(manager, make_request("c", 13, keys))
-    assert len(manager.find_cached_blocks(make_request("d", 13, keys))) == 3
-
-
-def test_blocks_are_cached_as_they_fill() -> None:
-    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
-    request = make_request("a", 10)
-    found = []
-    for num_tokens in range(1, 11):
-        compute(manager, request, num_tokens)
-        found.append(len(manager.find_cached_blocks(make_request("b", 10))))
-    assert found == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
-    assert request.num_cached_blocks == len(request.block_hashes) == 2
-
-
-def test_the_next_turn_of_a_chat_finds_question_and_answer() -> None:
-    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
-    turn = make_request("a", 6)
-    compute(manager, turn)
-    for token_id in (50, 51, 52):
-        append(turn, token_id)
-        compute(manager, turn)
-    manager.free(turn)
-    assert manager.usage == 0.0
-    assert admit(manager, make_request("b", [*turn.token_ids, 7, 8, 9])) == 2
 
 
 def test_equal_contents_are_cached_once() -> None:
@@ -184,30 +131,6 @@ def test_a_chunk_may_need_less_than_was_found() -> None:
     assert len(request.block_ids) == 3
 
 
-def test_a_sequences_last_blocks_are_uncached_before_its_first() -> None:
-    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
-    first = make_request("a", 16)
-    compute(manager, first)
-    manager.free(first)
-    other = make_request("b", [9] * 8)
-    found = []
-    for num_tokens in (1, 5):
-        manager.allocate_slots(other, num_tokens)
-        found.append(len(manager.find_cached_blocks(make_request("c", 17))))
-    assert found == [3, 2]
-
-
-def test_a_preempted_request_finds_its_own_blocks() -> None:
-    manager = KVCacheManager(4, 4, enable_prefix_caching=True)
-    request = make_request("a", 11)
-    compute(manager, request)
-    blocks = request.block_ids
-    manager.free(request)
-    assert request.num_cached_blocks == 0
-    assert admit(manager, request) == 2
-    assert request.block_ids[:2] == blocks[:2]
-
-
 def test_hashes_are_computed_once() -> None:
     manager = KVCacheManager(4, 4, enable_prefix_caching=True)
     request = make_request("a", 13)
@@ -218,25 +141,6 @@ def test_hashes_are_computed_once() -> None:
     manager.find_cached_blocks(request)
     assert request.block_hashes == first
     assert len(first) == 3
-
-
-def test_reset_empties_the_prefix_cache() -> None:
-    manager = KVCacheManager(8, 4, enable_prefix_caching=True)
-    first, second = make_request("a", 8), make_request("b", [5] * 8)
-    compute(manager, first)
-    compute(manager, second)
-    manager.free(second)
-    manager.reset_prefix_cache()
-    assert [manager.find_cached_blocks(make_request("c", tokens)) for tokens in (9, [5] * 9)] == [[], []]
-    assert (manager.num_free_blocks, manager.pool.num_cached) == (6, 0)
-    assert manager.violations([first]) == []
-
-
-def test_lookups_are_counted() -> None:
-    manager = KVCacheManager(1, 4)
-    manager.count_lookup(10, 8)
-    manager.count_lookup(5, 0)
-    assert (manager.num_prefix_queries, manager.num_prefix_hits) == (15, 8)
 
 
 # ---- forks and copy-on-write -------------------------------------------------------------------------------

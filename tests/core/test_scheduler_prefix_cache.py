@@ -10,8 +10,8 @@ from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.request import RequestStatus
 from ascend_vllm.types.messages import EngineCoreOutput
 from tests.core.memory_executor import (
-    Collected,
     MemoryExecutor,
+    add_all,
     assert_all_free,
     assert_tokens,
     entries,
@@ -19,6 +19,7 @@ from tests.core.memory_executor import (
     make_request,
     run,
     scheduled,
+    serve,
     step,
 )
 
@@ -29,14 +30,6 @@ OTHER = list(range(21, 31))
 
 def make_cache(num_blocks: int = 64, **given: Any) -> tuple[EngineCore, MemoryExecutor]:
     return make_core(num_blocks, **{"prefix_caching": True, **given})
-
-
-def run_on(core: EngineCore, collected: dict[str, Collected]) -> dict[str, Collected]:
-    """Makes all steps and adds their outputs to earlier ones."""
-    while core.has_unfinished():
-        step(core, collected)
-        assert core.audit()["violations"] == []
-    return collected
 
 
 def num_found(core: EngineCore, prompt: list[int], request_id: str = "probe") -> int:
@@ -58,7 +51,6 @@ def test_only_tokens_that_are_not_cached_are_computed(prefix_caching: bool, num_
     index = next(i for i, made in enumerate(executor.steps) if row in made.new_rows)
     assert (row.num_computed_tokens, scheduled(executor)[index]) == (num_cached, {"second": 10 - num_cached})
     assert (results["first"].num_cached_tokens, results["second"].num_cached_tokens) == (0, num_cached)
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -90,10 +82,8 @@ def test_common_prefixes_of_prompts_are_found(length: int) -> None:
 def test_two_in_one_step_share() -> None:
     core, executor = make_cache()
     requests = [make_request("a", PROMPT), make_request("b", PROMPT, seed=2)]
-    for request in requests:
-        core.add_request(request)
-    collected: dict[str, Collected] = {}
-    step(core, collected)
+    add_all(core, requests)
+    collected = step(core)
     assert scheduled(executor) == [{"a": 10, "b": 2}]
     a, b = entries(executor, "a")[0].block_ids, entries(executor, "b")[0].block_ids
     assert a[:2] == b[:2]
@@ -101,7 +91,7 @@ def test_two_in_one_step_share() -> None:
     pool = core._scheduler.kv_cache.pool
     assert [pool.reference_count(block_id) for block_id in (*a, b[2])] == [2, 2, 1, 1]
     assert pool.num_free == pool.num_blocks - 4
-    assert_tokens(run_on(core, collected), requests)
+    assert_tokens(run(core, collected), requests)
 
 
 def test_cached_tokens_take_no_budget() -> None:
@@ -120,9 +110,7 @@ def test_chunks_begin_after_cached_tokens() -> None:
     num_found(core, PROMPT)
     before = len(executor.steps)
     request = make_request("a", prompt, max_tokens=2)
-    core.add_request(request)
-    results = run(core)
-    assert_tokens(results, [request])
+    results = serve(core, [request])
     assert [counts["a"] for counts in scheduled(executor)[before:]] == [4, 4, 4, 1]
     assert results["a"].num_cached_tokens == 8
 
@@ -153,7 +141,6 @@ def test_the_next_turn_finds_the_answer_too(steps: int, async_scheduling: bool) 
         # of 6 + 8 tokens 13 are computed, since nothing follows the last; 12 fill blocks. Then of 17 + 8.
         assert result.num_cached_tokens == num_cached
         history = [*history, *result.token_ids, 7, 8, 9]
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -161,8 +148,7 @@ def test_the_next_turn_finds_the_answer_too(steps: int, async_scheduling: bool) 
 def test_blocks_of_an_aborted_request_are_found(num_steps: int, async_scheduling: bool) -> None:
     core, _ = make_cache(async_scheduling=async_scheduling)
     core.add_request(make_request("a", PROMPT))
-    for _ in range(num_steps):
-        core.step()
+    step(core, num_steps=num_steps)
     core.abort_requests(["a"])
     assert core.audit()["num_free_blocks"] == core.num_blocks
     request = make_request("b", PROMPT, seed=3)
@@ -187,8 +173,7 @@ def test_a_chunk_that_was_never_made_is_not_found() -> None:
 def test_a_preempted_request_finds_its_own_blocks() -> None:
     core, executor = make_cache(num_blocks=7, max_num_seqs=2)
     requests = [make_request("a", PROMPT, max_tokens=9), make_request("b", OTHER, max_tokens=9)]
-    for request in requests:
-        core.add_request(request)
+    add_all(core, requests)
     results = run(core)
     assert core.stats()["num_preemptions"] == 1
     assert_tokens(results, requests)
@@ -200,7 +185,6 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     assert results["b"].num_cached_tokens == 0
     stats = core.stats()
     assert (stats["num_prefix_queries"], stats["num_prefix_hits"]) == (20, 0)
-    assert_all_free(core)
 
 
 def test_blocks_of_a_preempted_request_are_found_by_others() -> None:
@@ -212,7 +196,6 @@ def test_blocks_of_a_preempted_request_are_found_by_others() -> None:
     assert core._scheduler.requests["low"].status is RequestStatus.PREEMPTED
     assert [(output.request_id, output.num_cached_tokens) for output in outputs] == [("urgent", 8)]
     run(core)
-    assert_all_free(core)
 
 
 @pytest.mark.parametrize("touched", ["first", "second", None])
@@ -246,9 +229,7 @@ def test_salts_separate() -> None:
     for index, salt in enumerate(["", "a", "b", "a", "", "b"]):
         keys = [(0, salt)] if salt else []
         request = make_request(f"{index}{salt}", PROMPT, message={"content_keys": keys}, max_tokens=2)
-        core.add_request(request)
-        results = run(core)
-        assert_tokens(results, [request])
+        results = serve(core, [request])
         found[request.request_id] = results[request.request_id].num_cached_tokens
     assert found == {"0": 0, "1a": 0, "2b": 0, "3a": 8, "4": 8, "5b": 8}
     tables = {name: entries(executor, name)[0].block_ids[:2] for name in found}
@@ -256,11 +237,12 @@ def test_salts_separate() -> None:
     assert len({*tables["0"], *tables["1a"], *tables["2b"]}) == 6
 
 
-def test_a_key_inside_the_prompt_separates_from_its_block_on() -> None:
+@pytest.mark.parametrize(("place", "num_cached"), [(3, 0), (5, 4), (8, 8)])
+def test_a_key_inside_the_prompt_separates_from_its_block_on(place: int, num_cached: int) -> None:
     core, _ = make_cache()
     num_found(core, PROMPT)
-    core.add_request(make_request("image", PROMPT, message={"content_keys": [(5, "image")]}))
-    assert run(core)["image"].num_cached_tokens == 4
+    core.add_request(make_request("image", PROMPT, message={"content_keys": [(place, "image")]}))
+    assert run(core)["image"].num_cached_tokens == num_cached
 
 
 def test_lookups_and_hits_are_counted() -> None:
@@ -277,8 +259,7 @@ def test_lookups_are_counted_at_admission() -> None:
     core, _ = make_cache(max_num_seqs=1)
     core.add_request(make_request("a", PROMPT))
     core.add_request(make_request("b", PROMPT))
-    for _ in range(4):
-        core.step()
+    step(core, num_steps=4)
     assert core.stats()["num_prefix_queries"] == 10
 
 
@@ -287,17 +268,15 @@ def test_reset_empties_the_cache_without_affecting_requests(async_scheduling: bo
     core, executor = make_cache(async_scheduling=async_scheduling)
     requests = [make_request("runs", PROMPT), make_request("after", PROMPT), make_request("again", PROMPT)]
     core.add_request(requests[0])
-    collected: dict[str, Collected] = {}
-    step(core, collected)
-    step(core, collected)
+    collected = step(core, num_steps=2)
     assert core.call_utility("reset_prefix_cache", []) is True
     core.add_request(requests[1])
-    run_on(core, collected)
+    run(core, collected)
     assert collected["after"].num_cached_tokens == 0
     assert entries(executor, "after")[0].num_computed_tokens == 0
     # blocks cached after the reset are found
     core.add_request(requests[2])
-    run_on(core, collected)
+    run(core, collected)
     assert collected["again"].num_cached_tokens == 8
     assert_tokens(collected, requests)
 
@@ -308,6 +287,4 @@ def test_cached_blocks_count_as_free() -> None:
     assert core.stats()["kv_cache_usage"] == 0.0
     assert_all_free(core)
     # and can be allocated
-    request = make_request("a", [39] * 12, max_tokens=4)
-    core.add_request(request)
-    assert_tokens(run(core), [request])
+    serve(core, [make_request("a", [39] * 12, max_tokens=4)])
