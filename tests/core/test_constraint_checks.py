@@ -13,8 +13,7 @@ from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.structured.constraint import make_constraint
 from ascend_vllm.core.structured.constraint_checks import check_constraint
 from ascend_vllm.core.structured.grammar_size import gbnf_size, lark_size
-from ascend_vllm.core.structured.json_schema import find_reference_cycle, schema_size
-from ascend_vllm.core.structured.postorder import postorder
+from ascend_vllm.core.structured.json_schema import find_reference_cycle, postorder, schema_size
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 

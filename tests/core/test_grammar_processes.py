@@ -21,7 +21,7 @@ from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.structured import compile_process, output_constraint
 from ascend_vllm.core.structured.backend_xgrammar import XGrammarBackend
-from ascend_vllm.core.structured.backends import BACKENDS
+from ascend_vllm.core.structured.backends import BACKENDS, make_backend
 from ascend_vllm.core.structured.compile_pool import QUICK, SLOW, GrammarProcesses
 from ascend_vllm.core.structured.compile_process import try_out
 from ascend_vllm.core.structured.constraint import Constraint, make_constraint
@@ -179,8 +179,8 @@ def test_grammars_with_slow_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_slow_grammars_that_cannot_be_serialised_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_process, "_AFFORDABLE_S", 0.0)
     vocabulary = make_vocabulary()
-    for name, make in BACKENDS.items():
-        backend = make(vocabulary, 1)
+    for name in BACKENDS:
+        backend = make_backend(name, vocabulary, 1)
         trial = try_out(constraint_of(regex="a{9}"), backend, vocabulary)
         assert (trial.error or "").endswith("the limit is 0 s") == (name == "guidance")
         assert (trial.packed is None) == (name == "guidance")

@@ -31,17 +31,7 @@ _BYTES_PER_STATE = 1 << 10
 
 
 class LLGuidance(Grammar):
-    """A matcher of the library, over the vocabulary and one more token, the library's end of text.
-
-    Args:
-        matcher: the library's.
-        num_tokens: V.
-    """
-
-    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
-        self.matcher = matcher
-        self._num_tokens = num_tokens
-        self._num_accepted = 0
+    """A matcher of the library, over the vocabulary and one more token, the library's end of text."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         ids = list(token_ids)
@@ -60,12 +50,9 @@ class LLGuidance(Grammar):
         _clear_library_eos(mask, self._num_tokens)
         row[:] = mask[0, : len(row)]
 
-    def rollback(self, num_tokens: int) -> None:
-        if num_tokens > self._num_accepted:
-            raise ValueError(f"cannot roll back {num_tokens} tokens, {self._num_accepted} were accepted")
+    def _rollback(self, num_tokens: int) -> None:
         if num_tokens and not self.matcher.rollback(num_tokens):
             raise ValueError(self.matcher.get_error())
-        self._num_accepted -= num_tokens
 
     @property
     def is_accepting(self) -> bool:

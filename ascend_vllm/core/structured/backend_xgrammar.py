@@ -63,17 +63,7 @@ _IGNORED_KEYWORDS = frozenset(
 
 
 class XGrammar(Grammar):
-    """A matcher of the library.
-
-    Args:
-        compiled: the library's.
-        num_tokens: V.
-    """
-
-    def __init__(self, compiled: Any, num_tokens: int) -> None:
-        self.matcher = xgrammar.GrammarMatcher(compiled)
-        self._num_tokens = num_tokens
-        self._num_accepted = 0
+    """A matcher of the library."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         for count, token_id in enumerate(token_ids):
@@ -88,11 +78,8 @@ class XGrammar(Grammar):
         # the library also sets bits behind the vocabulary
         row[-1:] &= last_word(self._num_tokens)
 
-    def rollback(self, num_tokens: int) -> None:
-        if num_tokens > self._num_accepted:
-            raise ValueError(f"cannot roll back {num_tokens} tokens, {self._num_accepted} were accepted")
+    def _rollback(self, num_tokens: int) -> None:
         self.matcher.rollback(num_tokens)
-        self._num_accepted -= num_tokens
 
     @property
     def is_accepting(self) -> bool:
@@ -115,17 +102,11 @@ class _Compiled(CompiledGrammar):
         self.is_json = is_json
 
     def start(self) -> Grammar:
-        return XGrammar(self.library, self._num_tokens)
+        return XGrammar(xgrammar.GrammarMatcher(self.library), self._num_tokens)
 
     @property
     def num_bytes(self) -> int:
         return int(self.library.memory_size_bytes)
-
-    def set_measured_bytes(self, num_bytes: int) -> None:
-        """Ignored: the library reports its memory."""
-
-    def add_mask_time(self, seconds: float) -> None:
-        """Ignored: masks cache nothing."""
 
 
 class XGrammarBackend(GrammarBackend):

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from ascend_vllm import plugins
 from ascend_vllm.core.structured.grammar import GrammarBackend
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 
-
-def _make_xgrammar(vocabulary: Vocabulary, num_threads: int) -> GrammarBackend:
-    from ascend_vllm.core.structured.backend_xgrammar import XGrammarBackend
-
-    return XGrammarBackend(vocabulary, num_threads)
-
-
-def _make_guidance(vocabulary: Vocabulary, num_threads: int) -> GrammarBackend:
-    from ascend_vllm.core.structured.backend_guidance import LLGuidanceBackend
-
-    return LLGuidanceBackend(vocabulary, num_threads)
-
-
-# name → constructor, called with the vocabulary and the number of threads
-BACKENDS: dict[str, Callable[[Vocabulary, int], GrammarBackend]] = {
-    "xgrammar": _make_xgrammar,
-    "guidance": _make_guidance,
+# name → "module:Class"; called with the vocabulary and the number of threads
+BACKENDS: dict[str, str] = {
+    "xgrammar": "ascend_vllm.core.structured.backend_xgrammar:XGrammarBackend",
+    "guidance": "ascend_vllm.core.structured.backend_guidance:LLGuidanceBackend",
 }
+
+
+def make_backend(name: str, vocabulary: Vocabulary, num_threads: int) -> GrammarBackend:
+    """A library for one vocabulary; see the constructor of its class."""
+    backend: GrammarBackend = plugins.import_object(BACKENDS[name])(vocabulary, num_threads)
+    return backend

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ascend_vllm.core.structured.backends import BACKENDS
+from ascend_vllm.core.structured.backends import BACKENDS, make_backend
 from ascend_vllm.core.structured.constraint import Constraint
 from ascend_vllm.core.structured.constraint_checks import check_constraint
 from ascend_vllm.core.structured.grammar import CompiledGrammar, GrammarBackend, GrammarError
@@ -159,7 +159,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """
     vocabulary = Vocabulary(msgspec.msgpack.decode(setup, type=list[bytes]), {}, [])
     _import_xgrammar()
-    backends = {name: make(vocabulary, 1) for name, make in BACKENDS.items()}
+    backends = {name: make_backend(name, vocabulary, 1) for name in BACKENDS}
     decode = msgspec.msgpack.Decoder(tuple[str, Constraint]).decode
 
     def answer(data: bytes) -> bytes:

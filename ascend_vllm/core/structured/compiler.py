@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from ascend_vllm.config.structured import StructuredOutputsConfig
-from ascend_vllm.core.structured.backends import BACKENDS
+from ascend_vllm.core.structured.backends import BACKENDS, make_backend
 from ascend_vllm.core.structured.compile_pool import NUM_QUICK, NUM_SLOW, GrammarProcesses
 from ascend_vllm.core.structured.compile_process import Trial
 from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind
@@ -242,6 +242,6 @@ class GrammarCompiler:
             backend = self._backends.get(name)
             if backend is None:
                 started = time.monotonic()
-                backend = self._backends[name] = BACKENDS[name](vocabulary, max(1, (os.cpu_count() or 1) // 2))
+                backend = self._backends[name] = make_backend(name, vocabulary, max(1, (os.cpu_count() or 1) // 2))
                 logger.info("Structured outputs by %s are ready after %.1f s", name, time.monotonic() - started)
             return backend

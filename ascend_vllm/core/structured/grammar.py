@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,18 @@ class GrammarError(ValueError):
 
 
 class Grammar(abc.ABC):
-    """Matcher state of a sequence. Not thread-safe."""
+    """Matcher state of a sequence. Not thread-safe.
+
+    Args:
+        matcher: the library's.
+        num_tokens: V.
+    """
+
+    def __init__(self, matcher: Any, num_tokens: int) -> None:
+        self.matcher = matcher
+        self._num_tokens = num_tokens
+        # counted by `accept_tokens`
+        self._num_accepted = 0
 
     @abc.abstractmethod
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
@@ -38,13 +50,20 @@ class Grammar(abc.ABC):
             row: [W], overwritten.
         """
 
-    @abc.abstractmethod
     def rollback(self, num_tokens: int) -> None:
         """Undoes the last tokens.
 
         Raises:
             ValueError: fewer tokens were accepted.
         """
+        if num_tokens > self._num_accepted:
+            raise ValueError(f"cannot roll back {num_tokens} tokens, {self._num_accepted} were accepted")
+        self._rollback(num_tokens)
+        self._num_accepted -= num_tokens
+
+    @abc.abstractmethod
+    def _rollback(self, num_tokens: int) -> None:
+        """Undoes the last tokens, as many as were accepted at most."""
 
     @property
     @abc.abstractmethod
@@ -69,12 +88,10 @@ class CompiledGrammar(abc.ABC):
     def num_bytes(self) -> int:
         """Approximate memory use."""
 
-    @abc.abstractmethod
-    def set_measured_bytes(self, num_bytes: int) -> None:
+    def set_measured_bytes(self, num_bytes: int) -> None:  # noqa: B027 - for some libraries
         """Sets the memory that its compilation took, for libraries that do not report it."""
 
-    @abc.abstractmethod
-    def add_mask_time(self, seconds: float) -> None:
+    def add_mask_time(self, seconds: float) -> None:  # noqa: B027 - for some libraries
         """Counts time spent on masks, for libraries that cache what they compute and do not report its size."""
 
 

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ascend_vllm.core.structured.json_schema import schema_size
-from ascend_vllm.core.structured.postorder import postorder
+from ascend_vllm.core.structured.json_schema import postorder, schema_size
 from ascend_vllm.core.structured.regex_size import expanded_size
 
 # unterminated strings and classes extend to the end of the text, so that matching takes linear time

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
-from ascend_vllm.core.structured.postorder import postorder
 from ascend_vllm.core.structured.regex_size import expanded_size
+
+K = TypeVar("K", bound=Hashable)
 
 # keywords whose values map names to schemas
 _NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
@@ -59,6 +60,28 @@ def depth_exceeds(value: Any, limit: int) -> bool:
         if not level:
             return False
     return True
+
+
+def postorder(starts: Iterable[K], within: Callable[[K], Iterable[K]]) -> list[K]:
+    """All reachable items once, each after its successors; the order within cycles is undefined.
+
+    Example:
+        >>> postorder("a", {"a": "bc", "b": "c", "c": ""}.__getitem__)
+        ['c', 'b', 'a']
+    """
+    ordered: list[K] = []
+    entered: set[K] = set()
+    # items, and whether their successors have been visited
+    todo = [(start, False) for start in reversed(list(starts))]
+    while todo:
+        item, is_finished = todo.pop()
+        if is_finished:
+            ordered.append(item)
+        elif item not in entered:
+            entered.add(item)
+            todo.append((item, True))
+            todo += [(inner, False) for inner in within(item)]
+    return ordered
 
 
 def schema_size(schema: Any, limit: int) -> int:

@@ -78,7 +78,6 @@ class StructuredOutputManager(Connector):
         return len(self._waiting)
 
     def attach(self, wake: threading.Event) -> None:
-        """See `Connector`."""
         self._compiler.wake = wake
 
     def begin(self, request: Request) -> bool:

@@ -40,19 +40,19 @@ class OutputConstraint(RowKind):
         grammar: matcher state of the request's text.
         backend: as given.
         is_waiting: whether the output does not contain `begin_after` yet, so that nothing is constrained.
+        budget_s: CPU seconds that its masks may still take; below 0 its request must end.
     """
 
     __slots__ = (
         "_begin_after",
-        "_budget_s",
         "_compiled",
         "_end_ids",
         "_forced_ids",
         "_min_num_tokens",
-        "_num_words",
         "_tail",
         "_vocabulary",
         "backend",
+        "budget_s",
         "grammar",
         "is_waiting",
     )
@@ -67,8 +67,7 @@ class OutputConstraint(RowKind):
         self.grammar = compiled.start()
         self.backend = backend
         self._compiled = compiled
-        self._budget_s = _BURST_S
-        self._num_words = vocabulary.num_words
+        self.budget_s = _BURST_S
         self._vocabulary = vocabulary
         self._end_ids = [id_ for id_ in request.end_token_ids if 0 <= id_ < vocabulary.size]
         # tokens that end a text which nothing can follow, even if the request ignores end-of-sequence tokens
@@ -79,11 +78,6 @@ class OutputConstraint(RowKind):
         self.is_waiting = bool(self._begin_after)
         # while waiting, the last bytes of the output
         self._tail = b""
-
-    @property
-    def num_words(self) -> int:
-        """32-bit words of a bitmask."""
-        return self._num_words
 
     def finish_bitmask(self, row: Bitmask, num_tokens: int) -> None:
         """Adds the tokens that may end the text to the grammar's bitmask.
@@ -119,68 +113,52 @@ class OutputConstraint(RowKind):
             if end is RequestStatus.FINISHED_STOPPED:
                 return end
             if not self.accept(token_id):
-                return row.stop(token_id) if self.may_end_with(token_id) else RequestStatus.FINISHED_ERROR
-            return RequestStatus.FINISHED_STOPPED if self.must_end else end
+                may_end = token_id in self._forced_ids and self.grammar.is_accepting
+                return row.stop(token_id) if may_end else RequestStatus.FINISHED_ERROR
+            # nothing can follow the text, and the model has no token to end it
+            must_end = not (self._forced_ids or self.is_waiting) and self.grammar.is_terminated
+            return RequestStatus.FINISHED_STOPPED if must_end else end
 
         return row.append_until(token_ids, end_of)
 
     def fill_bitmasks(self, rows: Sequence[Request]) -> Bitmask:
         """See `RowKind`: all masks of a step at once, which libraries share among threads."""
-        return fill_bitmasks(rows)
+        constraints = [row.kind for row in rows if isinstance(row.kind, OutputConstraint)]
+        bitmask = np.zeros((len(constraints), self._vocabulary.num_words), np.int32)
+        by_backend: dict[GrammarBackend, list[int]] = {}
+        for index, constraint in enumerate(constraints):
+            if not constraint.is_waiting:
+                by_backend.setdefault(constraint.backend, []).append(index)
+        for backend, indices in by_backend.items():
+            _fill_rows(backend, [constraints[index] for index in indices], bitmask, indices)
+        for index, (constraint, row) in enumerate(zip(constraints, rows, strict=True)):
+            constraint.finish_bitmask(bitmask[index], row.num_tokens)
+        return bitmask
 
     def failure(self, token_ids: list[int]) -> str:
-        """See `RowKind`."""
         return super().failure(token_ids) if NO_TOKEN in token_ids else _GRAMMAR_FAILED
 
     def accept(self, token_id: int) -> bool:
         """Advances by a sampled token; False if the grammar does not allow it as a continuation."""
         if self.is_waiting:
-            self._search_begin_after(token_id)
+            # the constraint starts at the next token once the output contains `begin_after`
+            marker = self._begin_after.encode()
+            self._tail += self._vocabulary.bytes_of(token_id)
+            self.is_waiting = marker not in self._tail
+            self._tail = self._tail[-len(marker) :] if self.is_waiting else b""
             return True
-        if self.is_too_slow or not self._vocabulary.tokens[token_id]:
+        if self.budget_s < 0 or not self._vocabulary.tokens[token_id]:
             return False
         started = time.thread_time()
         is_accepted = self.grammar.accept_tokens([token_id])
-        self._budget_s = min(self._budget_s + _TOKEN_S, _BURST_S)
+        self.budget_s = min(self.budget_s + _TOKEN_S, _BURST_S)
         self.charge(time.thread_time() - started)
-        return is_accepted and not self.is_too_slow
+        return is_accepted and self.budget_s >= 0
 
     def charge(self, seconds: float) -> None:
         """Deducts time that the grammar took in a step from its budget."""
-        self._budget_s -= seconds
+        self.budget_s -= seconds
         self._compiled.add_mask_time(seconds)
-
-    def charge_share(self, seconds: float) -> None:
-        """Deducts a share of a batch's time, but no more than is left: other rows may have taken it."""
-        self.charge(min(seconds, max(self._budget_s, 0.0)))
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether its masks are timed individually, since it has used much of its budget."""
-        return self._budget_s < _TIMED_BELOW_S
-
-    @property
-    def is_too_slow(self) -> bool:
-        """Whether it has exceeded its budget, so that its request must end."""
-        return self._budget_s < 0
-
-    def may_end_with(self, token_id: int) -> bool:
-        """Whether a token may end the text here."""
-        return token_id in self._forced_ids and self.grammar.is_accepting
-
-    @property
-    def must_end(self) -> bool:
-        """Whether nothing can follow the text and the model has no token to end it."""
-        return not (self._forced_ids or self.is_waiting) and self.grammar.is_terminated
-
-    def _search_begin_after(self, token_id: int) -> None:
-        """Starts the constraint at the next token once the output contains `begin_after`."""
-        marker = self._begin_after.encode()
-        self._tail += self._vocabulary.bytes_of(token_id)
-        if marker in self._tail:
-            self.is_waiting, self._tail = False, b""
-        else:
-            self._tail = self._tail[-len(marker) :]
 
 
 def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
@@ -190,21 +168,6 @@ def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
             bits[id_ // 32] |= bit
         else:
             bits[id_ // 32] &= ~bit
-
-
-def fill_bitmasks(requests: Sequence[Request]) -> Bitmask:
-    """Bitmasks of constrained requests: [G, W], token t is bit t % 32 of word t // 32."""
-    constraints = [request.kind for request in requests if isinstance(request.kind, OutputConstraint)]
-    bitmask = np.zeros((len(constraints), constraints[0].num_words), np.int32)
-    by_backend: dict[GrammarBackend, list[int]] = {}
-    for index, constraint in enumerate(constraints):
-        if not constraint.is_waiting:
-            by_backend.setdefault(constraint.backend, []).append(index)
-    for backend, rows in by_backend.items():
-        _fill_rows(backend, [constraints[row] for row in rows], bitmask, rows)
-    for index, (constraint, request) in enumerate(zip(constraints, requests, strict=True)):
-        constraint.finish_bitmask(bitmask[index], request.num_tokens)
-    return bitmask
 
 
 def _fill_rows(
@@ -217,7 +180,7 @@ def _fill_rows(
     """
     batch = []
     for constraint, row in zip(constraints, rows, strict=True):
-        if len(rows) == 1 or constraint.is_timed:
+        if len(rows) == 1 or constraint.budget_s < _TIMED_BELOW_S:
             started = time.thread_time()
             constraint.grammar.fill_bitmask(bitmask[row])
             constraint.charge(time.thread_time() - started)
@@ -230,4 +193,5 @@ def _fill_rows(
     share_s = (time.perf_counter() - started) / len(batch)
     if share_s > _MIN_CHARGED_S:
         for constraint, _ in batch:
-            constraint.charge_share(share_s)
+            # no more than is left: other rows may have taken it
+            constraint.charge(min(share_s, max(constraint.budget_s, 0.0)))

@@ -100,60 +100,43 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return encode
 
 
-class _ByteLevelConverter:
-    """For vocabularies in which each byte is a printable character."""
+def _make_converter(tokenizer: Any) -> Callable[[int, Any], bytes]:
+    """Makes the function (id, token) → bytes of a tokenizer."""
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    vocabulary = tokenizer.get_vocab()
+    if any(isinstance(token, bytes) for token in vocabulary):
+        # a Python tokenizer whose tokens are bytes
+        return lambda _id, token: token if isinstance(token, bytes) else token.encode()
+    if backend is not None and is_byte_level(backend):
+        return lambda _id, token: bytes_of_token(token)
+    if "<0x0A>" in vocabulary or (backend is not None and _marks_spaces(backend)):
+        return _sentencepiece_bytes
+    return _decoding_converter(tokenizer)
 
-    def __call__(self, _token_id: int, token: str) -> bytes:
-        return bytes_of_token(token)
 
-
-class _SentencePieceConverter:
+def _sentencepiece_bytes(_token_id: int, token: str) -> bytes:
     """For sentencepiece vocabularies: spaces are marked, and characters without a token are bytes like <0x0A>."""
-
-    def __call__(self, _token_id: int, token: str) -> bytes:
-        byte = byte_of_token(token)
-        if byte is not None:
-            return bytes([byte])
-        return token.replace(_SPACE_MARK, " ").encode()
+    byte = byte_of_token(token)
+    return token.replace(_SPACE_MARK, " ").encode() if byte is None else bytes([byte])
 
 
-class _BytesConverter:
-    """For Python tokenizers whose tokens are bytes."""
-
-    def __call__(self, _token_id: int, token: str | bytes) -> bytes:
-        return token if isinstance(token, bytes) else token.encode()
-
-
-class _DecodingConverter:
+def _decoding_converter(tokenizer: Any) -> Callable[[int, str], bytes]:
     """For any other: decodes each token behind a letter, since decoders strip a space at the start of a text.
 
     Tokens with partial characters become b"": decoding does not show their bytes.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._letter = tokenizer.encode("a", add_special_tokens=False)
-        self._length = len(self._decode(self._letter))
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
-    def __call__(self, token_id: int, _token: str) -> bytes:
-        text = self._decode([*self._letter, token_id])[self._length :]
+    letter = tokenizer.encode("a", add_special_tokens=False)
+    length = len(decode(letter))
+
+    def to_bytes(token_id: int, _token: str) -> bytes:
+        text = decode([*letter, token_id])[length:]
         return b"" if _REPLACEMENT in text else text.encode()
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
-
-
-def _make_converter(tokenizer: Any) -> Callable[[int, str], bytes]:
-    """Makes the function (id, token) → bytes of a tokenizer."""
-    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    vocabulary = tokenizer.get_vocab()
-    if any(isinstance(token, bytes) for token in vocabulary):
-        return _BytesConverter()
-    if backend is not None and is_byte_level(backend):
-        return _ByteLevelConverter()
-    if "<0x0A>" in vocabulary or (backend is not None and _marks_spaces(backend)):
-        return _SentencePieceConverter()
-    return _DecodingConverter(tokenizer)
+    return to_bytes
 
 
 def _marks_spaces(backend: Any) -> bool:
