@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.offline.arguments import REFUSED_METHODS, refuse
+from ascend_vllm.errors import RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +84,12 @@ class EngineControls:
         """How many workers there are, with all copies of the model or of one alone; in this version the same."""
         del include_dp
         return self.llm_engine.get_parallel_config().world_size
+
+    def _need_tokenizer(self) -> Tokenizer:
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        return tokenizer
 
     if not TYPE_CHECKING:
 

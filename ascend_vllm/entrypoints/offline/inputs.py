@@ -7,6 +7,7 @@ from typing import Any
 
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.entrypoints.offline.arguments import refuse, refuse_lora
 from ascend_vllm.entrypoints.templates.chat_template import render_chat
 from ascend_vllm.errors import RequestError
 
@@ -15,17 +16,31 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def collect_prompts(
-    prompts: Prompts | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    prompts: Prompts | None,
+    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    lora_request: Any,
+    **unsupported: Any,
 ) -> list[PromptType]:
     """The prompts of a call, in any accepted form.
 
     Args:
         prompts: one or a list: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
         prompt_token_ids: ids instead, or beside their texts: of one prompt or of each.
+        lora_request: see `refuse_lora`.
+        unsupported: see `refuse`.
 
     Raises:
-        RequestError: there are none, or not as many texts as ids.
+        RequestError: there are none, or not as many texts as ids; or an argument needs an unsupported feature.
     """
+    refuse(**unsupported)
+    found = _pair_texts_and_ids(prompts, prompt_token_ids)
+    refuse_lora(lora_request, len(found))
+    return found
+
+
+def _pair_texts_and_ids(
+    prompts: Prompts | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None
+) -> list[PromptType]:
     texts = None if prompts is None else _as_list(prompts)
     if prompt_token_ids is None:
         if texts is None:

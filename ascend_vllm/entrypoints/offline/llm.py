@@ -21,31 +21,21 @@ from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-from ascend_vllm.entrypoints.offline.arguments import refuse, refuse_lora, without_defaults
-from ascend_vllm.entrypoints.offline.controls import EngineControls
+from ascend_vllm.entrypoints.offline.arguments import refuse_lora, without_defaults
 from ascend_vllm.entrypoints.offline.guided_options import with_guided_options
 from ascend_vllm.entrypoints.offline.inputs import Messages, Prompts, collect_prompts, render_conversations
-from ascend_vllm.entrypoints.offline.pooling import PoolingCalls, PoolingParamsOfCall
+from ascend_vllm.entrypoints.offline.pooling import PoolingMethods
 from ascend_vllm.entrypoints.offline.progress import Progress, UseTqdm
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat, load_chat_template
 from ascend_vllm.errors import RequestError
-from ascend_vllm.outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-    ScoringRequestOutput,
-)
+from ascend_vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM(EngineControls):
+class LLM(PoolingMethods):
     """A model in this process, for batches of prompts.
 
     All prompts of a call are served together by the engine's continuous batching; there is no batch size to choose.
@@ -106,30 +96,10 @@ class LLM(EngineControls):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> None:
+        # all arguments that are fields of `EngineArgs`
+        settings = {name: value for name, value in locals().items() if name in EngineArgs.__dataclass_fields__}
         kwargs.setdefault("disable_log_stats", True)
-        args = EngineArgs(
-            model=model,
-            tokenizer=tokenizer,
-            tokenizer_mode=tokenizer_mode,
-            skip_tokenizer_init=skip_tokenizer_init,
-            trust_remote_code=trust_remote_code,
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
-            quantization=quantization,
-            revision=revision,
-            tokenizer_revision=tokenizer_revision,
-            seed=seed,
-            gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space,
-            cpu_offload_gb=cpu_offload_gb,
-            enforce_eager=bool(enforce_eager),
-            max_context_len_to_capture=max_context_len_to_capture,
-            max_seq_len_to_capture=max_seq_len_to_capture,
-            disable_custom_all_reduce=disable_custom_all_reduce,
-            disable_async_output_proc=disable_async_output_proc,
-            mm_processor_kwargs=mm_processor_kwargs,
-            **without_defaults(kwargs),
-        )
+        args = EngineArgs(**settings | without_defaults(kwargs) | {"enforce_eager": bool(enforce_eager)})
         if model == DEMO_MODEL_NAME:
             args = args.with_model_directory(ensure_demo_model())
         self._chat_template = load_chat_template(chat_template)
@@ -174,13 +144,14 @@ class LLM(EngineControls):
         Raises:
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
         """
-        refuse(
+        parsed = collect_prompts(
+            prompts,
+            prompt_token_ids,
+            lora_request,
             prompt_adapter_request=prompt_adapter_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        parsed = collect_prompts(prompts, prompt_token_ids)
-        refuse_lora(lora_request, len(parsed))
         params = with_guided_options(self._collect_params(sampling_params, len(parsed)), guided_options_request)
         return self._add_and_run(parsed, params, use_tqdm, priority)
 
@@ -262,107 +233,6 @@ class LLM(EngineControls):
         """What `generate` uses without sampling_params: the defaults of the model's generation_config.json."""
         return SamplingParams(**self.llm_engine.default_sampling_params())
 
-    def encode(
-        self,
-        prompts: Prompts | None = None,
-        pooling_params: PoolingParamsOfCall = None,
-        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
-        prompt_adapter_request: Any = None,
-        *,
-        pooling_task: str | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pools prompts: what the model's pooler makes of each, as a tensor. For pooling models.
-
-        Args:
-            prompts: a prompt or a list of prompts: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            pooling_params: for all prompts, or one for each; None: the model's defaults.
-            prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
-            use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, prompt_adapter_request, tokenization_kwargs: not supported in this version.
-            pooling_task: the task; None: the one that the engine serves.
-
-        Returns:
-            One output per prompt, in the order of the prompts.
-
-        Raises:
-            ValueError: this is a generation model.
-            RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
-
-        Example::
-
-            llm = LLM(model="/models/Qwen3-Embedding-0.6B")
-            (output,) = llm.encode("Hello")
-            print(output.outputs.data.shape)
-        """
-        refuse(prompt_adapter_request=prompt_adapter_request, tokenization_kwargs=tokenization_kwargs)
-        parsed = collect_prompts(prompts, prompt_token_ids)
-        refuse_lora(lora_request, len(parsed))
-        return self._pooling.encode(parsed, pooling_params, use_tqdm, pooling_task)
-
-    def embed(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: UseTqdm = True,
-        pooling_params: PoolingParamsOfCall = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt, a list of floats; arguments and errors are those of `encode`."""
-        refuse(tokenization_kwargs=tokenization_kwargs)
-        parsed = collect_prompts(prompts)
-        refuse_lora(lora_request, len(parsed))
-        return self._pooling.embed(parsed, pooling_params, use_tqdm)
-
-    def classify(
-        self,
-        prompts: Prompts,
-        *,
-        pooling_params: PoolingParamsOfCall = None,
-        use_tqdm: UseTqdm = True,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[ClassificationRequestOutput]:
-        """The probabilities of each prompt's labels; arguments and errors are those of `encode`."""
-        refuse(tokenization_kwargs=tokenization_kwargs)
-        parsed = collect_prompts(prompts)
-        refuse_lora(lora_request, len(parsed))
-        return self._pooling.classify(parsed, pooling_params, use_tqdm)
-
-    def score(
-        self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
-        /,
-        *,
-        use_tqdm: UseTqdm = True,
-        pooling_params: PoolingParams | None = None,
-        lora_request: Any = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """Scores pairs of texts: the cosine of their embeddings, or the output of a cross-encoder.
-
-        Args:
-            data_1: one text, or as many as in `data_2`.
-            data_2: one text or several.
-            use_tqdm: show a progress bar, or a callable that makes one.
-            pooling_params: for all texts.
-            lora_request, tokenization_kwargs, chat_template: not supported in this version.
-
-        Returns:
-            One output per pair.
-
-        Raises:
-            ValueError: this is a generation model, or one of several labels.
-            RequestError: the texts do not pair up, or one of them is wrong (also a ValueError).
-        """
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
-        return self._pooling.score(data_1, data_2, pooling_params, use_tqdm)
-
     def beam_search(
         self,
         prompts: Sequence[PromptType | list[int]],
@@ -424,9 +294,13 @@ class LLM(EngineControls):
             RequestError: a prompt or a parameter is wrong; none of them has been queued.
         """
         del use_tqdm  # nothing takes time here
-        refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
-        parsed = collect_prompts(prompts)
-        refuse_lora(lora_request, len(parsed))
+        parsed = collect_prompts(
+            prompts,
+            None,
+            lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         return self._add(parsed, self._collect_params(sampling_params, len(parsed)), priority)
 
     def enqueue_chat(
@@ -487,12 +361,6 @@ class LLM(EngineControls):
         name = self.llm_engine.config.model.served_model_names[0]
         return render_conversations(self._need_tokenizer(), messages, model_name=name, **options)
 
-    def _need_tokenizer(self) -> Tokenizer:
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
-        return tokenizer
-
     def _check_beams(self, params: Sequence[SamplingParams | PoolingParams]) -> None:
         """Refuses searches that could never run, before anything does."""
         limit = self.llm_engine.config.scheduler.max_num_seqs
@@ -519,11 +387,6 @@ class LLM(EngineControls):
         if len(each) != count:
             raise RequestError("The lengths of prompts and params must be the same.", "sampling_params")
         return [one.clone(output_kind=RequestOutputKind.FINAL_ONLY) for one in each]
-
-    @property
-    def _pooling(self) -> PoolingCalls:
-        """Pools prompts. Made anew at each use: an attribute would keep this object, and the engine, alive."""
-        return PoolingCalls(self.llm_engine, self._add_and_run)
 
     def _add_and_run(
         self,

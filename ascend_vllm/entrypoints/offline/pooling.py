@@ -1,14 +1,17 @@
-"""The pooling methods of the offline `LLM`: embeddings, classes and scores."""
+"""The methods of the offline `LLM` for pooling models: embeddings, classes and scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
-from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.pooling import check_task, is_cross_encoder, pair_up, pooling_output, similarity
 from ascend_vllm.engine.tokenization import truncation_limit
+from ascend_vllm.entrypoints.offline.arguments import refuse
+from ascend_vllm.entrypoints.offline.controls import EngineControls
+from ascend_vllm.entrypoints.offline.inputs import Prompts, collect_prompts
 from ascend_vllm.entrypoints.offline.progress import UseTqdm
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import (
@@ -23,96 +26,156 @@ from ascend_vllm.outputs import (
     ScoringRequestOutput,
 )
 from ascend_vllm.pooling_params import PoolingParams
+from ascend_vllm.sampling_params import SamplingParams
 
 PoolingParamsOfCall = PoolingParams | Sequence[PoolingParams] | None
-# prompts, parameters, use_tqdm → outputs in the order of the prompts
-Run = Callable[[Sequence[PromptType], Sequence[PoolingParams], UseTqdm], list[RequestOutput]]
+R = TypeVar("R", bound=PoolingRequestOutput[Any])
 
 
-class PoolingCalls:
-    """Pools prompts on an engine.
+class PoolingMethods(EngineControls):
+    """The methods of `LLM` that pool prompts."""
 
-    Args:
-        engine: its model decides which tasks are possible.
-        run: runs prompts on it.
-    """
-
-    def __init__(self, engine: LLMEngine, run: Run) -> None:
-        self._engine = engine
-        self._run = run
+    def _add_and_run(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: UseTqdm,
+        priorities: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """The outputs of prompts, in their order."""
+        raise NotImplementedError
 
     def encode(
         self,
-        prompts: Sequence[PromptType],
-        params: PoolingParamsOfCall,
-        use_tqdm: UseTqdm,
+        prompts: Prompts | None = None,
+        pooling_params: PoolingParamsOfCall = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        *,
         pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Results as torch tensors.
+        """Pools prompts: what the model's pooler makes of each, as a tensor. For pooling models.
+
+        Args:
+            prompts: a prompt or a list of prompts: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            pooling_params: for all prompts, or one for each; None: the model's defaults.
+            prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            lora_request, prompt_adapter_request, tokenization_kwargs: not supported in this version.
+            pooling_task: the task; None: the one that the engine serves.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
 
         Raises:
             ValueError: this is a generation model.
             RequestError: a prompt or a parameter is wrong (also a ValueError); no prompt has been run.
+
+        Example::
+
+            llm = LLM(model="/models/Qwen3-Embedding-0.6B")
+            (output,) = llm.encode("Hello")
+            print(output.outputs.data.shape)
         """
         # torch is loaded already: the model runs in this process
         import torch
 
-        pooler = self._pooler("encode")
-        check_task(pooling_task, pooler)
-        outputs = self._pool(prompts, params, use_tqdm)
+        parsed = collect_prompts(
+            prompts,
+            prompt_token_ids,
+            lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        check_task(pooling_task, self._pooler("encode"))
+        outputs = self._pool(parsed, pooling_params, use_tqdm)
         for output in outputs:
             # arrays decoded from msgpack are read-only
             output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))
         return outputs
 
     def embed(
-        self, prompts: Sequence[PromptType], params: PoolingParamsOfCall, use_tqdm: UseTqdm
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParamsOfCall = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt; raises as `encode`."""
-        self._need("embed", "embed")
+        """The embedding of each prompt, a list of floats; arguments and errors are those of `encode`."""
+        parsed = collect_prompts(prompts, None, lora_request, tokenization_kwargs=tokenization_kwargs)
+        self._need("embed")
         return [
-            EmbeddingRequestOutput(
-                output.request_id,
-                EmbeddingOutput(output.outputs.data.tolist()),
-                output.prompt_token_ids,
-                num_cached_tokens=output.num_cached_tokens,
-            )
-            for output in self._pool(prompts, params, use_tqdm)
+            _with_result(EmbeddingRequestOutput, output, EmbeddingOutput(output.outputs.data.tolist()))
+            for output in self._pool(parsed, pooling_params, use_tqdm)
         ]
 
     def classify(
-        self, prompts: Sequence[PromptType], params: PoolingParamsOfCall, use_tqdm: UseTqdm
+        self,
+        prompts: Prompts,
+        *,
+        pooling_params: PoolingParamsOfCall = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of each prompt's labels; raises as `encode`."""
-        self._need("classify", "classify")
+        """The probabilities of each prompt's labels; arguments and errors are those of `encode`."""
+        parsed = collect_prompts(prompts, None, lora_request, tokenization_kwargs=tokenization_kwargs)
+        self._need("classify")
         return [
-            ClassificationRequestOutput(
-                output.request_id,
-                ClassificationOutput(output.outputs.data.tolist()),
-                output.prompt_token_ids,
-                num_cached_tokens=output.num_cached_tokens,
-            )
-            for output in self._pool(prompts, params, use_tqdm)
+            _with_result(ClassificationRequestOutput, output, ClassificationOutput(output.outputs.data.tolist()))
+            for output in self._pool(parsed, pooling_params, use_tqdm)
         ]
 
     def score(
-        self, first: str | Sequence[str], second: str | Sequence[str], params: PoolingParams | None, use_tqdm: UseTqdm
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts fit each other; raises as `encode`."""
+        """Scores pairs of texts: the cosine of their embeddings, or the output of a cross-encoder.
+
+        Args:
+            data_1: one text, or as many as in `data_2`.
+            data_2: one text or several.
+            use_tqdm: show a progress bar, or a callable that makes one.
+            pooling_params: for all texts.
+            lora_request, tokenization_kwargs, chat_template: not supported in this version.
+
+        Returns:
+            One output per pair.
+
+        Raises:
+            ValueError: this is a generation model, or one of several labels.
+            RequestError: the texts do not pair up, or one of them is wrong (also a ValueError).
+        """
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
         pooler = self._pooler("score")
-        pairs = pair_up(_as_list(first), _as_list(second))
+        pairs = pair_up(_as_list(data_1), _as_list(data_2))
         if is_cross_encoder(pooler) and pooler.task == "classify":
-            limit = None if params is None else params.truncate_prompt_tokens
-            outputs = self._pool([self._pair(one, other, limit) for one, other in pairs], params, use_tqdm)
-            return [_scored(output, float(output.outputs.data[0])) for output in outputs]
+            limit = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+            outputs = self._pool([self._pair(one, other, limit) for one, other in pairs], pooling_params, use_tqdm)
+            scores = [ScoringOutput(float(output.outputs.data[0])) for output in outputs]
+            return [_with_result(ScoringRequestOutput, *pair) for pair in zip(outputs, scores, strict=True)]
         if pooler.convert != "embed":
             raise ValueError("LLM.score() needs an embedding model, or a classifier of one label.")
         texts: list[PromptType] = list(dict.fromkeys(text for pair in pairs for text in pair))
-        by_text = dict(zip(texts, self._pool(texts, params, use_tqdm), strict=True))
+        by_text = dict(zip(texts, self._pool(texts, pooling_params, use_tqdm), strict=True))
         found = []
         for one, other in pairs:
             left, right = by_text[one], by_text[other]
-            output = _scored(left, similarity(left.outputs.data, right.outputs.data))
+            score = ScoringOutput(similarity(left.outputs.data, right.outputs.data))
+            output = _with_result(ScoringRequestOutput, left, score)
             output.prompt_token_ids = left.prompt_token_ids + right.prompt_token_ids
             output.num_cached_tokens = left.num_cached_tokens + right.num_cached_tokens
             found.append(output)
@@ -124,35 +187,29 @@ class PoolingCalls:
         each = [params or PoolingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise RequestError("The lengths of prompts and params must be the same.", "pooling_params")
-        return [pooling_output(output) for output in self._run(prompts, each, use_tqdm)]
+        return [pooling_output(output) for output in self._add_and_run(prompts, each, use_tqdm)]
 
     def _pair(self, first: str, second: str, limit: int | None) -> TokensPrompt:
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            raise RequestError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
+        tokenizer = self._need_tokenizer()
         if limit is not None:
-            limit = truncation_limit(limit, self._engine.max_model_len)
+            limit = truncation_limit(limit, self.llm_engine.max_model_len)
         return TokensPrompt(prompt_token_ids=tokenizer.encode_pair(first, second, limit))
 
     def _pooler(self, method: str) -> PoolerConfig:
-        pooler = self._engine.config.model.pooler
+        pooler = self.llm_engine.config.model.pooler
         if pooler is None:
             raise ValueError(f"LLM.{method}() is only supported for embedding models (XModel).")
         return pooler
 
-    def _need(self, method: str, task: str) -> None:
-        pooler = self._pooler(method)
+    def _need(self, task: str) -> None:
+        pooler = self._pooler(task)
         if pooler.task != task:
-            raise ValueError(f"LLM.{method}() needs a model that serves {task!r}; this one serves {pooler.task!r}.")
+            raise ValueError(f"LLM.{task}() needs a model that serves {task!r}; this one serves {pooler.task!r}.")
 
 
-def _scored(output: PoolingRequestOutput[PoolingOutput], score: float) -> ScoringRequestOutput:
-    return ScoringRequestOutput(
-        output.request_id,
-        ScoringOutput(score),
-        output.prompt_token_ids,
-        num_cached_tokens=output.num_cached_tokens,
-    )
+def _with_result(kind: type[R], output: PoolingRequestOutput[PoolingOutput], result: Any) -> R:
+    """A request's output with another result."""
+    return kind(output.request_id, result, output.prompt_token_ids, num_cached_tokens=output.num_cached_tokens)
 
 
 def _as_list(texts: str | Sequence[str]) -> list[str]:
