@@ -7,14 +7,14 @@ import json
 import re
 import secrets
 from collections.abc import AsyncGenerator, Set
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 import ascend_vllm
-from ascend_vllm.args.tables.server import DEFAULT_MAX_SEQUENCES, GenerateServerArgs
+from ascend_vllm.args.tables.server import GenerateServerArgs
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.generate.mindie import MindieFormat
 from ascend_vllm.entrypoints.http.access import ConcurrencyLimitMiddleware
@@ -51,31 +51,6 @@ _DEFAULT_IF_NULL = ("use_beam_search", "length_penalty", "early_stopping")
 
 _PLACE = re.compile(r"`\$\.(\w+)")
 _FIRST_WORD = re.compile(r"(\w+) ")
-
-
-def parse_request(body: bytes, max_sequences: int = DEFAULT_MAX_SEQUENCES) -> tuple[str, bool, SamplingParams]:
-    """Prompt, whether to stream, and sampling parameters of a body; its content-type does not matter.
-
-    Args:
-        body: of a request.
-        max_sequences: limit of n and best_of.
-
-    Raises:
-        RequestError: not JSON, no prompt, an unknown field, or a value out of range.
-    """
-    fields = read_json(body)
-    if not isinstance(fields, dict):
-        raise BodyError("The request body must be a JSON object.", "body")
-    check_sizes(fields)
-    prompt = fields.pop("prompt", None)
-    if not isinstance(prompt, str):
-        raise RequestError("`prompt` must be given as a string.", param="prompt")
-    stream = fields.pop("stream", None) or False
-    if not isinstance(stream, bool):
-        raise RequestError("`stream` must be true or false.", param="stream")
-    params = _sampling_params(fields, stream)
-    check_params(params, max_sequences)
-    return prompt, stream, params
 
 
 def _sampling_params(fields: dict[str, Any], stream: bool) -> SamplingParams:
@@ -121,25 +96,6 @@ def _texts(prompt: str, output: RequestOutput) -> dict[str, list[str]]:
     return {"text": [prompt + generated.text for generated in output.outputs]}
 
 
-class GenerateFormat(Protocol):
-    """The format of /generate's requests and answers."""
-
-    def parse(self, body: bytes) -> tuple[str, bool, SamplingParams]:
-        """Prompt, whether to stream, and sampling parameters; raises `RequestError`."""
-
-    def whole(self, prompt: str, output: RequestOutput) -> Response:
-        """The answer to a request that does not stream."""
-
-    def frame(self, prompt: str, params: SamplingParams, output: RequestOutput) -> bytes:
-        """A chunk of a stream, without its terminating zero byte."""
-
-    def error_frame(self, error: Exception) -> bytes:
-        """The last chunk of a stream that fails, likewise."""
-
-    def install_error_handlers(self, app: FastAPI) -> None:
-        """Let every exception that leaves a route become an error answer."""
-
-
 class VllmFormat:
     """vLLM's: prompt and text together, everything so far in every frame; ASCII alone in streams.
 
@@ -151,24 +107,43 @@ class VllmFormat:
         self._max_sequences = max_sequences
 
     def parse(self, body: bytes) -> tuple[str, bool, SamplingParams]:
-        """See `parse_request`."""
-        return parse_request(body, self._max_sequences)
+        """Prompt, whether to stream, and sampling parameters of a body; its content-type does not matter.
+
+        Raises:
+            RequestError: not JSON, no prompt, an unknown field, or a value out of range.
+        """
+        fields = read_json(body)
+        if not isinstance(fields, dict):
+            raise BodyError("The request body must be a JSON object.", "body")
+        check_sizes(fields)
+        prompt = fields.pop("prompt", None)
+        if not isinstance(prompt, str):
+            raise RequestError("`prompt` must be given as a string.", param="prompt")
+        stream = fields.pop("stream", None) or False
+        if not isinstance(stream, bool):
+            raise RequestError("`stream` must be true or false.", param="stream")
+        params = _sampling_params(fields, stream)
+        check_params(params, self._max_sequences)
+        return prompt, stream, params
 
     def whole(self, prompt: str, output: RequestOutput) -> Response:
-        """``{"text":["<prompt><output>", …]}``."""
+        """The answer to a request that does not stream: ``{"text":["<prompt><output>", …]}``."""
         return json_response(_texts(prompt, output))
 
     def frame(self, prompt: str, _params: SamplingParams, output: RequestOutput) -> bytes:
-        """``{"text": ["<prompt><output so far>", …]}``."""
+        """A chunk of a stream, without its terminating zero byte: ``{"text": ["<prompt><output so far>", …]}``."""
         return json.dumps(_texts(prompt, output)).encode()
 
     def error_frame(self, error: Exception) -> bytes:
-        """The body of the same error as an answer."""
+        """The last chunk of a stream that fails: the body of the same error as an answer."""
         return json.dumps(to_http_error(error).body).encode()
 
     def install_error_handlers(self, app: FastAPI) -> None:
         """The error answers of the OpenAI-compatible server."""
         install_error_handlers(app)
+
+
+GenerateFormat = VllmFormat | MindieFormat
 
 
 async def _frames(
@@ -185,12 +160,8 @@ async def _frames(
 
 async def _first(answers: AsyncGenerator[T, None], http: Request) -> T:
     """The first item of a request's outputs; the request ends if that is an error or the client disconnects."""
-
-    async def wait() -> T:
-        return await anext(answers)
-
     try:
-        return await run_unless_disconnected(http.receive, wait())
+        return await run_unless_disconnected(http.receive, anext(answers))
     except BaseException:
         await answers.aclose()
         raise
@@ -222,17 +193,13 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
     return answer
 
 
-def _make_format(engine: AsyncLLM, args: GenerateServerArgs) -> GenerateFormat:
-    if args.generate_format == "mindie":
-        return MindieFormat(engine.config.model.vocab_size, engine.max_model_len, args.n_limit)
-    return VllmFormat(args.n_limit)
-
-
 def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     """The application: /generate, /health and the documentation pages."""
     app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__)
     app.root_path = (args.root_path or "").rstrip("/")
-    form = _make_format(engine, args)
+    form: GenerateFormat = VllmFormat(args.n_limit)
+    if args.generate_format == "mindie":
+        form = MindieFormat(engine.config.model.vocab_size, engine.max_model_len, args.n_limit)
 
     @app.get("/health")
     async def health() -> Response:

@@ -43,22 +43,13 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 
 
 class MindieRequest(msgspec.Struct, kw_only=True):
-    """The body of a request.
+    """The body of a request; the annotations are MindIE's ranges.
 
     Attributes:
-        prompt: 1 … 524,288 characters.
-        stream: answer token by token.
         model: accepted; one model is served.
-        max_tokens: most tokens to generate, above 0 and at most the model's length.
-        repetition_penalty: above 0, at most 2.
-        presence_penalty, frequency_penalty: −2 … 2.
-        temperature: at least 0; 0 is greedy.
+        max_tokens: at most the model's length.
         top_k: −1 or 1 … size of the vocabulary − 1; None: off. 0 may not be given.
-        top_p: above 0, at most 1.
-        seed: 1 … 2^64 − 1.
-        n, best_of: 1 … 128.
-        stop, stop_token_ids, include_stop_str_in_output, skip_special_tokens, ignore_eos, use_beam_search,
-            length_penalty, early_stopping: see `SamplingParams`.
+        seed: at most 2^64 − 1.
     """
 
     prompt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PROMPT_CHARACTERS)]
@@ -171,12 +162,11 @@ def _sampling_params(request: MindieRequest) -> SamplingParams:
     # the engine's seeds have 63 bits
     seed = None if request.seed is None else request.seed & (2**63 - 1)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    top_k = -1 if request.top_k is None else request.top_k
     try:
-        params = SamplingParams(**fields, seed=seed, top_k=-1 if request.top_k is None else request.top_k)
+        return SamplingParams(**fields, seed=seed, top_k=top_k, output_kind=kind)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
-    params.output_kind = kind
-    return params
 
 
 def to_mindie_error(error: BaseException) -> HttpError:
@@ -191,7 +181,9 @@ def to_mindie_error(error: BaseException) -> HttpError:
     if isinstance(error, EngineDeadError):
         return HttpError(424, {"error": _GENERATION_FAILED})
     if isinstance(error, HTTPException):
-        return _not_found() if error.status_code == 404 else _typed(error.status_code, str(error.detail))
+        if error.status_code == 404:
+            return HttpError(404, {"type": "NotFoundError", "error": "not found"})
+        return _typed(error.status_code, str(error.detail))
     logger.error("Unexpected error while answering a request", exc_info=error)
     return HttpError(500, {"error": "Incomplete generation"})
 
@@ -203,7 +195,3 @@ def _answer_error(error: BaseException) -> Response:
 
 def _typed(status: int, message: str) -> HttpError:
     return HttpError(status, {"type": HTTPStatus(status).phrase, "error": message})
-
-
-def _not_found() -> HttpError:
-    return HttpError(404, {"type": "NotFoundError", "error": "not found"})
