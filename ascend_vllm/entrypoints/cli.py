@@ -89,24 +89,11 @@ def _demo(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command
     return 0
 
 
-def _run_batch(namespace: argparse.Namespace) -> int:
-    from ascend_vllm.entrypoints.openai.run_batch import run_batch
-
-    return run_batch(namespace)
-
-
-def _add_run_batch_arguments(parser: FlexibleArgumentParser) -> None:
-    from ascend_vllm.entrypoints.openai.run_batch import add_arguments
-
-    parser.description = "Answers a file of OpenAI requests, without a server."
-    add_arguments(parser)
-
-
-def _tool(description: str, module: str) -> Command:
-    """A program of `ascend_vllm.tools`, whose module has `add_arguments(parser)` and `run(namespace)`."""
+def _program(description: str, module: str) -> Command:
+    """A program whose module has `add_arguments(parser)` and `run(namespace)`."""
 
     def load() -> Any:
-        return importlib.import_module(f"ascend_vllm.tools.{module}")
+        return importlib.import_module(f"ascend_vllm.{module}")
 
     return Command(description, lambda parser: load().add_arguments(parser), lambda words: int(load().run(words)))
 
@@ -117,11 +104,11 @@ COMMANDS: dict[str, Command] = {
         "continue lines with a running server", cli_client.add_complete_arguments, cli_client.complete
     ),
     "chat": Command("talk to a running server", cli_client.add_chat_arguments, cli_client.chat),
-    "bench": _tool("measure a server or the engine", "bench.cli"),
-    "run-batch": Command("answer a file of requests", _add_run_batch_arguments, _run_batch),
-    "collect-env": _tool("describe this machine for a report", "collect_env"),
-    "doctor": _tool("check what a model on an Ascend NPU needs", "doctor"),
-    "sim-run": _tool("run a command on simulated Ascend devices", "sim_run"),
+    "bench": _program("measure a server or the engine", "tools.bench.cli"),
+    "run-batch": _program("answer a file of requests", "entrypoints.openai.run_batch"),
+    "collect-env": _program("describe this machine for a report", "tools.collect_env"),
+    "doctor": _program("check what a model on an Ascend NPU needs", "tools.doctor"),
+    "sim-run": _program("run a command on simulated Ascend devices", "tools.sim_run"),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }
 

@@ -177,6 +177,7 @@ async def answer_all(app: FastAPI, requests: Sequence[BatchRequest]) -> list[Bat
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     """Adds the flags of this program and of the engine."""
+    parser.description = "Answers a file of OpenAI requests, without a server."
     add = parser.add_argument_group("Batch").add_argument
     add("-i", "--input-file", type=pathlib.Path, required=True, help="the requests, one JSON object a line")
     add("-o", "--output-file", type=pathlib.Path, required=True, help="where the answers go, one JSON object a line")
@@ -187,7 +188,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def run_batch(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Answers a file of requests.
 
     Args:
@@ -229,9 +230,9 @@ async def _run(args: argparse.Namespace) -> int:
 
 def main() -> None:
     """Parse the command line and answer the file."""
-    parser = FlexibleArgumentParser(description="Answers a file of OpenAI requests, without a server.")
+    parser = FlexibleArgumentParser()
     add_arguments(parser)
-    sys.exit(run_batch(parser.parse_args()))
+    sys.exit(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

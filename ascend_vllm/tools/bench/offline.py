@@ -72,12 +72,6 @@ def _add_common_arguments(group: Any, what: str) -> None:
     group.add_argument("--profile", action="store_true", help="run the engine's profiler during the measurement")
 
 
-def throughput(args: argparse.Namespace) -> int:
-    """Runs `bench throughput`. Returns the exit code."""
-    measure_throughput(args)
-    return 0
-
-
 def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Runs `bench throughput`: prints and saves the figures, and returns them.
 
@@ -122,18 +116,7 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
 def _generate(
     llm: LLM, args: argparse.Namespace, requests: Sequence[SampleRequest], *, use_tqdm: bool
 ) -> list[RequestOutput]:
-    from ascend_vllm.sampling_params import SamplingParams
-
-    params = [
-        SamplingParams(
-            n=args.n,
-            temperature=1.0,
-            ignore_eos=True,
-            max_tokens=request.output_len,
-            detokenize=not args.disable_detokenize,
-        )
-        for request in requests
-    ]
+    params = [_sampling_params(args, request.output_len) for request in requests]
     if args.backend == "vllm-chat":
         messages: Any = [[{"role": "user", "content": request.prompt}] for request in requests]
         return llm.chat(messages, params, use_tqdm=use_tqdm)
@@ -144,27 +127,31 @@ def _generate(
     return llm.generate(prompts, params, use_tqdm=use_tqdm)
 
 
-def latency(args: argparse.Namespace) -> int:
-    """Runs `bench latency`. Returns the exit code.
+def _sampling_params(args: argparse.Namespace, output_len: int) -> SamplingParams:
+    from ascend_vllm.sampling_params import SamplingParams
+
+    return SamplingParams(
+        n=args.n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=output_len,
+        detokenize=not args.disable_detokenize,
+    )
+
+
+def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs `bench latency`: prints and saves the figures, and returns them.
 
     Raises:
         ConfigError: an option is wrong.
     """
-    from ascend_vllm.sampling_params import SamplingParams
-
     _check_counts(args, "input_len", "output_len", "batch_size", "num_iters", "n")
     llm = _make_llm(args)
     vocab_size = llm.llm_engine.config.model.vocab_size
     chooser = np.random.default_rng(args.seed)
     ids = chooser.integers(min(1000, vocab_size // 2), vocab_size, (args.batch_size, args.input_len))
     prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
-    params = SamplingParams(
-        n=args.n,
-        temperature=1.0,
-        ignore_eos=True,
-        max_tokens=args.output_len,
-        detokenize=not args.disable_detokenize,
-    )
+    params = _sampling_params(args, args.output_len)
     for _ in tqdm(range(args.num_iters_warmup), desc="Warm-up"):
         _run_batch(llm, args, prompts, params)
     latencies = []
@@ -178,8 +165,9 @@ def latency(args: argparse.Namespace) -> int:
     print(f"Avg latency: {average} seconds")
     for percent, value in percentiles.items():
         print(f"{percent}% percentile latency: {value} seconds")
-    _save(args.output_json, {"avg_latency": average, "latencies": latencies, "percentiles": percentiles})
-    return 0
+    result = {"avg_latency": average, "latencies": latencies, "percentiles": percentiles}
+    _save(args.output_json, result)
+    return result
 
 
 def _run_batch(

@@ -121,16 +121,6 @@ def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metadata", type=_key_value, nargs="*", metavar="KEY=VALUE", help="noted in the file")
 
 
-def serve(args: argparse.Namespace) -> int:
-    """Runs the benchmark. Returns the exit code: 1 if no request was answered.
-
-    Raises:
-        ConfigError: an option is wrong.
-        BenchError: the server cannot be measured.
-    """
-    return 1 if measure(args)["completed"] == 0 else 0
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the benchmark: prints the table, saves the file, and returns all figures.
 
