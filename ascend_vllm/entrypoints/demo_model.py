@@ -6,14 +6,11 @@ on two cores) and keeps it in the cache directory. `python -m ascend_vllm.tools.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
-import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import ascend_vllm
 from ascend_vllm import envs
@@ -52,20 +49,11 @@ def ensure_demo_model() -> str:
     """
     path = demo_model_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path.with_suffix(".lock")):
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path / "config.json").is_file():
             command = [sys.executable, "-m", "ascend_vllm.tools.demo", "--output", str(path)]
             done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
             if done.returncode != 0:
                 raise ModelLoadError(f"training the demo model failed with exit code {done.returncode}")
     return str(path)
-
-
-@contextlib.contextmanager
-def _lock(path: pathlib.Path) -> Iterator[None]:
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

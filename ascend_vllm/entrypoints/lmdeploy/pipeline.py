@@ -18,7 +18,6 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import tqdm
@@ -37,12 +36,12 @@ from ascend_vllm.entrypoints.lmdeploy.config import (
     Response,
     TurbomindEngineConfig,
 )
-from ascend_vllm.entrypoints.lmdeploy.requests import SharedRequests
+from ascend_vllm.entrypoints.lmdeploy.requests import Inbox, SharedRequests
 from ascend_vllm.entrypoints.lmdeploy.templates import ChatTemplateConfig, PromptTemplate, choose_template
 from ascend_vllm.entrypoints.offline.guided_options import from_response_format
 from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.outputs import CompletionOutput, RequestOutput
+from ascend_vllm.outputs import PositionLogprobs, RequestOutput
 from ascend_vllm.platforms.host import available_memory_bytes
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -245,9 +244,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stream(self, jobs: list[_Job]) -> Iterator[Response]:
@@ -257,7 +254,7 @@ class Pipeline:
     def _run(self, jobs: list[_Job]) -> Iterator[Response]:
         """The engine's outputs, as they come."""
         by_id: dict[str, _Job] = {}
-        with self._requests.open() as inbox:
+        with Inbox(self._requests) as inbox:
             for job in jobs:
                 if not job.is_too_long:
                     inbox.add(str(job.number), job.prompt, job.params)
@@ -290,7 +287,7 @@ class Pipeline:
             jobs.append(
                 _Job(
                     index,
-                    self._requests.next_number(),
+                    next(self._requests.numbers),
                     self._make_prompt(prompt, do_preprocess),
                     params[id(config)].clone(seed=None if config.is_greedy else seed),
                     self.session_len,
@@ -443,7 +440,7 @@ class _Job:
             len(output.prompt_token_ids),
             self.number,
             token_ids,
-            _plain_logprobs(found, len(token_ids)),
+            None if found.logprobs is None else list(map(_by_id, found.logprobs[: len(token_ids)])),
             self.index,
         )
 
@@ -545,8 +542,5 @@ def _list_prompts(prompts: Any) -> list[Any]:
     return list(listed)
 
 
-def _plain_logprobs(found: CompletionOutput, count: int) -> list[dict[int, float]] | None:
-    """Log-probabilities by id of the first tokens."""
-    if found.logprobs is None:
-        return None
-    return [{id_: entry.logprob for id_, entry in position.items()} for position in found.logprobs[:count]]
+def _by_id(position: PositionLogprobs) -> dict[int, float]:
+    return {id_: entry.logprob for id_, entry in position.items()}

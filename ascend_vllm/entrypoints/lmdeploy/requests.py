@@ -18,6 +18,9 @@ class SharedRequests:
 
     Args:
         engine: shared by the callers.
+
+    Attributes:
+        numbers: of the prompts.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -25,15 +28,7 @@ class SharedRequests:
         self.lock = threading.Lock()
         # request id → where its outputs go
         self.inboxes: dict[str, collections.deque[RequestOutput]] = {}
-        self._numbers = itertools.count()
-
-    def open(self) -> Inbox:
-        """Makes the object for the requests of one call."""
-        return Inbox(self)
-
-    def next_number(self) -> int:
-        """The number of the next prompt."""
-        return next(self._numbers)
+        self.numbers = itertools.count()
 
     def step(self) -> None:
         """Runs a step and distributes the outputs; the lock must be held."""

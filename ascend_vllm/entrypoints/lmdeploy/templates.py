@@ -115,9 +115,10 @@ class OwnChatTemplate:
         conversation: list[Any] = (
             [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         )
-        is_first_system = bool(conversation) and _role_of(conversation[0]) == "system"
-        if conversation and self._meta_instruction is not None and not is_first_system:
-            conversation.insert(0, {"role": "system", "content": self._meta_instruction})
+        if conversation and self._meta_instruction is not None:
+            first = conversation[0]
+            if not isinstance(first, Mapping) or first.get("role") != "system":
+                conversation.insert(0, {"role": "system", "content": self._meta_instruction})
         return render_chat(self._tokenizer, conversation, model_name="this model")
 
 
@@ -249,19 +250,11 @@ def choose_template(
     if config is None:
         if tokenizer.chat_template is not None:
             return OwnChatTemplate(tokenizer)
-        name = _match(model_path)
+        path = model_path.lower()
+        name = next((name for name, words in _BY_PATH if all(word in path for word in words)), None)
         if name is None:
             logger.warning("No chat template is known for %s: prompts are taken as they are.", model_path)
         return BUILT_IN[name or "base"]
     if config.model_name in BUILT_IN or config.has_form or tokenizer.chat_template is None:
         return config.chat_template
     return OwnChatTemplate(tokenizer, config.meta_instruction, is_completion=config.capability == "completion")
-
-
-def _match(model_path: str) -> str | None:
-    path = model_path.lower()
-    return next((name for name, words in _BY_PATH if all(word in path for word in words)), None)
-
-
-def _role_of(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
