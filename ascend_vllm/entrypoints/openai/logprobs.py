@@ -49,23 +49,19 @@ def completion_logprobs(
     """
     result = CompletionLogprobs([], [], [], [])
     top_logprobs: list[dict[str, float] | None] = []
+    top: dict[str, float] | None
     for token_id, entries in zip(token_ids, positions, strict=True):
         if entries is None:
-            token = _first_text(token_id, as_token_ids, tokenizer)
-            result.text_offset.append(text_offset)
-            result.token_logprobs.append(None)
-            result.tokens.append(token)
-            top_logprobs.append(None)
-            text_offset += len(token)
-            continue
-        sampled = entries[token_id]
-        token = _token_text(token_id, sampled, as_token_ids)
-        top: dict[str, float] = {token: max(sampled.logprob, _IMPOSSIBLE)}
-        # the engine returns the token itself and the requested number of most likely ones
-        for other_id, entry in entries.items():
-            top.setdefault(_token_text(other_id, entry, as_token_ids), max(entry.logprob, _IMPOSSIBLE))
+            token, logprob, top = _first_text(token_id, as_token_ids, tokenizer), None, None
+        else:
+            token = _token_text(token_id, entries[token_id], as_token_ids)
+            logprob = max(entries[token_id].logprob, _IMPOSSIBLE)
+            top = {token: logprob}
+            # the engine returns the token itself and the requested number of most likely ones
+            for other_id, entry in entries.items():
+                top.setdefault(_token_text(other_id, entry, as_token_ids), max(entry.logprob, _IMPOSSIBLE))
         result.text_offset.append(text_offset)
-        result.token_logprobs.append(max(sampled.logprob, _IMPOSSIBLE))
+        result.token_logprobs.append(logprob)
         result.tokens.append(token)
         top_logprobs.append(top)
         text_offset += len(token)

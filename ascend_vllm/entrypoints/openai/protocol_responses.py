@@ -29,33 +29,8 @@ Includable = Literal[
 ]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
-# fields with the same name and meaning in a chat request
-_SAME_IN_CHAT = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "priority",
-    "cache_salt",
-    "user",
-    "include_reasoning",
-    "structured_outputs",
-    "kv_transfer_params",
-    "mm_processor_kwargs",
-    "parallel_tool_calls",
-)
+# fields of a chat request with another meaning, or that are converted
+_OTHER_IN_CHAT = {"chat_template_kwargs", "request_id", "stream_options", "tool_choice", "tools", "top_logprobs"}
 
 
 class Reasoning(BaseModel):
@@ -252,7 +227,8 @@ class ResponsesRequest(ApiRequest):
         Raises:
             pydantic.ValidationError: a value does not fit.
         """
-        fields = {name: value for name in _SAME_IN_CHAT if (value := getattr(self, name)) is not None}
+        same = ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys() - _OTHER_IN_CHAT
+        fields = {name: value for name in same if (value := getattr(self, name)) is not None}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         fields |= {"add_generation_prompt": not continues, "continue_final_message": continues}
         fields |= self._chat_thinking() | self._chat_tools()

@@ -25,18 +25,15 @@ class ToolCallCounts:
     """
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(itertools.product(_MODES, _REQUEST_TYPES, _OUTCOMES), 0)
+        # (mode, type of request, outcome) → count
+        self.counts = dict.fromkeys(itertools.product(_MODES, _REQUEST_TYPES, _OUTCOMES), 0)
         self._lock = threading.Lock()
 
     def add(self, is_stream: bool, request_type: str, found: bool) -> None:
         """Count one parsed chunk, or a whole text."""
         key = _MODES[0] if is_stream else _MODES[1], request_type, _OUTCOMES[0] if found else _OUTCOMES[1]
         with self._lock:
-            self._counts[key] += 1
-
-    def items(self) -> Iterator[tuple[tuple[str, str, str], int]]:
-        """(mode, type of request, outcome) and its count."""
-        yield from self._counts.items()
+            self.counts[key] += 1
 
 
 class ToolCallCollector(Collector):
@@ -56,7 +53,7 @@ class ToolCallCollector(Collector):
         family = CounterMetricFamily(
             "vllm:tool_call_parser_invocations", "Texts in which tool calls were looked for.", labels=_LABELS
         )
-        for (mode, request_type, outcome), count in self._counts.items():
+        for (mode, request_type, outcome), count in self._counts.counts.items():
             family.add_metric([mode, self._model_name, outcome, request_type], count)
         yield family
 
