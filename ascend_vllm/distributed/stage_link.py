@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import abc
 from typing import Any
 
 import torch
 
 
-class StageLink(abc.ABC):
-    """Connection to the previous and the next stage. All stages run the same steps in the same order."""
+class StageLink:
+    """Connection to the previous and the next stage: messages of a torch process group whose ranks are the stages.
 
-    @abc.abstractmethod
-    def receive(self, num_tokens: int) -> torch.Tensor | None:
-        """[T, H] from the previous stage, which the caller may overwrite; None in the first stage."""
-
-    @abc.abstractmethod
-    def send(self, hidden: torch.Tensor) -> None:
-        """Sends a step's hidden states to the next stage; returns before they have arrived.
-
-        Args:
-            hidden: [T, H], contiguous; must not be written to afterwards.
-        """
-
-
-class NoOtherStages(StageLink):
-    """For a worker that holds all layers."""
-
-    def receive(self, num_tokens: int) -> None:
-        """Returns None: this is the first stage."""
-        del num_tokens
-
-    def send(self, hidden: torch.Tensor) -> None:
-        """Never called: this is the last stage.
-
-        Raises:
-            RuntimeError: always.
-        """
-        del hidden
-        raise RuntimeError("there is no next stage")
-
-
-class GroupStageLink(StageLink):
-    """Point-to-point messages of a torch process group whose ranks are the stages.
-
-    Sending overlaps with this stage's next step: a sent tensor is kept alive until the next `send`.
+    All stages run the same steps in the same order. Sending overlaps with this stage's next step: a sent tensor is
+    kept alive until the next `send`.
 
     Args:
         group: a process group of torch.distributed, or one of its backends.
@@ -64,7 +31,7 @@ class GroupStageLink(StageLink):
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def receive(self, num_tokens: int) -> torch.Tensor | None:
-        """See `StageLink.receive`."""
+        """[T, H] from the previous stage, which the caller may overwrite; None in the first stage."""
         if self._stage == 0:
             return None
         hidden = torch.empty((num_tokens, self._width), dtype=self._dtype, device=self._device)
@@ -72,7 +39,13 @@ class GroupStageLink(StageLink):
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
-        """See `StageLink.send`; waits until the previous message has been sent."""
+        """Sends a step's hidden states to the next stage, once the previous message has been sent.
+
+        Returns before they have arrived.
+
+        Args:
+            hidden: [T, H], contiguous; must not be written to afterwards.
+        """
         if self._sending is not None:
             work, _ = self._sending
             work.wait()

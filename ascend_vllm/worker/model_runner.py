@@ -1,4 +1,7 @@
-"""Runs one step on the device: applies the diff, builds the batch, computes logits, samples."""
+"""Runs one step on the device: applies the diff, builds the batch, computes logits, samples.
+
+Letters: T tokens, H hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 
 from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
-from ascend_vllm.distributed.stage_link import NoOtherStages, StageLink
+from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
@@ -20,7 +23,6 @@ from ascend_vllm.worker.sampling.columns import MASKS
 from ascend_vllm.worker.sampling.logprobs import by_place, collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
-from ascend_vllm.worker.stage_runner import StageForward
 
 
 class DecodeGraphs(Protocol):
@@ -37,36 +39,60 @@ class DecodeGraphs(Protocol):
         """[T, H] of a batch's tokens, valid until the next call; None if there is no graph for the batch."""
 
 
+class ModelForward:
+    """The forward pass through this worker's layers, operator by operator.
+
+    Args:
+        model: on the device; all layers, or those of a pipeline stage.
+        backend: computes attention in all its layers.
+        kv_caches: one per layer, made by the backend.
+        link: to the other pipeline stages; None: there are none.
+    """
+
+    def __init__(
+        self, model: CausalLM, backend: AttentionBackend, kv_caches: list[LayerCache], link: StageLink | None = None
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._kv_caches = kv_caches
+        self._link = link
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] of a batch's tokens."""
+        metadata = self._backend.prepare(batch)
+        hidden = None if self._link is None else self._link.receive(len(batch.input_ids))
+        return self._model.forward(batch, self._kv_caches, self._backend, metadata, hidden)
+
+
 class ModelRunner:
     """Runs the steps of a model that generates; owns the batch slots.
 
     Args:
         model: on `device`.
-        backend: computes attention in all layers.
-        kv_caches: one per layer, made by the backend.
-        mover: copies their blocks.
+        forward: the pass through its layers.
+        mover: copies KV blocks.
         batch: empty slots.
         logprobs_mode: see `Sampler`.
         device: of the model.
         host_memory: tensors on the device are in host memory, see `Platform.shares_host_memory`.
-        link: to the earlier pipeline stages; None: there are none.
+
+    Attributes:
+        forward: as given.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
-        kv_caches: list[LayerCache],
+        forward: ModelForward,
         mover: BlockMover,
         batch: InputBatch,
         logprobs_mode: str,
         device: torch.device,
         *,
         host_memory: bool,
-        link: StageLink | None = None,
     ) -> None:
         self._model = model
-        self._forward = StageForward(model, backend, kv_caches, link or NoOtherStages())
+        self.forward = forward
         self._mover = mover
         self._batch = batch
         self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
@@ -82,7 +108,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Computes steps by these graphs of `compute_hidden` where possible."""
+        """Computes steps by these graphs of the forward pass where possible."""
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -172,11 +198,7 @@ class ModelRunner:
         graphs, hidden = self._graphs, None
         if graphs is not None and batch.max_query_len in graphs.query_lens:
             hidden = graphs.run(batch)
-        return self.compute_hidden(batch) if hidden is None else hidden
-
-    def compute_hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of a batch's tokens, operator by operator."""
-        return self._forward(batch)
+        return self.forward(batch) if hidden is None else hidden
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, V] of all of the step's tokens."""

@@ -16,8 +16,8 @@ from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import NewRow, RowResult, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, upload
+from ascend_vllm.worker.model_runner import ModelForward
 from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.stage_runner import StageForward
 
 
 class Gatherer(abc.ABC):
@@ -155,6 +155,9 @@ class PoolingRunner:
         gatherer: collects the hidden states for the pooler.
         device: of the model.
 
+    Attributes:
+        forward: as given.
+
     Raises:
         ValueError: the model has no pooler.
     """
@@ -162,7 +165,7 @@ class PoolingRunner:
     def __init__(
         self,
         model: CausalLM,
-        forward: StageForward,
+        forward: ModelForward,
         mover: BlockMover,
         batch: InputBatch,
         gatherer: Gatherer,
@@ -172,7 +175,7 @@ class PoolingRunner:
             raise ValueError("the model has no pooler")
         self._model = model
         self._pooler = model.pooler
-        self._forward = forward
+        self.forward = forward
         self._mover = mover
         self._batch = batch
         self._gatherer = gatherer
@@ -197,7 +200,7 @@ class PoolingRunner:
             return output
         slots, num_scheduled = np.array(step.slots, np.int64), np.array(step.num_scheduled_tokens, np.int64)
         host_batch = self._batch.build(slots, num_scheduled)
-        hidden = self._forward(host_batch.to_device(self._device))
+        hidden = self.forward(host_batch.to_device(self._device))
         self._batch.advance(slots, num_scheduled)
         states, counts = self._gatherer.gather(host_batch, slots, hidden)
         if len(counts):

@@ -29,9 +29,9 @@ from ascend_vllm.worker.compiled_runner import CompiledRunner
 from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
 from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
-from ascend_vllm.worker.model_runner import DecodeGraphs, ModelRunner
+from ascend_vllm.worker.model_runner import DecodeGraphs, ModelForward, ModelRunner
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
-from ascend_vllm.worker.stage_runner import StageForward, StageRunner
+from ascend_vllm.worker.stage_runner import StageRunner
 from ascend_vllm.worker.tape_runner import TapeRunner
 
 logger = init_logger(__name__)
@@ -62,7 +62,7 @@ class RunnerFactory:
         platform: of the device, initialised.
         device: of the model.
         parallel: ranks of the worker.
-        link: to the other pipeline stages.
+        link: to the other pipeline stages; None: there are none.
         loaded: the model to run.
     """
 
@@ -72,7 +72,7 @@ class RunnerFactory:
         platform: Platform,
         device: torch.device,
         parallel: ParallelContext,
-        link: StageLink,
+        link: StageLink | None,
         loaded: LoadedModel,
     ) -> None:
         self._config = config
@@ -98,26 +98,15 @@ class RunnerFactory:
             vocab_size=config.model.vocab_size,
             step_state=self._loaded.step_state,
         )
-        if not self._parallel.is_last_stage:
-            forward = StageForward(model, backend, kv_caches, self._link)
+        forward = ModelForward(model, backend, kv_caches, self._link)
+        if self._link is not None and not self._parallel.is_last_stage:
             return StageRunner(forward, self._link, mover, batch, self._device)
         if config.model.pooler is None:
-            mode = config.model.logprobs_mode
-            return ModelRunner(
-                model,
-                backend,
-                kv_caches,
-                mover,
-                batch,
-                mode,
-                self._device,
-                host_memory=self._platform.shares_host_memory,
-                link=self._link,
-            )
+            mode, host_memory = config.model.logprobs_mode, self._platform.shares_host_memory
+            return ModelRunner(model, forward, mover, batch, mode, self._device, host_memory=host_memory)
         gatherer = make_gatherer(
             config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
         )
-        forward = StageForward(model, backend, kv_caches, self._link)
         return PoolingRunner(model, forward, mover, batch, gatherer, self._device)
 
     def capture_graphs(self, runner: Runner, kv_caches: list[LayerCache]) -> None:
@@ -152,7 +141,7 @@ class RunnerFactory:
             return None
         block_size = self._config.cache.block_size
         return GraphRunner(
-            graphs, loaded.backend, runner.compute_hidden, recorder, block_size, self._device, loaded.step_state
+            graphs, loaded.backend, runner.forward, recorder, block_size, self._device, loaded.step_state
         )
 
     def _make_compiled_graphs(self, kv_caches: list[LayerCache]) -> CompiledRunner:
@@ -185,7 +174,7 @@ class RunnerFactory:
         config = self._config
         blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
         return TapeRunner(
-            runner.compute_hidden,
+            runner.forward,
             config.scheduler.max_num_seqs,
             blocks_per_row,
             self._loaded.step_state,

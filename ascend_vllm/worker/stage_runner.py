@@ -1,41 +1,15 @@
-"""Steps of a pipeline stage that is not the last one. Letters: T tokens, H hidden."""
+"""Steps of a pipeline stage that is not the last one."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.distributed.stage_link import StageLink
-from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch
-
-
-class StageForward:
-    """The forward pass through this worker's layers: all layers, or those of its pipeline stage.
-
-    Args:
-        model: on the device.
-        backend: computes attention in all its layers.
-        kv_caches: one per layer, made by the backend.
-        link: to the other stages.
-    """
-
-    def __init__(
-        self, model: CausalLM, backend: AttentionBackend, kv_caches: list[LayerCache], link: StageLink
-    ) -> None:
-        self._model = model
-        self._backend = backend
-        self._kv_caches = kv_caches
-        self._link = link
-
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of a batch's tokens."""
-        metadata = self._backend.prepare(batch)
-        hidden = self._link.receive(len(batch.input_ids))
-        return self._model.forward(batch, self._kv_caches, self._backend, metadata, hidden)
+from ascend_vllm.worker.model_runner import ModelForward
 
 
 class StageRunner:
@@ -49,12 +23,15 @@ class StageRunner:
         mover: copies blocks of the layers' caches.
         batch: empty slots.
         device: of the model.
+
+    Attributes:
+        forward: as given.
     """
 
     def __init__(
-        self, forward: StageForward, link: StageLink, mover: BlockMover, batch: InputBatch, device: torch.device
+        self, forward: ModelForward, link: StageLink, mover: BlockMover, batch: InputBatch, device: torch.device
     ) -> None:
-        self._forward = forward
+        self.forward = forward
         self._link = link
         self._mover = mover
         self._batch = batch
@@ -78,7 +55,7 @@ class StageRunner:
         if step.slots:
             slots, num_scheduled = np.array(step.slots, np.int64), np.array(step.num_scheduled_tokens, np.int64)
             batch = self._batch.build(slots, num_scheduled).to_device(self._device)
-            self._link.send(self._forward(batch))
+            self._link.send(self.forward(batch))
             self._batch.advance(slots, num_scheduled)
         return StepOutput(step.step_id, np.zeros(0, np.int32), np.zeros((0, 1), np.int64))
 

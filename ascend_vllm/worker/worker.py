@@ -22,7 +22,7 @@ from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.distributed.group import join_groups
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.rendezvous import Rendezvous
-from ascend_vllm.distributed.stage_link import GroupStageLink, NoOtherStages, StageLink
+from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.step_state import StepState
@@ -93,10 +93,10 @@ class Worker:
             )
         groups = join_groups(self._platform, self._parallel, rendezvous)
         self._collectives = groups.collectives
-        self._link: StageLink = NoOtherStages()
+        self._link: StageLink | None = None
         if groups.stages is not None:
             stage, width = self._parallel.pp_rank, config.model.hidden_size
-            self._link = GroupStageLink(groups.stages, stage, width, self._dtype, self._device)
+            self._link = StageLink(groups.stages, stage, width, self._dtype, self._device)
         self._loaded: LoadedModel | None = None
         self._runner: Runner | None = None
         self._cache_size: KVCacheSize | None = None

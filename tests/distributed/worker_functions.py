@@ -58,7 +58,7 @@ def fail(worker: Worker) -> None:
 def stage_facts(worker: Worker) -> tuple[int, int, bool, bool]:
     """Layers that the worker holds, their KV caches, and whether it has the embedding and the last norm."""
     model, runner = worker.get_model(), worker._runner
-    forward = runner._forward  # type: ignore[union-attr]
+    forward = runner.forward  # type: ignore[union-attr]
     layers, table, norm = (getattr(model, name) for name in ("decoder_layers", "embed_tokens", "norm"))
     return len(layers), len(forward._kv_caches), table is not None, norm is not None
 

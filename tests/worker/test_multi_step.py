@@ -82,8 +82,7 @@ def masking_worker(**options: Any) -> Worker:
     mode = worker._config.model.logprobs_mode
     worker._runner = ModelRunner(
         runner._model,
-        runner._forward._backend,
-        runner._forward._kv_caches,
+        runner.forward,
         runner._mover,
         runner._batch,
         mode,
@@ -202,7 +201,7 @@ def test_a_row_that_ended_writes_no_key(masks: bool) -> None:
     """Its blocks behind its end keep what was in them, though it had them for all steps."""
     worker = masking_worker() if masks else started_worker(tiny_model("qwen2"))
     assert worker._runner is not None
-    caches = worker._runner._forward._kv_caches
+    caches = worker._runner.forward._kv_caches
     rows = {name: ROWS[name] for name in ("greedy", "short", "stops")}
     lengths = {name: len(tokens) for name, tokens in run(worker, rows, 1).tokens.items()}
     for cache in caches:

@@ -22,7 +22,7 @@ RANDOM = SamplingParams(temperature=1.0, repetition_penalty=1.1)
 def caches_of(worker: Worker) -> list[torch.Tensor]:
     """The layers' caches, [2, P, K, S, D]."""
     assert worker._runner is not None
-    return worker._runner._forward._kv_caches
+    return worker._runner.forward._kv_caches
 
 
 class WindowDriver(Driver):
