@@ -121,7 +121,8 @@ class ModelRunner:
         if step.block_moves:
             self._mover.move(step.block_moves)
         self._batch.apply(step)
-        self._scorer.apply(step)
+        if self._scorer.requests or any(row.sampling_params.prompt_logprobs is not None for row in step.new_rows):
+            self._scorer.apply(step)
         if not step.slots:
             return _nothing_sampled(step.step_id)
         slots = np.array(step.slots, np.int64)
@@ -158,7 +159,7 @@ class ModelRunner:
         host_batch = self._batch.build(slots, num_scheduled)
         batch = host_batch.to_device(self._device)
         hidden = self._hidden(batch)
-        prompts = self._scorer.score(host_batch, slots, hidden)
+        prompts = self._scorer.score(host_batch, slots, hidden) if self._scorer.requests else []
         self._batch.advance(slots, num_scheduled)
         sampling_slots = host_batch.sampling_slots
         if len(sampling_slots) == 0:

@@ -73,6 +73,9 @@ class PromptScorer:
         reports_logits: report logits instead of log-probabilities.
         processed: apply the row's temperature, min_p, top-k and top-p first, as vLLM 0.6.3 does; penalties, biases
             and masks do not apply to prompts.
+
+    Attributes:
+        requests: by slot; without any there is nothing to do.
     """
 
     def __init__(
@@ -89,14 +92,12 @@ class PromptScorer:
         self._batch = batch
         self._compute_logits = compute_logits
         self._device = device
-        # by slot
-        self._requests: dict[int, _Request] = {}
+        self.requests: dict[int, _Request] = {}
 
     def apply(self, step: SchedulerOutput) -> None:
         """Updates the requests by the rows that a step frees and adds."""
-        if self._requests:
-            for slot in step.freed_slots:
-                self._requests.pop(slot, None)
+        for slot in step.freed_slots:
+            self.requests.pop(slot, None)
         for row in step.new_rows:
             self._enter(row)
 
@@ -108,13 +109,11 @@ class PromptScorer:
             slots: [R] int64, its rows.
             hidden: [T, H], of the step's tokens.
         """
-        if not self._requests:
-            return []
         reports = []
         # a loop over the rows with requests, of which there are few
-        for row in np.flatnonzero(np.isin(slots, list(self._requests))).tolist():
+        for row in np.flatnonzero(np.isin(slots, list(self.requests))).tolist():
             slot = int(slots[row])
-            request = self._requests[slot]
+            request = self.requests[slot]
             first, last = host_batch.query_start[row : row + 2].tolist()
             computed = int(host_batch.positions[first])
             # the hidden state at position p gives the token at p + 1
@@ -124,7 +123,7 @@ class PromptScorer:
                 parts = self._parts(hidden[offset : offset + end - start], slot, start, request.num_logprobs)
                 reports.append(PromptReport(slot, start, parts))
             if end == request.end:
-                del self._requests[slot]
+                del self.requests[slot]
         return reports
 
     def _parts(self, hidden: torch.Tensor, slot: int, start: int, num_logprobs: int) -> list[LogprobTensors]:
@@ -151,6 +150,6 @@ class PromptScorer:
         num_logprobs = row.sampling_params.prompt_logprobs
         start = max(1, row.num_prompt_logprobs)
         if num_logprobs is not None and start < row.num_prompt_tokens:
-            self._requests[row.slot] = _Request(num_logprobs, start, row.num_prompt_tokens)
+            self.requests[row.slot] = _Request(num_logprobs, start, row.num_prompt_tokens)
         else:
-            self._requests.pop(row.slot, None)
+            self.requests.pop(row.slot, None)
