@@ -20,9 +20,8 @@ import torch
 from ascend_vllm.attention.backend import NO_STATE, ForwardBatch
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, SchedulerOutput
-from ascend_vllm.worker.ragged import Int64Array, ragged_arange
 from ascend_vllm.worker.row_state import RowState
-from ascend_vllm.worker.sampling.columns import SamplingColumns
+from ascend_vllm.worker.sampling.columns import Int64Array, SamplingColumns, ragged_arange
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -217,9 +216,10 @@ class InputBatch:
             token_slots, positions = slots, computed
             query_start = self._starts_of_one_each[: len(slots) + 1]
         else:
-            token_slots, positions = np.repeat(slots, num_scheduled), ragged_arange(computed, num_scheduled)
             query_start = np.zeros(len(slots) + 1, np.int32)
             num_scheduled.cumsum(out=query_start[1:])
+            token_slots = np.repeat(slots, num_scheduled)
+            positions = np.repeat(computed - query_start[:-1], num_scheduled) + np.arange(len(token_slots))
         samples = np.flatnonzero(missing == 0)
         logits_indices = query_start[samples + 1].astype(np.int64) - 1
         num_places = None

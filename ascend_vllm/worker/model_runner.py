@@ -18,8 +18,7 @@ from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
-from ascend_vllm.worker.ragged import Int64Array, ragged_arange
-from ascend_vllm.worker.sampling.columns import MASKS
+from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.logprobs import by_place, collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler

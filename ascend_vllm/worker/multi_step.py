@@ -21,8 +21,7 @@ import torch
 from ascend_vllm.attention.backend import NO_STATE, ForwardBatch
 from ascend_vllm.types.step import StepLogprobs
 from ascend_vllm.worker.input_batch import InputBatch, place_values, upload, upload_all
-from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.columns import MASKS
+from ascend_vllm.worker.sampling.columns import MASKS, Int64Array
 from ascend_vllm.worker.sampling.logprobs import collect
 from ascend_vllm.worker.sampling.plan import SamplingPlan
 from ascend_vllm.worker.sampling.sampler import Sampled, Sampler

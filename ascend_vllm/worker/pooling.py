@@ -17,7 +17,7 @@ from ascend_vllm.types.step import NewRow, RowResult, SchedulerOutput, StepOutpu
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, upload
 from ascend_vllm.worker.model_runner import ModelForward
-from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.columns import Int64Array
 
 
 class Gatherer(abc.ABC):

@@ -10,7 +10,7 @@ import torch
 
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.types.step import NewRow
-from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.columns import Int64Array
 
 
 class RowState:

@@ -15,7 +15,7 @@ import torch
 
 from ascend_vllm.ops.sampling import token_logprobs
 from ascend_vllm.types.step import StepLogprobs
-from ascend_vllm.worker.ragged import Int64Array
+from ascend_vllm.worker.sampling.columns import Int64Array
 
 
 def filtered_logits(

@@ -14,8 +14,8 @@ import torch
 
 from ascend_vllm.ops.sampling import largest_top_k, philox_uniform
 from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
-from ascend_vllm.worker.ragged import Int64Array
 from ascend_vllm.worker.sampling import columns
+from ascend_vllm.worker.sampling.columns import Int64Array
 
 Filters = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Index = tuple[torch.Tensor, torch.Tensor]

@@ -17,8 +17,7 @@ import torch
 from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_max, draw_tokens, sample_tokens
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
-from ascend_vllm.worker.ragged import Int64Array
-from ascend_vllm.worker.sampling.columns import MASKS, LogitsProcessor
+from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, LogitsProcessor
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
 from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
 

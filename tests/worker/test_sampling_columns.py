@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_vllm.worker.ragged import RaggedTable, ragged_arange
+from ascend_vllm.worker.sampling.columns import RaggedTable, ragged_arange
 
 NUM_SLOTS = 5
 
