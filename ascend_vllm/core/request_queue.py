@@ -57,7 +57,12 @@ class RequestQueue(abc.ABC):
 
     Further sequences of a client's request (`Request.is_further`) are in a heap of their own, so that others can be
     admitted before them.
+
+    Attributes:
+        has_ranks: a running request may be preempted for a waiting one, see `outranks`.
     """
+
+    has_ranks = False
 
     def __init__(self) -> None:
         # first sequences, further ones
@@ -144,6 +149,8 @@ class PriorityQueue(RequestQueue):
     The running request with the highest value, then the latest arrival, is preempted first, also for a waiting
     request with a lower value.
     """
+
+    has_ranks = True
 
     def _key(self, request: Request) -> tuple[float, ...]:
         return _urgency(request)

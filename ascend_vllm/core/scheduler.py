@@ -265,7 +265,7 @@ class Scheduler:
             self._take_ready()
         was_idle = not (self.rows.running or self._in_flight)
         builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting))
-        num_held = self._preemption.preempt_outranked()
+        num_held = self._preemption.preempt_outranked() if self.waiting.has_ranks else 0
         budget = self.config.max_num_batched_tokens
         if self._cuts_prompts:
             budget = self._schedule_running(builder, budget, num_held)

@@ -83,6 +83,7 @@ def test_an_id_may_come_back_after_it_was_removed(policy: str) -> None:
 def test_fcfs_knows_no_priorities() -> None:
     queue = fill(QUEUES["fcfs"](), make("late", 0, 9.0), make("urgent", -5, 1.0))
     assert queue.pop().request_id == "late"
+    assert not queue.has_ranks
     assert not queue.outranks(make("urgent", -5), make("idle", 5))
     running: list[Request] = []
     for request in (make("a", 3), make("b", -3)):
@@ -112,6 +113,7 @@ def test_running_requests_are_ordered_by_priority() -> None:
 
 def test_only_a_lower_value_outranks() -> None:
     queue = PriorityQueue()
+    assert queue.has_ranks
     assert queue.outranks(make("w", 0, 9.0), make("r", 1, 1.0))
     assert not queue.outranks(make("w", 1, 1.0), make("r", 1, 9.0))
     assert not queue.outranks(make("w", 2), make("r", 1))
