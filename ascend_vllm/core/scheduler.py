@@ -35,7 +35,7 @@ from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.prompt_chunks import ChunkSizeController
 from ascend_vllm.core.request import NO_SLOT, GroupStep, Request, RequestStatus, RowKind
 from ascend_vllm.core.request_queue import RequestQueue
-from ascend_vllm.core.row_kinds import row_kind_of
+from ascend_vllm.core.row_kinds import ROW_KINDS
 from ascend_vllm.core.rows import Rows, rows_of
 from ascend_vllm.core.scheduler_audit import audit
 from ascend_vllm.core.step_builder import StepBuilder, StepInFlight, row_logprobs, take_back_rejected
@@ -131,7 +131,9 @@ class Scheduler:
         self.requests[request.request_id] = request
         if request.parent_id is not None:
             self._preemption.num_children[request.parent_id] += 1
-        request.kind = row_kind_of(request, message, self._max_model_len)
+        for field, make_kind in ROW_KINDS.items():
+            if (value := getattr(message, field)) is not None:
+                request.kind = make_kind(request, value, self._max_model_len)
         try:
             if self.connectors.begin(request):
                 self.waiting.add(request)
