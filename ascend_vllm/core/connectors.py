@@ -1,21 +1,30 @@
 """What requests wait for outside of the steps, such as a grammar that is compiled, or KV from another machine.
 
-A new request goes through the connectors in order. One that is not ready waits in a connector, without slot and
-blocks, until `take_ready` returns it; after the last connector it is queued as any other.
+A new request goes in order through the connectors of the fields that are set in it. One that is not ready waits in a
+connector, without slot and blocks, until `take_ready` returns it; after the last connector it is queued as any other.
 """
 
 from __future__ import annotations
 
 import abc
+import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ascend_vllm.core.request import Request
 from ascend_vllm.errors import RequestError
 
 
 class Connector(abc.ABC):
-    """Something that requests may wait for. The engine core's thread calls all methods, between steps."""
+    """Something that requests may wait for. The engine core's thread calls all methods, between steps.
+
+    Attributes:
+        field: the attribute of `Request` that it serves, such as "sampling_params.structured_outputs"; requests in
+            which that is None or empty do not come here.
+    """
+
+    field: str
 
     @abc.abstractmethod
     def attach(self, wake: threading.Event) -> None:
@@ -37,18 +46,8 @@ class Connector(abc.ABC):
         """Requests that no longer wait, in order of arrival, each with the error that ends it, or None."""
 
     @abc.abstractmethod
-    def remove(self, request: Request) -> bool:
-        """Removes a request; returns whether it was waiting here."""
-
-    @property
-    @abc.abstractmethod
-    def waiting(self) -> list[Request]:
-        """Requests that wait here, in order of arrival."""
-
-    @property
-    @abc.abstractmethod
-    def num_waiting(self) -> int:
-        """Their number; read in every step."""
+    def remove(self, request: Request) -> None:
+        """Removes a request that waits here."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -60,47 +59,50 @@ class Connectors:
 
     Args:
         connectors: in the order in which requests go through them.
+
+    Attributes:
+        fields: of each connector, gives the field of a request that it serves. A request with none of them needs no
+            call of `begin`.
+        waiting: requests that wait in connectors, in order of arrival there → indices of these.
     """
 
     def __init__(self, connectors: Sequence[Connector]) -> None:
         self._connectors = connectors
+        self.fields: list[Callable[[Request], Any]] = [
+            operator.attrgetter(connector.field) for connector in connectors
+        ]
+        self.waiting: dict[Request, int] = {}
         self._wake = threading.Event()
         for connector in connectors:
             connector.attach(self._wake)
 
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests that wait in any connector."""
-        return [request for connector in self._connectors for request in connector.waiting]
-
-    @property
-    def num_waiting(self) -> int:
-        """Their number."""
-        return sum(connector.num_waiting for connector in self._connectors)
-
-    def begin(self, request: Request) -> bool:
-        """See `Connector.begin`."""
-        return self._begin(request, 0)
+    def begin(self, request: Request, first: int = 0) -> bool:
+        """Has a request go through the connectors from `first` on: see `Connector.begin`."""
+        for index in range(first, len(self._connectors)):
+            if self.fields[index](request) and not self._connectors[index].begin(request):
+                self.waiting[request] = index
+                return False
+        return True
 
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
         """Requests that have passed all connectors, or failed in one: see `Connector.take_ready`."""
         self._wake.clear()
         ready: list[tuple[Request, RequestError | None]] = []
         for index, connector in enumerate(self._connectors):
-            for request, error in connector.take_ready() if connector.num_waiting else ():
-                if error is not None:
-                    ready.append((request, error))
-                    continue
+            for request, error in connector.take_ready():
+                del self.waiting[request]
+                failure = error
                 try:
-                    if self._begin(request, index + 1):
-                        ready.append((request, None))
+                    if failure is None and not self.begin(request, index + 1):
+                        continue
                 except RequestError as reason:
-                    ready.append((request, reason))
+                    failure = reason
+                ready.append((request, failure))
         return ready
 
-    def remove(self, request: Request) -> bool:
-        """Removes a request; returns whether it was waiting."""
-        return any(connector.remove(request) for connector in self._connectors)
+    def remove(self, request: Request) -> None:
+        """Removes a request that waits."""
+        self._connectors[self.waiting.pop(request)].remove(request)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a request may be ready, but at most `timeout_s`."""
@@ -110,6 +112,3 @@ class Connectors:
         """Closes all connectors."""
         for connector in self._connectors:
             connector.close()
-
-    def _begin(self, request: Request, first: int) -> bool:
-        return all(connector.begin(request) for connector in self._connectors[first:])

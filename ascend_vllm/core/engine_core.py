@@ -152,7 +152,7 @@ class EngineCore:
             if scheduled is None:
                 break
             self._in_flight.append(self._executor.execute_model(scheduled))
-        if not self._in_flight and self._connectors.num_waiting:
+        if not self._in_flight and self._connectors.waiting:
             # nothing to compute: leave the processor to compilations, but return soon for new requests
             self._connectors.wait(_CONNECTOR_WAIT_S)
         outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)

@@ -135,10 +135,10 @@ class Scheduler:
             if (value := getattr(message, field)) is not None:
                 request.kind = make_kind(request, value, self._max_model_len)
         try:
-            if self.connectors.begin(request):
-                self.waiting.add(request)
-            else:
+            if any(field(request) for field in self.connectors.fields) and not self.connectors.begin(request):
                 request.transition(RequestStatus.WAITING_FOR_CONNECTOR)
+            else:
+                self.waiting.add(request)
         except RequestError as error:
             self.waiting.add(request)
             self._end_early(request, RequestStatus.FINISHED_ERROR, error)
@@ -263,7 +263,7 @@ class Scheduler:
         """The next step, or None if no row can compute. Its tokens count as computed from now on."""
         now = time.monotonic()
         self._end_expired(now)
-        if self.connectors.num_waiting:
+        if self.connectors.waiting:
             self._take_ready()
         was_idle = not (self.rows.running or self._in_flight)
         builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting))
@@ -569,7 +569,7 @@ class Scheduler:
         kv_cache = self.kv_cache
         return SchedulerStats(
             num_running=len(self.rows.running),
-            num_waiting=len(self.waiting) + self.connectors.num_waiting,
+            num_waiting=len(self.waiting) + len(self.connectors.waiting),
             kv_cache_usage=kv_cache.usage,
             num_preemptions=self._preemption.num_preemptions,
             num_prompt_tokens=self._num_step_prompt_tokens,
@@ -587,7 +587,7 @@ class Scheduler:
             and self.kv_cache.cpu_usage == 0
             and self.rows.num_available == self.config.max_num_seqs
             and not (self.rows.by_slot or self.rows.running or self.waiting or self._preemption.num_swapped)
-            and self.connectors.num_waiting == 0
+            and not self.connectors.waiting
         )
 
     def audit(self) -> dict[str, Any]:

@@ -141,7 +141,9 @@ class Drafting(RowKind):
 
 
 class Gate(Connector):
-    """Holds requests whose ids begin with "g" until it is opened."""
+    """Holds requests with content keys until it is opened."""
+
+    field = "content_keys"
 
     def __init__(self) -> None:
         self._held: dict[str, Request] = {}
@@ -159,7 +161,8 @@ class Gate(Connector):
     def begin(self, request: Request) -> bool:
         if request.request_id == "no gate":
             raise RequestError("There is no such gate.", "gate")
-        if not request.request_id.startswith("g") or self._is_open:
+        assert request.content_keys
+        if self._is_open:
             return True
         self._held[request.request_id] = request
         return False
@@ -170,16 +173,8 @@ class Gate(Connector):
         held, self._held = self._held, {}
         return [(request, RequestError("late") if name == "g-late" else None) for name, request in held.items()]
 
-    def remove(self, request: Request) -> bool:
-        return self._held.pop(request.request_id, None) is not None
-
-    @property
-    def waiting(self) -> list[Request]:
-        return list(self._held.values())
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._held)
+    def remove(self, request: Request) -> None:
+        del self._held[request.request_id]
 
     def close(self) -> None:
         self.is_closed = True
@@ -274,7 +269,8 @@ def test_requests_wait_for_a_connector_while_others_run() -> None:
     config, gate = make_config(), Gate()
     core = EngineCore(config, MemoryExecutor(config, 64), connectors=[gate])
     for name in ("no gate", "g1", "free", "g-late", "g2", "g-left"):
-        core.add_request(make_request(name, [1, 2, 3, 4, 5], seed=3))
+        message = {} if name == "free" else {"content_keys": [(0, "a gate")]}
+        core.add_request(make_request(name, [1, 2, 3, 4, 5], seed=3, message=message))
     assert core._scheduler.requests["g1"].status is RequestStatus.WAITING_FOR_CONNECTOR
     assert core.stats()["num_waiting"] == 5
     collected: dict[str, Collected] = {}

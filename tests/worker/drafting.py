@@ -54,6 +54,9 @@ class Drafts(Connector):
         is_steady: see `Drafting`.
     """
 
+    # all requests have one
+    field = "request_id"
+
     def __init__(self, texts: Mapping[str, Sequence[int]], num_drafts: int, *, is_steady: bool) -> None:
         self._texts = texts
         self._num_drafts = num_drafts
@@ -71,16 +74,8 @@ class Drafts(Connector):
     def take_ready(self) -> list[tuple[Request, RequestError | None]]:
         return []
 
-    def remove(self, request: Request) -> bool:  # noqa: ARG002 - nobody waits
-        return False
-
-    @property
-    def waiting(self) -> list[Request]:
-        return []
-
-    @property
-    def num_waiting(self) -> int:
-        return 0
+    def remove(self, request: Request) -> None:
+        raise AssertionError(f"{request} does not wait here")
 
     def close(self) -> None:
         pass

@@ -46,6 +46,8 @@ class StructuredOutputManager(Connector):
         processes: that compile; None: its own, started by the first constraint.
     """
 
+    field = "sampling_params.structured_outputs"
+
     def __init__(
         self,
         config: StructuredOutputsConfig,
@@ -66,16 +68,6 @@ class StructuredOutputManager(Connector):
         # request id → request, its entry, and time.monotonic() of its arrival; in arrival order
         self._waiting: dict[str, tuple[Request, Entry, float]] = {}
         self._has_logged_backend = False
-
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests whose grammars are being compiled."""
-        return [request for request, _, _ in self._waiting.values()]
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of `waiting`."""
-        return len(self._waiting)
 
     def attach(self, wake: threading.Event) -> None:
         self._compiler.wake = wake
@@ -136,17 +128,13 @@ class StructuredOutputManager(Connector):
             self._evict()
         return ready
 
-    def remove(self, request: Request) -> bool:
-        """Drops a waiting request; False if it is not waiting. A compilation that no request needs is cancelled."""
-        waiting = self._waiting.pop(request.request_id, None)
-        if waiting is None:
-            return False
-        entry = waiting[1]
+    def remove(self, request: Request) -> None:
+        """Drops a waiting request. A compilation that no request needs is cancelled."""
+        _, entry, _ = self._waiting.pop(request.request_id)
         entry.num_waiting -= 1
         if not (entry.num_waiting or entry.is_done):
             entry.job.give_up()
             del self._entries[entry.constraint]
-        return True
 
     def close(self) -> None:
         """Ends all compilations."""
