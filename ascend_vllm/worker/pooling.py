@@ -191,7 +191,8 @@ class PoolingRunner:
         Raises:
             ValueError: the step does not fit its rows.
         """
-        self._mover.move(step.block_moves)
+        if step.block_moves:
+            self._mover.move(step.block_moves)
         self._batch.apply(step)
         if step.new_rows:
             self._enter(step.new_rows)

@@ -50,7 +50,8 @@ class StageRunner:
         if step.sampled:
             slots, token_ids = np.array(step.sampled, np.int64).T
             self._batch.append_received(slots, token_ids)
-        self._mover.move(step.block_moves)
+        if step.block_moves:
+            self._mover.move(step.block_moves)
         self._batch.apply(step)
         if step.slots:
             slots, num_scheduled = np.array(step.slots, np.int64), np.array(step.num_scheduled_tokens, np.int64)
