@@ -1,6 +1,7 @@
 """A quantization format that lives in tests only: 8-bit weights with a scale per row, of all layers and embeddings.
 
-`checkpoints` makes a quantized model, and the same model with its weights rounded as the format rounds them.
+Its ops have no kernels, and tapes record them all the same. `checkpoints` makes a quantized model, and the same model
+with its weights rounded as the format rounds them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +28,7 @@ from ascend_vllm.layers.quantization.base import (
 )
 from ascend_vllm.ops.embedding import gather_rows
 from ascend_vllm.ops.gemm import PackedLinear
+from ascend_vllm.ops.registry import define_op
 from tests.tiny_models import tiny_model
 
 METHOD = "toy"
@@ -49,6 +53,51 @@ def restore(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     return (levels.float() * scales).to(dtype)
 
 
+def _x_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    yield (torch.linspace(-2, 2, 32, dtype=dtype).view(4, 8),)
+
+
+def _weight_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    yield *round_rows(torch.linspace(-1, 1, 24).view(3, 8)), dtype
+
+
+def _rows_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for arguments in _weight_inputs(dtype):
+        yield torch.tensor([2, 0]), *arguments
+
+
+def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for (x,), (levels, scales, _) in zip(_x_inputs(dtype), _weight_inputs(dtype), strict=True):
+        yield x, levels, scales, torch.ones(3, dtype=dtype)
+
+
+@define_op(inputs=_x_inputs, dtypes=(torch.float32,), devices=(), recordable=True)
+def toy_round(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `round_rows`."""
+    return round_rows(x)
+
+
+@define_op(inputs=_weight_inputs, dtypes=(torch.float32,), devices=(), recordable=True)
+def toy_restore(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `restore`."""
+    return restore(levels, scales, dtype)
+
+
+@define_op(inputs=_rows_inputs, dtypes=(torch.float32,), devices=(), recordable=True)
+def toy_rows(indices: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows of a weight."""
+    return restore(levels.index_select(0, indices), scales.index_select(0, indices), dtype)
+
+
+@define_op(inputs=_linear_inputs, dtypes=(torch.float32,), devices=(), recordable=True)
+def toy_linear(
+    x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, in] → [T, out]."""
+    weight = restore(levels, scales, x.dtype)
+    return PackedLinear.of(weight)(x, bias) if x.device.type == "cpu" else torch.nn.functional.linear(x, weight, bias)
+
+
 class Dequantizing(QuantMethod):
     """Makes the weight in the model's dtype in each call."""
 
@@ -70,17 +119,16 @@ class Dequantizing(QuantMethod):
         pass
 
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
-        weight = restore(self.levels, self.scales, layer.dtype)
-        if x.device.type == "cpu":
-            return PackedLinear.of(weight)(x, layer.bias)
-        return torch.nn.functional.linear(x, weight, layer.bias)
+        result: torch.Tensor = toy_linear(x, self.levels, self.scales, layer.bias)
+        return result
 
     def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:
-        return restore(self.levels.index_select(0, indices), self.scales.index_select(0, indices), layer.dtype)
+        rows: torch.Tensor = toy_rows(indices, self.levels, self.scales, layer.dtype)
+        return rows
 
 
 class OnlyKernels(Dequantizing):
-    """Multiplies with the levels, then with the scales as a diagonal matrix: by ops that tapes can record."""
+    """Multiplies with the levels, then with the scales as a diagonal matrix: by ops that have kernels."""
 
     def after_load(self, layer: LinearLayer) -> None:
         self.table = restore(self.levels, self.scales, layer.dtype)
@@ -98,7 +146,8 @@ class PerToken(ActivationQuant):
     """8-bit activations with a scale per token."""
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return round_rows(x)
+        rounded: tuple[torch.Tensor, torch.Tensor] = toy_round(x)
+        return rounded
 
 
 class QuantizedInputs(Dequantizing):
@@ -107,7 +156,7 @@ class QuantizedInputs(Dequantizing):
     activation_quant = PerToken()
 
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
-        return super().apply(layer, restore(*x, layer.dtype) if isinstance(x, tuple) else x)
+        return super().apply(layer, toy_restore(*x, layer.dtype) if isinstance(x, tuple) else x)
 
 
 METHODS: dict[str, type[QuantMethod]] = {

@@ -40,7 +40,7 @@ class OpSpec:
         tolerance: absolute error allowed in float32 against float64; other dtypes are allowed twice the reference's
             own error.
         devices: device types whose code calls it.
-        recordable: whether its CPU binding can be recorded on a tape (`ops/tape.py`).
+        recordable: whether its CPU binding, or without one its reference, can be recorded on a tape (`ops/tape.py`).
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Tapes: what a piece of code has the CPU's kernels do, recorded once and replayed without Python in between.
 
 A decoding step of a small model calls a few hundred kernels, and calling them takes a good part of its time. A tape
-holds the calls with the addresses that they read and write; `csrc_ascend/cpu/bind/tape.h` keeps it.
+holds the calls with the addresses that they read and write; `csrc_ascend/cpu/bind/tape.h` keeps it. An op without a
+kernel of its own, such as one of a plug-in, divides a tape in two: its reference is called between them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascend_vllm.ops.native import native_library
@@ -23,8 +25,25 @@ class UnrecordableError(Exception):
     """Something else than a kernel would have computed."""
 
 
-class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets nothing compute but ops that are recorded; views are made while recording and stay."""
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what is computed, and lets nothing compute but recordable ops; views stay as they are made.
+
+    Args:
+        library: keeps the tapes.
+        handle: of them.
+        key: of the tape.
+
+    Attributes:
+        parts: keys of tapes in the library, and calls of references between them, in order.
+    """
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, key: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._library = library
+        self._handle = handle
+        self._key = key
+        self.parts: list[int | Callable[[], None]] = []
+        self._begin()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -38,10 +57,33 @@ class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        is_recorded = func.namespace == NAMESPACE and func._opname in OPS and OPS[func._opname].recordable
-        if not is_recorded and not func.is_view:
+        spec = OPS.get(func._opname) if func.namespace == NAMESPACE else None
+        if func.is_view or (spec is not None and spec.recordable and spec.has_kernel("cpu")):
+            return func(*args, **kwargs or {})
+        if spec is None or not spec.recordable:
             raise UnrecordableError(f"{func} is no kernel that can be recorded")
-        return func(*args, **kwargs or {})
+        self._library.ascend_vllm_tape_end()
+        recorded = func(*args, **kwargs or {})
+
+        def compute_again() -> None:
+            results = func(*args, **kwargs or {})
+            for target, result in zip(_tensors_of(recorded), _tensors_of(results), strict=True):
+                target.copy_(result)
+
+        self.parts.append(compute_again)
+        self._begin()
+        return recorded
+
+    def _begin(self) -> None:
+        """Begins another tape in the library: the first has the tape's key, others have keys of their own."""
+        number = self._key + (len(self.parts) << 32)
+        self.parts.append(number)
+        self._library.ascend_vllm_tape_begin(self._handle, number)
+
+
+def _tensors_of(results: Any) -> Sequence[torch.Tensor]:
+    """The results of an op as a sequence."""
+    return () if results is None else (results,) if isinstance(results, torch.Tensor) else results
 
 
 class Tapes:
@@ -60,6 +102,8 @@ class Tapes:
         self._library = _library()
         self._handle = ctypes.c_void_p(self._library.ascend_vllm_tapes_make())
         weakref.finalize(self, self._library.ascend_vllm_tapes_free, self._handle)
+        # by key, see `_Recorder`
+        self._parts: dict[int, list[int | Callable[[], None]]] = {}
 
     def record(self, key: int, function: Callable[[], T]) -> T:
         """Calls a function and keeps what it has kernels do, as the tape with a key.
@@ -70,19 +114,27 @@ class Tapes:
         Raises:
             UnrecordableError: the function computes with something else; there is no tape then.
         """
-        self._library.ascend_vllm_tape_begin(self._handle, key)
+        recorder = _Recorder(self._library, self._handle, key)
         try:
-            with _KernelsOnly():  # type: ignore[no-untyped-call]
-                return function()
+            with recorder:
+                result = function()
         except BaseException:
-            self._library.ascend_vllm_tape_drop(self._handle, key)
+            self._parts.pop(key, None)
+            for part in recorder.parts:
+                if isinstance(part, int):
+                    self._library.ascend_vllm_tape_drop(self._handle, part)
             raise
         finally:
             self._library.ascend_vllm_tape_end()
+        self._parts[key] = recorder.parts
+        return result
 
     def length(self, key: int) -> int:
         """Calls on a tape; 0 if there is none."""
-        return int(self._library.ascend_vllm_tape_length(self._handle, key))
+        return sum(
+            self._library.ascend_vllm_tape_length(self._handle, part) if isinstance(part, int) else 1
+            for part in self._parts.get(key, ())
+        )
 
     def replay(self, key: int) -> None:
         """Does again what was recorded.
@@ -90,9 +142,13 @@ class Tapes:
         Raises:
             RuntimeError: a kernel refuses what it reads now, or there is no such tape.
         """
-        error: bytes | None = self._library.ascend_vllm_tape_replay(self._handle, key)
-        if error is not None:
-            raise RuntimeError(error.decode())
+        for part in self._parts.get(key, (key,)):
+            if not isinstance(part, int):
+                part()
+                continue
+            error: bytes | None = self._library.ascend_vllm_tape_replay(self._handle, part)
+            if error is not None:
+                raise RuntimeError(error.decode())
 
 
 def _library() -> ctypes.CDLL:

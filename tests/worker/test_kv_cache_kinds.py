@@ -13,6 +13,7 @@ import torch
 from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
 from ascend_vllm.config.arch import LayerPlan
 from ascend_vllm.config.cache import CacheConfig, kv_cache_specs
+from ascend_vllm.config.graphs import GraphConfig, GraphMode
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.errors import ConfigError
@@ -20,8 +21,11 @@ from ascend_vllm.layers.attention import Attention
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.qwen2 import Qwen2ForCausalLM
 from ascend_vllm.models.registry import MODELS, resolve_model_class
+from ascend_vllm.ops.registry import define_op
 from ascend_vllm.types.kv_cache import KEY_VALUE, KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
+from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import ATTENTION_BACKENDS
+from ascend_vllm.worker.tape_runner import TapeRunner
 from ascend_vllm.worker.worker import Worker
 from tests.models.paged_driver import make_model_config
 from tests.tiny_models import FAMILIES, tiny_model
@@ -65,6 +69,75 @@ class ScaledCache:
     # [P, 2, S, K, D] int8, and [P, 2, S, K] float32
     numbers: torch.Tensor
     scales: torch.Tensor
+
+
+def _toy_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Two rows of one token each, the first and the third of their sequences, in one block each of three."""
+    query, key, value = torch.linspace(-1, 1, 3 * 2 * 32).to(dtype).view(3, 2, 32)
+    steps = torch.tensor([16, 34]), torch.tensor([0, 1, 2]), torch.tensor([1, 3]), torch.tensor([[1], [2]])
+    shape = (3, 2, BLOCK_SIZE, 2, 16)
+    yield query, key, value, torch.zeros(shape, dtype=dtype), None, *steps, 0.25
+    yield query, key, value, torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:-1]), *steps, 0.25
+
+
+@define_op(
+    inputs=_toy_attention_inputs,
+    mutates=("numbers", "scales"),
+    dtypes=(torch.float32,),
+    # of tests alone
+    devices=(),
+    recordable=True,
+)
+def toy_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    numbers: torch.Tensor,
+    scales: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Stores keys and values, and attends to all that are cached: see `ToyAttention`."""
+    num_kv_heads, head_size = numbers.shape[-2:]
+    new = torch.stack([part.unflatten(1, (num_kv_heads, head_size)) for part in (key, value)], dim=1)
+    _store(new.float(), numbers, scales, slot_mapping)
+    outputs = []
+    for row, length in enumerate(seq_lens.tolist()):
+        start, end = query_start[row : row + 2].tolist()
+        keys, values = _load(numbers, scales, block_table[row].long(), length)
+        queries = query[start:end].unflatten(1, (-1, head_size)).float().transpose(0, 1)
+        shown = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=shown, scale=scale, enable_gqa=True
+        )
+        outputs.append(output.transpose(0, 1).flatten(1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def _store(new: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> None:
+    """new [T, 2, K, D] float32."""
+    places = slots >= 0
+    blocks, offsets = slots[places] // BLOCK_SIZE, slots[places] % BLOCK_SIZE
+    new = new[places]
+    if scales is not None:
+        new_scales = new.abs().amax(-1).clamp_min(1e-6) / 127
+        scales[blocks, :, offsets] = new_scales
+        new = (new / new_scales[..., None]).round()
+    numbers[blocks, :, offsets] = new.to(numbers.dtype)
+
+
+def _load(
+    numbers: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a row, each [K, length, D] float32."""
+    cached = numbers[blocks].float()
+    if scales is not None:
+        cached *= scales[blocks][..., None]
+    keys, values = cached.transpose(0, 1).flatten(1, 2)[:, :length].transpose(1, 2).unbind(0)
+    return keys, values
 
 
 class ToyAttention(AttentionBackend):
@@ -121,46 +194,15 @@ class ToyAttention(AttentionBackend):
     ) -> torch.Tensor:
         if rotary is not None:
             rotary.rotate(query, key, spec.head_size)
-        new = torch.stack([part.unflatten(1, (spec.num_kv_heads, spec.head_size)) for part in (key, value)], dim=1)
-        self._store(new.float(), kv_cache, batch.slot_mapping)
-        outputs = []
-        for row, length in enumerate(batch.seq_lens.tolist()):
-            start, end = batch.query_start[row : row + 2].tolist()
-            keys, values = self._load(kv_cache, batch.block_table[row].long(), length)
-            queries = query[start:end].unflatten(1, (spec.num_heads, spec.head_size)).float().transpose(0, 1)
-            shown = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
-            output = torch.nn.functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=shown, scale=spec.scale, enable_gqa=True
-            )
-            outputs.append(output.transpose(0, 1).flatten(1))
-        return torch.cat(outputs).to(query.dtype)
-
-    @staticmethod
-    def _store(new: torch.Tensor, kv_cache: LayerCache, slots: torch.Tensor) -> None:
-        """new [T, 2, K, D] float32."""
-        places = slots >= 0
-        blocks, offsets = slots[places] // BLOCK_SIZE, slots[places] % BLOCK_SIZE
-        new = new[places]
-        if isinstance(kv_cache, ScaledCache):
-            scales = new.abs().amax(-1).clamp_min(1e-6) / 127
-            kv_cache.scales[blocks, :, offsets] = scales
-            new, kv_cache = (new / scales[..., None]).round(), kv_cache.numbers
-        kv_cache[blocks, :, offsets] = new.to(kv_cache.dtype)
-
-    @staticmethod
-    def _load(kv_cache: LayerCache, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a row, each [K, length, D] float32."""
-        if isinstance(kv_cache, ScaledCache):
-            cached = kv_cache.numbers[blocks].float() * kv_cache.scales[blocks][..., None]
-        else:
-            cached = kv_cache[blocks].float()
-        keys, values = cached.transpose(0, 1).flatten(1, 2)[:, :length].transpose(1, 2).unbind(0)
-        return keys, values
+        cache = (kv_cache.numbers, kv_cache.scales) if isinstance(kv_cache, ScaledCache) else (kv_cache, None)
+        step = batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_table
+        output: torch.Tensor = toy_attention(query, key, value, *cache, *step, spec.scale)
+        return output
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    """A worker with the toy model in bfloat16, whose memory is 32 blocks and a bit."""
+def toy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """A worker with the toy model in bfloat16, whose memory is 32 blocks and a bit; eager unless told otherwise."""
     monkeypatch.setitem(MODELS, "Qwen2ForCausalLM", ToyForCausalLM)
     monkeypatch.setitem(
         ATTENTION_BACKENDS, "cpu", (*ATTENTION_BACKENDS["cpu"], f"{__name__}:{ToyAttention.__name__}")
@@ -170,7 +212,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
         "kv_cache_memory_bytes": (NUM_BLOCKS + NUM_SPARE) * BLOCK_BYTES + 100,
         "swap_space_gib": 10 * BLOCK_BYTES / 2**30,
     }
-    worker = Worker(make_config(tiny_model("qwen2"), dtype="bfloat16", **sizes))
+    config = make_config(tiny_model("qwen2"), dtype="bfloat16", **sizes)
+    graphs = GraphConfig(getattr(request, "param", GraphMode.EAGER))
+    worker = Worker(msgspec.structs.replace(config, graphs=graphs))
     worker.load_model()
     worker.initialize_cache(worker.determine_num_blocks(), worker.determine_num_cpu_blocks())
     yield worker
@@ -202,6 +246,7 @@ def test_caches_are_bound_as_their_layers_want_them(toy: Worker) -> None:
     assert bool((scaled.scales == 1).all())
 
 
+@pytest.mark.parametrize("toy", [GraphMode.EAGER, GraphMode.RECORDED], indirect=True)
 def test_steps_compute_with_them(toy: Worker) -> None:
     """Prompts at once, in chunks and beside others, and decoding, against the CPU's own backend and caches."""
     expected = {length: generate(_ordinary(), make_prompt(length), GREEDY, 12) for length in (40, 5)}
@@ -214,6 +259,13 @@ def test_steps_compute_with_them(toy: Worker) -> None:
             driver.step()
         assert driver.output("long") == expected[40]
         assert driver.output("short")[:12] == expected[5]
+    runner = toy._runner
+    assert isinstance(runner, ModelRunner)
+    if toy._config.graphs.mode is GraphMode.RECORDED:
+        assert isinstance(runner._graphs, TapeRunner)
+        assert (2, 1) in runner._graphs._hidden
+    else:
+        assert runner._graphs is None
 
 
 def test_blocks_come_back_from_cpu_memory(toy: Worker) -> None:
