@@ -133,7 +133,7 @@ class Preemption:
         if self._rows.num_available < request.kind.width:
             return False
         num_blocks = -(-request.num_tokens // self._kv_cache.block_size) + self._kv_cache.watermark_blocks
-        return num_blocks <= self._kv_cache.num_free_blocks
+        return num_blocks <= self._kv_cache.pool.num_free
 
     def _prefers_swapping(self, request: Request) -> bool:
         """vLLM 0.6.3's default: requests of several sequences are swapped, others recomputed."""

@@ -92,27 +92,6 @@ class RequestQueue(abc.ABC):
             return None if further is None else self._heaps[1].request(further[2])
         return self._heaps[0].request(first[2])
 
-    def peek(self) -> Request:
-        """The next request, which is not removed.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
-        request = self.next()
-        if request is None:
-            raise IndexError("no request waits")
-        return request
-
-    def pop(self) -> Request:
-        """Removes the next request.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
-        request = self.peek()
-        self.remove(request)
-        return request
-
     def remove(self, request: Request) -> None:
         """Removes a request from any position.
 

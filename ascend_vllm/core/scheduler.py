@@ -189,6 +189,11 @@ class Scheduler:
         logger.warning("Request %s ends: %s", request.request_id, why)
         self._end_early(request, RequestStatus.FINISHED_LENGTH)
 
+    def _end_outgrown(self, request: Request, num_tokens: int) -> None:
+        """Ends a request whose sequence does not fit the cache even alone."""
+        limit = f"the capacity of the KV cache, {self.kv_cache.num_tokens} tokens"
+        self._end_too_long(request, f"its {num_tokens} tokens exceed {limit}")
+
     def _end_early(self, request: Request, status: RequestStatus, error: str | RequestError | None = None) -> None:
         """Ends a request outside of a step; the next `update` returns its last output."""
         beams = request.kind.finish(status)
@@ -283,22 +288,15 @@ class Scheduler:
             if not (builder.step.slots or prompts_first):
                 self._admission.schedule_waiting(builder, budget, now)
         if builder.is_empty:
-            if was_idle and self.waiting:
-                self._end_unservable(self.waiting.peek())
+            if was_idle and (first := self.waiting.next()) is not None:
+                # with a sliding window a preempted sequence may have more tokens than the cache has room for
+                self._end_outgrown(first, first.num_tokens)
             return None
         self._step_id += 1
         step = builder.finish()
         self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight(now))
         return step
-
-    def _end_unservable(self, request: Request) -> None:
-        """Ends the first waiting request, which could not be admitted though nothing runs.
-
-        With a sliding window a preempted sequence may have more tokens than the cache has room for.
-        """
-        limit = f"the capacity of the KV cache, {self.kv_cache.num_tokens} tokens"
-        self._end_too_long(request, f"its {request.num_tokens} tokens exceed {limit}")
 
     def _schedule_running(self, builder: StepBuilder, budget: int, num_held: int) -> int:
         """Schedules running rows: first a token of each decoding row, then chunks of prompts.
@@ -426,9 +424,7 @@ class Scheduler:
         if any(row.num_pending_tokens or builder.has_entered(row) for row in rows):
             return False
         if len(rows) == len(self.rows.running):
-            request = rows[0].kind.root_of(rows[0])
-            limit = f"the capacity of the KV cache, {self.kv_cache.num_tokens} tokens"
-            self._end_too_long(request, f"its {rows[0].num_tokens} tokens exceed {limit}")
+            self._end_outgrown(rows[0].kind.root_of(rows[0]), rows[0].num_tokens)
         else:
             self._preemption.preempt(rows)
         return True
@@ -570,12 +566,12 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self.rows.running),
             num_waiting=len(self.waiting) + len(self.connectors.waiting),
-            kv_cache_usage=kv_cache.usage,
+            kv_cache_usage=kv_cache.pool.usage,
             num_preemptions=self._preemption.num_preemptions,
             num_prompt_tokens=self._num_step_prompt_tokens,
             num_generation_tokens=num_generation_tokens,
             num_swapped=self._preemption.num_swapped,
-            cpu_cache_usage=kv_cache.cpu_usage,
+            cpu_cache_usage=kv_cache.cpu_pool.usage,
             num_prefix_queries=kv_cache.num_prefix_queries,
             num_prefix_hits=kv_cache.num_prefix_hits,
         )
@@ -583,8 +579,8 @@ class Scheduler:
     def is_clean(self) -> bool:
         """Whether all blocks and slots are free, as they must be without requests; takes little time."""
         return (
-            self.kv_cache.num_free_blocks == self.kv_cache.num_blocks
-            and self.kv_cache.cpu_usage == 0
+            self.kv_cache.pool.usage == 0
+            and self.kv_cache.cpu_pool.usage == 0
             and self.rows.num_available == self.config.max_num_seqs
             and not (self.rows.by_slot or self.rows.running or self.waiting or self._preemption.num_swapped)
             and not self.connectors.waiting

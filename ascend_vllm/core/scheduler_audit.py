@@ -37,8 +37,8 @@ def audit(
     owners = [row for request in requests for row in rows_of(request)]
     num_blocks = {request.request_id: sum(len(row.block_ids) for row in rows_of(request)) for request in requests}
     return {
-        "num_blocks": kv_cache.num_blocks,
-        "num_free_blocks": kv_cache.num_free_blocks,
+        "num_blocks": kv_cache.pool.num_blocks,
+        "num_free_blocks": kv_cache.pool.num_free,
         "num_slots": rows.num_slots,
         "num_free_slots": len(rows.free_slots),
         "num_running": len(rows.running),

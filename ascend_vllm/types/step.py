@@ -124,11 +124,6 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # num_steps above 1
     drafts: list[tuple[int, list[int]]] = []
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens of the first forward step."""
-        return sum(self.num_scheduled_tokens)
-
 
 class StepLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities of the sampled tokens; rows that asked for none hold padding."""

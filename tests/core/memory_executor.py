@@ -216,7 +216,7 @@ class MemoryExecutor(Executor):
         self.steps.append(step)
         scheduler = self.config.scheduler
         assert len(set(step.slots)) == len(step.slots) == len(step.num_scheduled_tokens)
-        assert step.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
+        assert sum(step.num_scheduled_tokens) <= scheduler.max_num_batched_tokens
         assert step.num_steps in (1, scheduler.num_scheduler_steps)
         self._apply(step)
         self.allowed = _allowed_tokens(step)

@@ -92,7 +92,7 @@ def test_cached_blocks_are_found_until_they_are_allocated() -> None:
     assert pool.allocate(2) == [3, 4]
     assert pool.find(hashes) == blocks
     assert pool.allocate(1) == [2]
-    assert (pool.find(hashes), pool.block_hash(2)) == ([0, 1], None)
+    assert (pool.find(hashes), pool.hashes[2]) == ([0, 1], None)
     assert pool.allocate(2) == [1, 0]
     assert (pool.find(hashes), pool.num_cached) == ([], 0)
     assert pool.violations([[0, 1, 2, 3, 4]]) == []
@@ -126,7 +126,7 @@ def test_a_hash_has_one_block_and_a_block_one_hash() -> None:
     pool.cache(second, b"a")
     pool.cache(first, b"b")
     assert (pool.find([b"a"]), pool.find([b"b"])) == ([first], [])
-    assert (pool.block_hash(first), pool.block_hash(second)) == (b"a", None)
+    assert (pool.hashes[first], pool.hashes[second]) == (b"a", None)
     pool.release([first, second])
     assert pool.allocate(1) == [second]
 
@@ -160,7 +160,7 @@ def test_violations_of_contents_are_found() -> None:
     pool._free.append(pool._free_cached.popitem()[0])
     assert f"block {blocks[0]} is cached and in the wrong free list" in pool.violations([])
     pool, blocks = cached_pool(3, 2)
-    pool._hashes[blocks[1]] = None
+    pool.hashes[blocks[1]] = None
     wrong = pool.violations([])
     assert f"block {blocks[1]} is not cached and in the wrong free list" in wrong
     assert "the table of hashes and the blocks' hashes disagree" in wrong

@@ -45,10 +45,10 @@ def test_slots_grow_by_whole_blocks() -> None:
     manager, request = KVCacheManager(4, 4), make_request("r", 4)
     assert [len(manager.allocate_slots(request, n) or []) for n in (1, 4, 5, 8, 16)] == [1, 0, 1, 0, 2]
     assert len(request.block_ids) == 4
-    assert (manager.usage, manager.num_tokens, manager.num_free_blocks) == (1.0, 16, 0)
+    assert (manager.pool.usage, manager.num_tokens, manager.pool.num_free) == (1.0, 16, 0)
     manager.free(request)
     manager.free(request)
-    assert (request.block_ids, manager.usage) == ([], 0.0)
+    assert (request.block_ids, manager.pool.usage) == ([], 0.0)
 
 
 def test_failing_allocation_changes_nothing() -> None:
@@ -56,7 +56,7 @@ def test_failing_allocation_changes_nothing() -> None:
     assert manager.allocate_slots(request, 8) is not None
     before = list(request.block_ids)
     assert manager.allocate_slots(request, 16) is None
-    assert (request.block_ids, manager.num_free_blocks) == (before, 1)
+    assert (request.block_ids, manager.pool.num_free) == (before, 1)
 
 
 def test_reserved_blocks_stay_free() -> None:
@@ -101,14 +101,14 @@ def test_found_blocks_without_owner_count_against_the_free_ones() -> None:
     manager.free(first)
     request = make_request("b", 16)
     shared = manager.find_cached_blocks(request)
-    assert (len(shared), manager.num_free_blocks) == (3, 4)
+    assert (len(shared), manager.pool.num_free) == (3, 4)
     assert manager.allocate_slots(request, 16, 1, shared) is None
     assert manager.allocate_slots(request, 17, 0, shared) is None
-    assert (request.block_ids, manager.num_free_blocks, manager.find_cached_blocks(request)) == ([], 4, shared)
+    assert (request.block_ids, manager.pool.num_free, manager.find_cached_blocks(request)) == ([], 4, shared)
     block_ids = manager.allocate_slots(request, 16, 0, shared)
     assert block_ids == request.block_ids
     assert block_ids is not request.block_ids
-    assert (request.block_ids[:3], request.num_cached_blocks, manager.num_free_blocks) == (shared, 3, 0)
+    assert (request.block_ids[:3], request.num_cached_blocks, manager.pool.num_free) == (shared, 3, 0)
 
 
 def test_found_blocks_with_an_owner_cost_nothing() -> None:
@@ -116,11 +116,11 @@ def test_found_blocks_with_an_owner_cost_nothing() -> None:
     first, second = make_request("a", 12), make_request("b", 13)
     compute(manager, first)
     assert admit(manager, second) == 3
-    assert manager.num_free_blocks == 0
+    assert manager.pool.num_free == 0
     manager.free(first)
-    assert manager.num_free_blocks == 0
+    assert manager.pool.num_free == 0
     manager.free(second)
-    assert manager.num_free_blocks == 4
+    assert manager.pool.num_free == 4
 
 
 def test_a_chunk_may_need_less_than_was_found() -> None:
@@ -151,7 +151,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
     assert child.block_ids[:2] == parent.block_ids[:2]
     assert manager.take_moves() == [(COPY, parent.block_ids[2], child.block_ids[2])]
     assert manager.take_moves() == []
-    assert manager.num_free_blocks == 4
+    assert manager.pool.num_free == 4
     assert manager.violations([parent, child], copies_pending=False) == []
 
 
@@ -178,7 +178,7 @@ def test_a_fork_that_does_not_fit_changes_nothing() -> None:
     assert not manager.fork(child, parent, 9, 10, num_reserved_blocks=2)
     assert not manager.fork(child, parent, 9, 21)
     assert not manager.fork(child, parent, 13, 14)
-    assert (child.block_ids, manager.take_moves(), manager.num_free_blocks) == ([], [], 2)
+    assert (child.block_ids, manager.take_moves(), manager.pool.num_free) == ([], [], 2)
     assert manager.fork(child, parent, 9, 10, num_reserved_blocks=1)
 
 
@@ -303,7 +303,7 @@ def test_requests_are_swapped_together() -> None:
     ]
     assert parent.block_ids == child.block_ids == []
     assert parent.cpu_block_ids[:2] == child.cpu_block_ids[:2]
-    assert (manager.usage, manager.cpu_usage, manager.num_cpu_blocks) == (0.0, 1.0, 4)
+    assert (manager.pool.usage, manager.cpu_pool.usage, manager.cpu_pool.num_blocks) == (0.0, 1.0, 4)
     assert manager.violations([parent, child]) == []
     cpu = [*parent.cpu_block_ids, child.cpu_block_ids[2]]
     assert manager.swap_in([parent, child], 0)
@@ -312,7 +312,7 @@ def test_requests_are_swapped_together() -> None:
     ]
     assert parent.block_ids[:2] == child.block_ids[:2]
     assert parent.cpu_block_ids == child.cpu_block_ids == []
-    assert (manager.num_free_blocks, manager.cpu_usage) == (4, 0.0)
+    assert (manager.pool.num_free, manager.cpu_pool.usage) == (4, 0.0)
     assert manager.violations([parent, child], copies_pending=False) == []
 
 
@@ -327,7 +327,7 @@ def test_a_full_cpu_pool_takes_nothing() -> None:
     assert manager.violations([parent, child]) == []
     # what stays keeps what was shared
     manager.swap_out([parent])
-    assert manager.num_free_blocks == 5
+    assert manager.pool.num_free == 5
     assert manager.violations([parent, child]) == []
     with pytest.raises(ValueError, match="swapped out already"):
         manager.swap_out([parent])
@@ -343,7 +343,7 @@ def test_swapping_in_needs_room_for_the_extra_blocks() -> None:
     assert not manager.swap_in([request], 2, 1)
     assert (request.block_ids, len(request.cpu_block_ids), manager.take_moves()) == ([], 2, [])
     assert manager.swap_in([request], 1, 1)
-    assert manager.num_free_blocks == 2
+    assert manager.pool.num_free == 2
 
 
 def test_moves_are_in_the_order_in_which_blocks_are_allocated_again() -> None:
@@ -371,9 +371,9 @@ def test_the_cpu_blocks_of_a_swapped_request_are_freed() -> None:
     manager, parent, child = computed_pair(10, 9, num_cpu_blocks=4)
     manager.swap_out([parent, child])
     manager.free(parent)
-    assert manager.cpu_usage == 0.75
+    assert manager.cpu_pool.usage == 0.75
     manager.free(child)
-    assert (manager.cpu_usage, manager.usage, child.cpu_block_ids) == (0.0, 0.0, [])
+    assert (manager.cpu_pool.usage, manager.pool.usage, child.cpu_block_ids) == (0.0, 0.0, [])
 
 
 def test_swapped_contents_are_found_and_cached_again() -> None:
@@ -411,7 +411,7 @@ def test_blocks_that_left_the_window_are_freed() -> None:
     assert manager.allocate_slots(request, 21) is not None
     assert len(request.block_ids) == 6
     manager.free(request)
-    assert manager.num_free_blocks == 8
+    assert manager.pool.num_free == 8
 
 
 def test_without_a_window_all_blocks_stay() -> None:
@@ -429,7 +429,7 @@ def test_null_blocks_keep_their_positions() -> None:
     manager.free_out_of_window(parent)
     assert [block_id == NULL_BLOCK for block_id in parent.block_ids] == [True, True, False, False]
     manager.swap_out([parent])
-    assert (parent.cpu_block_ids[:2], manager.cpu_usage) == ([NULL_BLOCK] * 2, 0.5)
+    assert (parent.cpu_block_ids[:2], manager.cpu_pool.usage) == ([NULL_BLOCK] * 2, 0.5)
     assert manager.swap_in([parent], 0)
     manager.share_all(beam, parent)
     # a token at position 11 attends to 7, whose block is freed
@@ -443,7 +443,7 @@ def test_null_blocks_keep_their_positions() -> None:
     assert manager.violations(requests) == []
     for request in requests:
         manager.free(request)
-    assert (manager.num_free_blocks, manager.cpu_usage) == (8, 0.0)
+    assert (manager.pool.num_free, manager.cpu_pool.usage) == (8, 0.0)
 
 
 # ---- audit -------------------------------------------------------------------------------------------------

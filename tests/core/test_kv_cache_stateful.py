@@ -124,15 +124,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert manager.find_cached_blocks(request) == shared
         assert len(shared) * self.block_size < request.num_tokens
         num_needed = -(-request.num_tokens // self.block_size)
-        num_costly = num_needed - sum(manager.pool.reference_count(block_id) > 0 for block_id in shared)
-        num_free = manager.num_free_blocks
+        num_costly = num_needed - sum(manager.pool.reference_counts[block_id] > 0 for block_id in shared)
+        num_free = manager.pool.num_free
         block_ids = manager.allocate_slots(request, request.num_tokens, num_reserved, shared)
         if num_costly + num_reserved > num_free:
-            assert (block_ids, request.block_ids, manager.num_free_blocks) == (None, [], num_free)
+            assert (block_ids, request.block_ids, manager.pool.num_free) == (None, [], num_free)
             return
         assert block_ids == request.block_ids
         assert len(block_ids) == num_needed
-        assert manager.num_free_blocks == num_free - num_costly
+        assert manager.pool.num_free == num_free - num_costly
         request.num_computed_tokens = len(shared) * self.block_size
         self.waiting.remove(request)
         self.running.append(request)
@@ -158,7 +158,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             try:
                 replaced = self.manager.make_writable(request, start // self.manager.block_size)
             except NoFreeBlocksError:
-                assert self.manager.num_free_blocks == 0
+                assert self.manager.pool.num_free == 0
                 assert request.block_ids == before
                 continue
             if replaced is not None:
@@ -233,10 +233,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         num_extra = data.draw(st.integers(0, 2))
         requests = data.draw(st.lists(st.sampled_from(self.swapped), unique=True, min_size=1))
         distinct = {block_id for request in requests for block_id in request.cpu_block_ids} - {NULL_BLOCK}
-        num_free = self.manager.num_free_blocks
+        num_free = self.manager.pool.num_free
         done = self.manager.swap_in(requests, num_extra)
         assert done == (len(distinct) + num_extra <= num_free)
-        assert self.manager.num_free_blocks == num_free - len(distinct) * done
+        assert self.manager.pool.num_free == num_free - len(distinct) * done
         for request in requests if done else []:
             self.swapped.remove(request)
             self.running.append(request)
@@ -274,8 +274,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.check_contents()
         for request in [*self.running, *self.swapped]:
             self.manager.free(request)
-        assert self.manager.num_free_blocks == self.manager.num_blocks
-        assert self.manager.cpu_pool.num_free == self.manager.num_cpu_blocks
+        assert self.manager.pool.num_free == self.manager.pool.num_blocks
+        assert self.manager.cpu_pool.num_free == self.manager.cpu_pool.num_blocks
         assert self.manager.violations([]) == []
 
 

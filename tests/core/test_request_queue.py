@@ -19,9 +19,21 @@ def make(request_id: str, priority: int = 0, arrival_time: float = 0.0) -> Reque
     return Request(message, 100, 0)
 
 
+def head(queue: RequestQueue) -> Request:
+    request = queue.next()
+    assert request is not None
+    return request
+
+
+def pop(queue: RequestQueue) -> Request:
+    request = head(queue)
+    queue.remove(request)
+    return request
+
+
 def ids(queue: RequestQueue) -> str:
     """Empties a queue; returns its requests in order."""
-    return "".join(queue.pop().request_id for _ in range(len(queue)))
+    return "".join(pop(queue).request_id for _ in range(len(queue)))
 
 
 def fill(queue: RequestQueue, *requests: Request) -> RequestQueue:
@@ -33,7 +45,7 @@ def fill(queue: RequestQueue, *requests: Request) -> RequestQueue:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_equals_leave_in_the_order_they_came(policy: str) -> None:
     queue = fill(QUEUES[policy](), *map(make, "abcd"))
-    assert queue.peek().request_id == "a"
+    assert head(queue).request_id == "a"
     assert (len(queue), sorted(request.request_id for request in queue)) == (4, list("abcd"))
     assert ids(queue) == "abcd"
 
@@ -41,12 +53,9 @@ def test_equals_leave_in_the_order_they_came(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_an_empty_queue_has_no_next(policy: str) -> None:
     queue = fill(QUEUES[policy](), make("a"))
-    queue.remove(queue.peek())
+    queue.remove(head(queue))
     assert (len(queue), list(queue)) == (0, [])
-    with pytest.raises(IndexError):
-        queue.peek()
-    with pytest.raises(IndexError):
-        queue.pop()
+    assert queue.next() is None
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -63,7 +72,7 @@ def test_only_waiting_requests_can_be_removed(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_last_put_back_is_the_next(policy: str) -> None:
     queue = fill(QUEUES[policy](), *map(make, "abcd"))
-    first, second = queue.pop(), queue.pop()
+    first, second = pop(queue), pop(queue)
     queue.put_back(second)
     queue.put_back(first)
     assert ids(queue) == "abcd"
@@ -76,13 +85,13 @@ def test_an_id_may_come_back_after_it_was_removed(policy: str) -> None:
     queue.remove(a)
     queue.add(again)
     assert len(queue) == 2
-    assert queue.pop().request_id == "b"
-    assert queue.pop() is again
+    assert pop(queue).request_id == "b"
+    assert pop(queue) is again
 
 
 def test_fcfs_knows_no_priorities() -> None:
     queue = fill(QUEUES["fcfs"](), make("late", 0, 9.0), make("urgent", -5, 1.0))
-    assert queue.pop().request_id == "late"
+    assert pop(queue).request_id == "late"
     assert not queue.has_ranks
     assert not queue.outranks(make("urgent", -5), make("idle", 5))
     running: list[Request] = []
@@ -100,7 +109,7 @@ def test_lowest_value_first_then_earliest_arrival() -> None:
 def test_a_preempted_request_stays_behind_those_of_lower_value_and_earlier_arrival() -> None:
     queue = fill(PriorityQueue(), make("urgent", -1), make("early", 0, 1.0), make("late", 0, 3.0))
     queue.put_back(make("preempted", 0, 2.0))
-    assert [queue.pop().request_id for _ in range(4)] == ["urgent", "early", "preempted", "late"]
+    assert [pop(queue).request_id for _ in range(4)] == ["urgent", "early", "preempted", "late"]
 
 
 def test_running_requests_are_ordered_by_priority() -> None:
@@ -164,7 +173,7 @@ def test_equals_a_sorted_list(policy: str, calls: list[tuple[str, int, int]]) ->
         elif what in ("pop", "remove") and order:
             request = order[0] if what == "pop" else order[number % len(order)]
             if what == "pop":
-                assert queue.pop() is request
+                assert pop(queue) is request
             else:
                 queue.remove(request)
             model.remove(request)
@@ -173,8 +182,8 @@ def test_equals_a_sorted_list(policy: str, calls: list[tuple[str, int, int]]) ->
         assert len(queue) == len(order)
         assert set(map(id, queue)) == set(map(id, order))
         if order:
-            assert queue.peek() is order[0]
-    assert [queue.pop() for _ in range(len(queue))] == model.order()
+            assert head(queue) is order[0]
+    assert [pop(queue) for _ in range(len(queue))] == model.order()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -184,7 +193,7 @@ def test_further_sequences_can_be_passed_over(policy: str) -> None:
         request = make(name)
         request.is_further = name != "c"
         queue.add(request)
-    assert queue.peek().request_id == "a"
+    assert head(queue).request_id == "a"
     passing = queue.next(passes_further=True)
     assert passing is not None and passing.request_id == "c"
     queue.remove(passing)

@@ -76,7 +76,7 @@ def test_chunked_prompt_longer_than_the_budget_is_served() -> None:
     core.add_request(request)
     result = run(core)["a"]
     assert result.token_ids == generate_alone(request, 1, 64)[0]
-    assert [step.total_num_scheduled_tokens for step in executor.steps[:8]] == [4] * 7 + [2]
+    assert [sum(step.num_scheduled_tokens) for step in executor.steps[:8]] == [4] * 7 + [2]
 
 
 def test_slots_limit_the_running() -> None:

@@ -89,7 +89,7 @@ def test_two_in_one_step_share() -> None:
     assert a[:2] == b[:2]
     assert a[2] != b[2]
     pool = core._scheduler.kv_cache.pool
-    assert [pool.reference_count(block_id) for block_id in (*a, b[2])] == [2, 2, 1, 1]
+    assert [pool.reference_counts[block_id] for block_id in (*a, b[2])] == [2, 2, 1, 1]
     assert pool.num_free == pool.num_blocks - 4
     assert_tokens(run(core, collected), requests)
 

@@ -59,7 +59,7 @@ def test_siblings_share_full_blocks_and_copy_the_last(prefix_caching: bool, asyn
     lasts = [row.block_ids[2] for row in (parent, *children)]
     assert len(set(lasts)) == 3
     pool = core._scheduler.kv_cache.pool
-    assert [pool.reference_count(block_id) for block_id in (*parent.block_ids[:2], *lasts)] == [3, 3, 1, 1, 1]
+    assert [pool.reference_counts[block_id] for block_id in (*parent.block_ids[:2], *lasts)] == [3, 3, 1, 1, 1]
     assert executor.steps[1].block_moves == [(MoveKind.COPY, lasts[0], last) for last in lasts[1:]]
     assert_tokens(run(core, collected), requests)
     assert len({tuple(result.token_ids) for result in collected.values()}) == 3
@@ -140,7 +140,7 @@ def test_shared_blocks_outlive_the_parent() -> None:
     core.abort_requests(["p"])
     shared = entries(executor, "p")[0].block_ids
     pool = core._scheduler.kv_cache.pool
-    assert [pool.reference_count(block_id) for block_id in shared] == [2, 2, 0]
+    assert [pool.reference_counts[block_id] for block_id in shared] == [2, 2, 0]
     # a new request gets free blocks only
     other = make_request("other", 20)
     core.add_request(other)

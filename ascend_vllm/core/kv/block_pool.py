@@ -19,6 +19,10 @@ class BlockPool:
 
     Args:
         num_blocks: may be 0.
+
+    Attributes:
+        reference_counts: [num_blocks] sequences that hold each block.
+        hashes: [num_blocks] hash under which a block is cached; None: it is not.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,10 +32,8 @@ class BlockPool:
         # free and cached, least recently used first. An OrderedDict is a linked list: a plain dict takes
         # time proportional to the entries removed before the first one to find that.
         self._free_cached: collections.OrderedDict[int, None] = collections.OrderedDict()
-        # [num_blocks]
-        self._reference_counts = [0] * num_blocks
-        # [num_blocks] hash under which a block is cached
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        self.reference_counts = [0] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks
         self._ids_by_hash: dict[bytes, int] = {}
 
     @property
@@ -48,10 +50,6 @@ class BlockPool:
     def usage(self) -> float:
         """Fraction of blocks that are not free, 0 … 1."""
         return 1.0 - self.num_free / self.num_blocks if self.num_blocks else 0.0
-
-    def reference_count(self, block_id: int) -> int:
-        """Sequences that hold a block."""
-        return self._reference_counts[block_id]
 
     def allocate(self, count: int) -> list[int]:
         """Takes free blocks, each with one reference, and uncaches them.
@@ -70,7 +68,7 @@ class BlockPool:
             self._drop_hash(block_id)
             block_ids.append(block_id)
         for block_id in block_ids:
-            self._reference_counts[block_id] = 1
+            self.reference_counts[block_id] = 1
         return block_ids
 
     def retain(self, block_ids: Sequence[int]) -> None:
@@ -79,10 +77,10 @@ class BlockPool:
         Raises:
             ValueError: a block is free and not cached; those before it have got their reference.
         """
-        counts = self._reference_counts
+        counts = self.reference_counts
         for block_id in block_ids:
             if counts[block_id] == 0:
-                if self._hashes[block_id] is None:
+                if self.hashes[block_id] is None:
                     raise ValueError(f"block {block_id} is free and cannot be shared")
                 del self._free_cached[block_id]
             counts[block_id] += 1
@@ -95,12 +93,12 @@ class BlockPool:
         """
         # last block first, so that a sequence's first block is allocated again first, or uncached last
         for block_id in reversed(block_ids):
-            count = self._reference_counts[block_id]
+            count = self.reference_counts[block_id]
             if count == 0:
                 raise ValueError(f"block {block_id} is released twice")
-            self._reference_counts[block_id] = count - 1
+            self.reference_counts[block_id] = count - 1
             if count == 1:
-                if self._hashes[block_id] is None:
+                if self.hashes[block_id] is None:
                     self._free.append(block_id)
                 else:
                     self._free_cached[block_id] = None
@@ -118,20 +116,16 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def block_hash(self, block_id: int) -> bytes | None:
-        """Hash under which a block is cached; None if it is not."""
-        return self._hashes[block_id]
-
     def cache(self, block_id: int, block_hash: bytes) -> None:
         """Enters a block under its contents' hash, unless another block has that hash or this one has another.
 
         Raises:
             ValueError: the block is free.
         """
-        if self._reference_counts[block_id] == 0:
+        if self.reference_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is free and holds nothing")
-        if self._hashes[block_id] is None and block_hash not in self._ids_by_hash:
-            self._hashes[block_id] = block_hash
+        if self.hashes[block_id] is None and block_hash not in self._ids_by_hash:
+            self.hashes[block_id] = block_hash
             self._ids_by_hash[block_hash] = block_id
 
     def uncache(self, block_id: int) -> None:
@@ -140,24 +134,24 @@ class BlockPool:
         Raises:
             ValueError: the block is free.
         """
-        if self._reference_counts[block_id] == 0:
+        if self.reference_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is free and not written")
         self._drop_hash(block_id)
 
     def uncache_all(self) -> None:
         """Empties the prefix cache; reference counts do not change."""
         for block_id in self._ids_by_hash.values():
-            self._hashes[block_id] = None
+            self.hashes[block_id] = None
         self._ids_by_hash.clear()
         # the most recently used one is on top
         self._free += self._free_cached
         self._free_cached.clear()
 
     def _drop_hash(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
+        block_hash = self.hashes[block_id]
         if block_hash is not None:
             del self._ids_by_hash[block_hash]
-            self._hashes[block_id] = None
+            self.hashes[block_id] = None
 
     # ---- audit ---------------------------------------------------------------------------------------------
 
@@ -173,7 +167,7 @@ class BlockPool:
                 held[block_id] += 1
         wrong = [
             f"block {block_id} has {count} references and {held[block_id]} owners"
-            for block_id, count in enumerate(self._reference_counts)
+            for block_id, count in enumerate(self.reference_counts)
             if count != held[block_id]
         ]
         return wrong + self._free_violations() + self._hash_violations()
@@ -183,24 +177,22 @@ class BlockPool:
         free = [*self._free, *self._free_cached]
         if len(set(free)) != len(free):
             wrong.append("a block is twice in the free list")
-        if set(free) != {block_id for block_id, count in enumerate(self._reference_counts) if count == 0}:
+        if set(free) != {block_id for block_id, count in enumerate(self.reference_counts) if count == 0}:
             wrong.append("the free list and the reference counts disagree")
         wrong += [
             f"block {block_id} is cached and in the wrong free list"
             for block_id in self._free
-            if self._hashes[block_id]
+            if self.hashes[block_id]
         ]
         wrong += [
             f"block {block_id} is not cached and in the wrong free list"
             for block_id in self._free_cached
-            if self._hashes[block_id] is None
+            if self.hashes[block_id] is None
         ]
         return wrong
 
     def _hash_violations(self) -> list[str]:
-        by_block = {
-            block_id: block_hash for block_id, block_hash in enumerate(self._hashes) if block_hash is not None
-        }
+        by_block = {block_id: block_hash for block_id, block_hash in enumerate(self.hashes) if block_hash is not None}
         if by_block == {block_id: block_hash for block_hash, block_id in self._ids_by_hash.items()}:
             return []
         return ["the table of hashes and the blocks' hashes disagree"]

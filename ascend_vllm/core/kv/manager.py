@@ -39,6 +39,8 @@ class KVCacheManager:
         sliding_window: tokens that a token attends to, itself included; None: all. Older blocks can be freed.
 
     Attributes:
+        pool: the blocks of the cache.
+        cpu_pool: those in CPU memory.
         num_prefix_queries: tokens looked up in the prefix cache, since the start.
         num_prefix_hits: those of them that were found.
     """
@@ -63,34 +65,9 @@ class KVCacheManager:
         self._moves: list[tuple[int, int, int]] = []
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache."""
-        return self.pool.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks without references."""
-        return self.pool.num_free
-
-    @property
     def num_tokens(self) -> int:
         """Tokens for which the whole cache has room."""
         return self.pool.num_blocks * self.block_size
-
-    @property
-    def usage(self) -> float:
-        """Fraction of blocks in use, 0 … 1."""
-        return self.pool.usage
-
-    @property
-    def num_cpu_blocks(self) -> int:
-        """Blocks of the pool in CPU memory."""
-        return self.cpu_pool.num_blocks
-
-    @property
-    def cpu_usage(self) -> float:
-        """Fraction of the CPU pool's blocks in use, 0 … 1."""
-        return self.cpu_pool.usage
 
     # ---- allocating and freeing ----------------------------------------------------------------------------
 
@@ -131,7 +108,7 @@ class KVCacheManager:
         pool = self.pool
         num_missing = max(0, -(-num_tokens // self.block_size) - len(shared))
         # cached blocks without references are counted as free
-        num_taken = num_missing + sum(pool.reference_count(block_id) == 0 for block_id in shared)
+        num_taken = num_missing + sum(pool.reference_counts[block_id] == 0 for block_id in shared)
         if num_taken + num_reserved_blocks > pool.num_free:
             return None
         pool.retain(shared)
@@ -299,7 +276,7 @@ class KVCacheManager:
         block_id = request.block_ids[index]
         if block_id == NULL_BLOCK:
             return None
-        if pool.reference_count(block_id) == 1:
+        if pool.reference_counts[block_id] == 1:
             if self.enable_prefix_caching:
                 self._uncache_before_writing(request, index)
             return None
@@ -316,7 +293,7 @@ class KVCacheManager:
 
     def _uncache_before_writing(self, request: Request, index: int) -> None:
         """Uncaches a block that a former sharer had filled and cached, but this request is about to write."""
-        if self.pool.block_hash(request.block_ids[index]) is not None:
+        if self.pool.hashes[request.block_ids[index]] is not None:
             self.pool.uncache(request.block_ids[index])
             request.num_cached_blocks = min(request.num_cached_blocks, index)
 
@@ -449,9 +426,9 @@ class KVCacheManager:
             if block_id == NULL_BLOCK:
                 continue
             what = f"block {block_id}, which request {request.request_id} writes, is"
-            if self.pool.block_hash(block_id) is not None:
+            if self.pool.hashes[block_id] is not None:
                 wrong.append(f"{what} in the prefix cache")
-            if self.pool.reference_count(block_id) > 1 and index != next_index:
+            if self.pool.reference_counts[block_id] > 1 and index != next_index:
                 wrong.append(f"{what} shared")
         return wrong
 
@@ -463,7 +440,7 @@ class KVCacheManager:
         wrong = [
             f"block {block_id} is cached under another hash than that of request {request.request_id}'s tokens"
             for block_id, block_hash in zip(request.block_ids, hashes, strict=False)
-            if block_id != NULL_BLOCK and self.pool.block_hash(block_id) not in (None, block_hash)
+            if block_id != NULL_BLOCK and self.pool.hashes[block_id] not in (None, block_hash)
         ]
         if request.block_hashes[:num_full] != hashes[: len(request.block_hashes)]:
             wrong.append(f"request {request.request_id} has hashes of other tokens than its own")
