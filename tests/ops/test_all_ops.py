@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from ascend_vllm.ops import native, registry
+from tests.op_checks import copies, error_of, results
 
 native.import_op_modules()
 
@@ -24,44 +23,6 @@ def _keep_isa() -> Iterator[None]:
         native.set_cpu_isa(before)
 
 
-def _copies(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Any]:
-    """Copies that keep strides and shared memory; floating-point tensors are converted to `dtype` if given."""
-    storages: dict[int, torch.Tensor] = {}
-    copies = []
-    for argument in arguments:
-        if not isinstance(argument, torch.Tensor):
-            copies.append(argument)
-            continue
-        storage = argument.untyped_storage()
-        if storage._cdata not in storages:
-            flat = torch.empty(0, dtype=argument.dtype).set_(storage).clone()
-            storages[storage._cdata] = flat.to(dtype) if dtype and flat.is_floating_point() else flat
-        flat = storages[storage._cdata]
-        copies.append(flat.as_strided(argument.shape, argument.stride(), argument.storage_offset()))
-    return copies
-
-
-def _results(function: Any, spec: registry.OpSpec, arguments: list[Any]) -> list[torch.Tensor]:
-    """The tensors that an op returns, and the arguments that it writes."""
-    returned = function(*arguments)
-    names = list(spec.reference.__annotations__)
-    written = [arguments[names.index(name)] for name in spec.mutates]
-    if isinstance(returned, tuple):
-        return [*returned, *written]
-    return ([returned] if isinstance(returned, torch.Tensor) else []) + written
-
-
-def _error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference; infinite where one is NaN or infinite and the other is not the same."""
-    assert got.shape == truth.shape
-    if got.numel() == 0:
-        return 0.0
-    got, truth = got.to(torch.float64), truth.to(torch.float64)
-    same = (got == truth) | (got.isnan() & truth.isnan())
-    difference = torch.where(same, 0.0, (got - truth).abs())
-    return float(torch.where(difference.isnan(), math.inf, difference).max())
-
-
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
 def test_kernel_is_as_right_as_the_reference(name: str, dtype: torch.dtype) -> None:
     spec = registry.OPS[name]
@@ -69,17 +30,17 @@ def test_kernel_is_as_right_as_the_reference(name: str, dtype: torch.dtype) -> N
     isas = native.available_cpu_isas()
     assert isas, "the compiled library is missing"
     for case, arguments in enumerate(spec.inputs(dtype)):
-        truth = _results(spec.reference, spec, _copies(arguments, torch.float64))
-        plain = _results(spec.reference, spec, _copies(arguments))
+        truth = results(spec.reference, spec, copies(arguments, torch.float64))
+        plain = results(spec.reference, spec, copies(arguments))
         for isa in isas:
             native.set_cpu_isa(isa)
-            untouched = _copies(arguments)
-            given = _copies(arguments)
-            got = _results(kernel, spec, given)
+            untouched = copies(arguments)
+            given = copies(arguments)
+            got = results(kernel, spec, given)
             for result, reference, exact in zip(got, plain, truth, strict=True):
                 assert result.dtype == reference.dtype
-                allowed = 2 * _error(reference, exact) + spec.tolerance
-                error = _error(result, exact)
+                allowed = 2 * error_of(reference, exact) + spec.tolerance
+                error = error_of(result, exact)
                 assert error <= allowed, f"{name} {dtype} on {isa}, input {case}: error {error}, allowed {allowed}"
             names = list(spec.reference.__annotations__)
             for argument, before, argument_name in zip(given, untouched, names, strict=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -15,7 +14,7 @@ import torch
 from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch
 from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.ops.elementwise import rotary_embedding
-from ascend_vllm.ops.native import available_cpu_isas, cpu_isa, set_cpu_isa
+from ascend_vllm.ops.native import available_cpu_isas
 from ascend_vllm.ops.paged import (
     BLOCK_SIZES,
     HEAD_SIZES,
@@ -26,20 +25,9 @@ from ascend_vllm.ops.paged import (
 )
 from ascend_vllm.ops.registry import FLOAT_DTYPES, OPS
 from ascend_vllm.types.kv_cache import KEYS_AND_VALUES
+from tests.combinations import combinations
 
 needs_kernels = pytest.mark.skipif(not available_cpu_isas(), reason="the CPU kernels are not built")
-
-
-@pytest.fixture(params=available_cpu_isas() or ["reference"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once per instruction set of this machine."""
-    before = cpu_isa()
-    if before is None:
-        yield request.param
-        return
-    set_cpu_isa(request.param)
-    yield request.param
-    set_cpu_isa(before)
 
 
 def attention_cut(problem: tuple[Any, ...], split_keys: int, threads: int) -> torch.Tensor:
@@ -290,7 +278,7 @@ def test_decoding_and_prompts_equal_a_dense_mask(
 
 @hypothesis.settings(
     max_examples=60,
-    deadline=None,
+    # restoring the number of threads once for all examples is right
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.given(data=st.data())
@@ -315,8 +303,7 @@ def test_ragged_batches(isa: str, data: st.DataObject) -> None:
     assert not result[owned:].any()
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("head_size", "dtype"), combinations(HEAD_SIZES, FLOAT_DTYPES))
 def test_every_head_size(isa: str, head_size: int, dtype: torch.dtype) -> None:
     for num_heads in (2, 24):
         problem = make_paged_problem(

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from ascend_vllm.ops import native
 from ascend_vllm.ops.sampling import apply_penalties, philox4x32, philox_uniform, sample_tokens
 
 LOGITS = [2.0, 1.5, -1.0, 0.0, 1.5, 3.0, -4.0, 0.5, 2.5, 1.0, -0.5, 2.0]
 DRAWS = 20_000
 
 
-@pytest.fixture(autouse=True, params=native.available_cpu_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.cpu_isa()
-    native.set_cpu_isa(request.param)
-    yield request.param
-    assert before is not None
-    native.set_cpu_isa(before)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def _sample(
@@ -182,12 +173,8 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype, vocab: int) -> 
     assert torch.equal(sample_tokens(*(argument.flip(0) for argument in arguments)).flip(0), together)
     alone = torch.cat([sample_tokens(*(argument[row : row + 1] for argument in arguments)) for row in range(rows)])
     assert torch.equal(alone, together)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if threads > 1 else 2)
-        assert torch.equal(sample_tokens(*arguments), together)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
+    assert torch.equal(sample_tokens(*arguments), together)
 
 
 def test_another_seed_or_position_gives_other_tokens() -> None:

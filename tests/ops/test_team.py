@@ -6,21 +6,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
-import pytest
 import torch
 
 from ascend_vllm.ops.elementwise import silu_and_mul
 from ascend_vllm.ops.gemm import PackedLinear
 from tests.server import ROOT
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_many_jobs_of_changing_size_and_width() -> None:

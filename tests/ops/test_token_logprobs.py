@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascend_vllm.ops import native
 from ascend_vllm.ops.sampling import token_logprobs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, scope="module", params=native.available_cpu_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.cpu_isa()
-    native.set_cpu_isa(request.param)
-    yield request.param
-    assert before is not None
-    native.set_cpu_isa(before)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
-def assert_as_defined(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> None:
-    """Row by row, in float64, by sorting (logit, id) pairs."""
-    ids, logprobs, ranks = token_logprobs(logits, token_ids, num_top)
-    width = 1 + min(num_top, logits.shape[1])
-    assert ids.shape == logprobs.shape == (len(logits), width)
-    assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int64, torch.float32, torch.int64)
-    allowed = _log_softmax_error(logits)
-    for row, own, told_ids, told, rank in zip(
-        logits.double().numpy(), token_ids.tolist(), ids, logprobs, ranks, strict=True
-    ):
+def assert_as_defined(logits: torch.Tensor, token_ids: torch.Tensor, *nums_top: int) -> None:
+    """Row by row, in float64, by sorting (logit, id) pairs, for several numbers of likeliest tokens."""
+    vocab = logits.shape[1]
+    truths = []
+    for row, own in zip(logits.double().numpy(), token_ids.tolist(), strict=True):
         with np.errstate(all="ignore"):
             shifted = row - row.max()
             exact = shifted - np.log(np.exp(shifted).sum())
         is_distribution = not np.isnan(exact).any()
-        order = np.lexsort((np.arange(len(row)), -row)) if is_distribution else np.arange(len(row))
-        assert told_ids.tolist() == [own, *order[: width - 1]]
-        assert int(rank) == 1 + (int((row > row[own]).sum()) if is_distribution else 0)
-        np.testing.assert_allclose(told.numpy(), exact[told_ids.numpy()], rtol=0, atol=allowed)
+        order = np.lexsort((np.arange(vocab), -row)) if is_distribution else np.arange(vocab)
+        truths.append((own, exact, order, 1 + (int((row > row[own]).sum()) if is_distribution else 0)))
+    allowed = _log_softmax_error(logits)
+    for num_top in nums_top:
+        ids, logprobs, ranks = token_logprobs(logits, token_ids, num_top)
+        width = 1 + min(num_top, vocab)
+        assert ids.shape == logprobs.shape == (len(logits), width)
+        assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int64, torch.float32, torch.int64)
+        for (own, exact, order, rank), found_ids, found, found_rank in zip(truths, ids, logprobs, ranks, strict=True):
+            assert found_ids.tolist() == [own, *order[: width - 1]]
+            assert int(found_rank) == rank
+            np.testing.assert_allclose(found.numpy(), exact[found_ids.numpy()], rtol=0, atol=allowed)
 
 
 def _log_softmax_error(logits: torch.Tensor) -> float:
@@ -59,8 +53,7 @@ def test_all_sizes(vocab: int, dtype: torch.dtype) -> None:
     for scale in (0.1, 3.0, 30.0):
         logits = (torch.randn(3, vocab, generator=generator) * scale).to(dtype)
         token_ids = torch.randint(0, vocab, (3,), generator=generator)
-        for num_top in (0, 1, 2, 7, 20, 300):
-            assert_as_defined(logits, token_ids, num_top)
+        assert_as_defined(logits, token_ids, 0, 1, 2, 7, 20, 300)
 
 
 # few distinct values, so that most are ties, and non-finite values
@@ -80,13 +73,12 @@ def test_ties_infinities_and_nan(row: list[float], copies: int, num_top: int, da
     assert_as_defined(logits, torch.tensor([own]), num_top)
 
 
-@pytest.mark.parametrize("num_top", [3, 700, 20_001])
-def test_rising_falling_and_equal_logits(num_top: int) -> None:
+def test_rising_falling_and_equal_logits() -> None:
     """All logits are candidates, at sizes where there is a bound and where there is none."""
     rising = torch.arange(20_001, dtype=torch.float32) / 1000
     steps = (rising * 3).floor()
     logits = torch.stack([rising, rising.flip(0), torch.zeros_like(rising), steps, steps.flip(0)])
-    assert_as_defined(logits, torch.tensor([0, 1, 20_000, 777, 9999]), num_top)
+    assert_as_defined(logits, torch.tensor([0, 1, 20_000, 777, 9999]), 3, 700, 20_001)
 
 
 def test_masked_rows() -> None:
@@ -117,13 +109,9 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype, vocab: int) -> 
     assert_same(tuple(part.flip(0) for part in token_logprobs(logits.flip(0), token_ids.flip(0), 20)))
     alone = [token_logprobs(logits[row : row + 1], token_ids[row : row + 1], 20) for row in range(rows)]
     assert_same(tuple(torch.cat(parts) for parts in zip(*alone, strict=True)))
-    threads = torch.get_num_threads()
-    try:
-        for other in (1, 2, 3):
-            torch.set_num_threads(other)
-            assert_same(token_logprobs(logits, token_ids, 20))
-    finally:
-        torch.set_num_threads(threads)
+    for other in (1, 2, 3):
+        torch.set_num_threads(other)
+        assert_same(token_logprobs(logits, token_ids, 20))
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
