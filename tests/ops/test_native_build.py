@@ -110,6 +110,7 @@ def test_without_a_compiler_the_build_warns_and_succeeds(
     assert not build.DEFAULT_OUTPUT.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_library_that_checks_itself_lies_elsewhere(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
