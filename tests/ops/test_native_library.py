@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pathlib
 import subprocess
@@ -36,17 +35,16 @@ def test_an_impossible_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_library_is_a_loud_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)
     monkeypatch.setattr(native, "LIBRARY_PATH", tmp_path / "_C.so")
     assert _load_again() is False
-    assert "THE CPU KERNELS ARE MISSING" in caplog.text and "was not built" in caplog.text
-    caplog.clear()
+    assert "THE CPU KERNELS ARE MISSING" in package_log.text and "was not built" in package_log.text
+    package_log.clear()
     (tmp_path / "_C.so").write_bytes(b"not a library")
     assert _load_again() is False
-    assert "cannot be loaded" in caplog.text and "too short" in caplog.text, "the loader's reason is shown"
-    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert "cannot be loaded" in package_log.text and "too short" in package_log.text, "the loader's reason is shown"
+    assert {record.levelname for record in package_log.records} == {"WARNING"}
 
 
 def test_the_environment_forces_a_set() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.machinery
 import importlib.util
-import logging
 import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,16 +27,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def ascend_vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The package's log, which does not reach the root logger, is caught."""
-    logger = logging.getLogger("ascend_vllm")
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger="ascend_vllm"):
-        yield
-    logger.removeHandler(caplog.handler)
-
-
-@pytest.fixture
 def torch_npu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be found, as it seems; nobody gets so far as to import it."""
     find, spec = importlib.util.find_spec, importlib.machinery.ModuleSpec("torch_npu", None)
@@ -54,22 +42,22 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return state
 
 
-def test_auto_is_the_cpu_here(caplog: pytest.LogCaptureFixture, ascend_vllm_log: None) -> None:
+def test_auto_is_the_cpu_here(package_log: pytest.LogCaptureFixture) -> None:
     assert resolve_device("auto") == "cpu"
-    assert "--device auto takes the CPU: torch_npu is not installed" in caplog.text
+    assert "--device auto takes the CPU: torch_npu is not installed" in package_log.text
     assert isinstance(get_platform("auto"), CpuPlatform)
     assert isinstance(get_platform("npu"), NpuPlatform)
 
 
 def test_auto_without_cann_says_what_is_missing(
-    caplog: pytest.LogCaptureFixture, ascend_vllm_log: None, torch_npu_is_there: None
+    package_log: pytest.LogCaptureFixture, torch_npu_is_there: None
 ) -> None:
     """The runtime is really asked, and is really not there."""
     assert resolve_device("auto") == "cpu"
     assert re.search(
-        r"takes the CPU, for no NPU can be used\. .*libascendcl\.so of CANN cannot be loaded", caplog.text
+        r"takes the CPU, for no NPU can be used\. .*libascendcl\.so of CANN cannot be loaded", package_log.text
     )
-    assert "source CANN's set_env.sh" in caplog.text
+    assert "source CANN's set_env.sh" in package_log.text
 
 
 def test_an_unknown_device_names_the_flag() -> None:
@@ -164,9 +152,8 @@ def test_facts_are_those_of_the_kind_of_npu(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_chips_that_lack_operators_of_every_model(
     torch_npu_is_there: None,
-    ascend_vllm_log: None,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    package_log: pytest.LogCaptureFixture,
 ) -> None:
     """Refused before a model is looked for, and left by --device auto; a dtype that is wrong there comes first."""
     monkeypatch.setattr(facts, "probe_npus", lambda: NpuProbe(count=1, soc="Ascend310P3"))
@@ -181,7 +168,8 @@ def test_chips_that_lack_operators_of_every_model(
         dataclasses.replace(args, dtype="bfloat16").create_engine_config()
     assert resolve_device("auto") == "cpu"
     assert (
-        "--device auto takes the CPU, for no NPU can be used. --device npu: attention on Ascend310P3" in caplog.text
+        "--device auto takes the CPU, for no NPU can be used. --device npu: attention on Ascend310P3"
+        in package_log.text
     )
 
 
@@ -206,10 +194,10 @@ def test_the_npus_cache_is_what_the_share_leaves(utilization: float, used: int, 
     assert npu.size_of_cache(config, 64 * GIB - used, 64 * GIB, used, peak) == expected
 
 
-def test_the_npus_cache_is_not_more_than_there_is(caplog: pytest.LogCaptureFixture, ascend_vllm_log: None) -> None:
+def test_the_npus_cache_is_not_more_than_there_is(package_log: pytest.LogCaptureFixture) -> None:
     config = CacheConfig(block_size=128, gpu_memory_utilization=0.9)
     assert npu.size_of_cache(config, 10 * GIB, 64 * GIB, 2 * GIB, GIB) == 9 * GIB
-    assert "asks for 57.60 GiB of the NPU, but other processes leave 12.00 GiB" in caplog.text
+    assert "asks for 57.60 GiB of the NPU, but other processes leave 12.00 GiB" in package_log.text
     config = CacheConfig(block_size=128, kv_cache_memory_bytes=10 * GIB)
     assert npu.size_of_cache(config, 11 * GIB, 64 * GIB, 2 * GIB, GIB) == 10 * GIB
     with pytest.raises(ConfigError, match=r"of 10\.00 GiB, but only 9\.00 GiB of the NPU's memory"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import pathlib
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -91,25 +89,16 @@ def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> EngineCon
     return msgspec.structs.replace(made, device=DeviceConfig("npu"))
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the package logs."""
-    logger = logging.getLogger("ascend_vllm")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
-def test_llama_on_one_npu_has_captured_graphs(config: EngineConfig, log: pytest.LogCaptureFixture) -> None:
+def test_llama_on_one_npu_has_captured_graphs(config: EngineConfig, package_log: pytest.LogCaptureFixture) -> None:
     assert resolve_graph_config(config, 8192) == GraphConfig(GraphMode.CAPTURED, (2, 4, 8), 4096)
-    assert "captured graphs of 2, 4, 8 sequences of up to 4096 tokens" in log.text
+    assert "captured graphs of 2, 4, 8 sequences of up to 4096 tokens" in package_log.text
     assert resolve_graph_config(config, 100).max_seq_len == 100
     with pytest.raises(ConfigError, match="--max-seq-len-to-capture must be at least 1, got 0"):
         resolve_graph_config(config, 0)
 
 
 def test_pta_compiles_the_listed_sizes(
-    config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFER_MODE", "PTA")
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
@@ -118,10 +107,10 @@ def test_pta_compiles_the_listed_sizes(
     assert (
         "PTA_TORCHAIR_DECODE_GEAR_LIST=2,6,16; capture sizes: 2, 6, 8 (16 left out, above --max-num-seqs 8; "
         "8 added, so that --max-num-seqs 8 sequences fit)"
-    ) in log.text
+    ) in package_log.text
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "0")
     assert resolve_graph_config(config, 8192).capture_sizes == (2, 4, 8)
-    assert "LIST=2,6,16 has no effect without PTA_TORCHAIR_DECODE_GEAR_ENABLE=1" in log.text
+    assert "LIST=2,6,16 has no effect without PTA_TORCHAIR_DECODE_GEAR_ENABLE=1" in package_log.text
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
     monkeypatch.delenv("PTA_TORCHAIR_DECODE_GEAR_LIST")
     assert resolve_graph_config(config, 8192).capture_sizes == (2, 4, 8)
@@ -130,7 +119,7 @@ def test_pta_compiles_the_listed_sizes(
         resolve_graph_config(config, 8192)
     monkeypatch.delenv("INFER_MODE")
     assert resolve_graph_config(config, 8192).mode == GraphMode.CAPTURED
-    assert "LIST=2,b has no effect without INFER_MODE=PTA" in log.text
+    assert "LIST=2,b has no effect without INFER_MODE=PTA" in package_log.text
 
 
 def with_model(config: EngineConfig, **changes: object) -> EngineConfig:
@@ -139,7 +128,7 @@ def with_model(config: EngineConfig, **changes: object) -> EngineConfig:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_who_runs_eager_and_why(
-    config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, asks: bool
+    config: EngineConfig, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     if asks:
         monkeypatch.setenv("INFER_MODE", "PTA")
@@ -148,17 +137,17 @@ def test_who_runs_eager_and_why(
         (with_model(config, enforce_eager=True), "--enforce-eager is set"),
         (with_model(config, pooler=PoolerConfig("embed", "embed")), "a pooling model does not decode"),
     ):
-        log.clear()
+        package_log.clear()
         is_cpu = changed.device.device == "cpu"
         assert resolve_graph_config(changed, 100) == GraphConfig(GraphMode.RECORDED if is_cpu else GraphMode.EAGER)
-        assert f"--max-seq-len-to-capture has no effect: {reason}" in log.text
-        assert ("INFER_MODE=PTA has no effect: " + reason in log.text) == asks
+        assert f"--max-seq-len-to-capture has no effect: {reason}" in package_log.text
+        assert ("INFER_MODE=PTA has no effect: " + reason in package_log.text) == asks
     two = msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=2))
     arch = msgspec.structs.replace(config.model.arch, captures_graphs=False)
     other = with_model(config, architecture="OPTForCausalLM", arch=arch)
     if not asks:
         assert resolve_graph_config(two, 8192) == resolve_graph_config(other, 8192) == GraphConfig()
-        assert "OPTForCausalLM has them with INFER_MODE=PTA only" in log.text
+        assert "OPTForCausalLM has them with INFER_MODE=PTA only" in package_log.text
         return
     assert resolve_graph_config(other, 8192).mode == GraphMode.COMPILED
     with pytest.raises(ConfigError, match="INFER_MODE=PTA with --tensor-parallel-size 2"):
@@ -177,11 +166,11 @@ def test_who_records_on_cpu(config: EngineConfig) -> None:
 
 
 def test_older_attention_operators_cannot_be_replayed(
-    config: EngineConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASCEND_VLLM_ATTENTION_OPS", "flash")
     assert resolve_graph_config(config, 8192) == GraphConfig()
-    assert "the attention operators of ASCEND_VLLM_ATTENTION_OPS=flash cannot be replayed" in log.text
+    assert "the attention operators of ASCEND_VLLM_ATTENTION_OPS=flash cannot be replayed" in package_log.text
     monkeypatch.setenv("INFER_MODE", "PTA")
     with pytest.raises(ConfigError, match="does not go with ASCEND_VLLM_ATTENTION_OPS=flash"):
         resolve_graph_config(config, 8192)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -31,14 +30,6 @@ def config(tmp_path: pathlib.Path) -> EngineConfig:
     return msgspec.structs.replace(made, graphs=GraphConfig(GraphMode.COMPILED, (2, 4), 4096))
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("ascend_vllm")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
 def prepare(config: EngineConfig, directory: pathlib.Path, versions: dict[str, str] | None = None) -> bool:
     """Whether what is in the directory can be used; if not it is made, as far as this is about."""
     cache = GraphCache(directory, fingerprint(config, CpuAttention(config.cache.block_size), versions or VERSIONS))
@@ -50,12 +41,12 @@ def prepare(config: EngineConfig, directory: pathlib.Path, versions: dict[str, s
     return usable
 
 
-def test_the_same_again(config: EngineConfig, tmp_path: pathlib.Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_same_again(config: EngineConfig, tmp_path: pathlib.Path, package_log: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "deep" / "cache"
     assert not prepare(config, directory)
     assert prepare(config, directory)
     assert (directory / "graph").read_bytes() == b"compiled"
-    assert f"Compiled graphs are taken from {directory}" in log.text
+    assert f"Compiled graphs are taken from {directory}" in package_log.text
 
 
 def with_other_sizes(config: EngineConfig) -> EngineConfig:
@@ -93,7 +84,7 @@ def with_other_weights(config: EngineConfig) -> EngineConfig:
 def test_others_are_made_anew(
     config: EngineConfig,
     tmp_path: pathlib.Path,
-    log: pytest.LogCaptureFixture,
+    package_log: pytest.LogCaptureFixture,
     change: Callable[[EngineConfig], EngineConfig],
     said: str,
 ) -> None:
@@ -101,17 +92,17 @@ def test_others_are_made_anew(
     assert not prepare(config, directory)
     changed = change(config)
     assert not prepare(changed, directory)
-    assert said in log.text
+    assert said in package_log.text
     assert prepare(changed, directory)
 
 
 def test_versions_count_and_what_is_half_made_does_not(
-    config: EngineConfig, tmp_path: pathlib.Path, log: pytest.LogCaptureFixture
+    config: EngineConfig, tmp_path: pathlib.Path, package_log: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "cache"
     assert not prepare(config, directory)
     assert not prepare(config, directory, {"CANN": "9.0"})
-    assert "are made anew: CANN was 8.5, is 9.0" in log.text
+    assert "are made anew: CANN was 8.5, is 9.0" in package_log.text
     (directory / "fingerprint.json").write_text("{")
     assert not prepare(config, directory, {"CANN": "9.0"})
     (directory / "fingerprint.json").unlink()
