@@ -376,6 +376,7 @@ def _safetensors_cases() -> Iterator[Case]:
         "a tensor that is a number": json.dumps({K_PROJ: 3}),
         "a tensor that is a list": json.dumps({K_PROJ: []}),
         "a tensor that is nothing": json.dumps({K_PROJ: {}}),
+        "nonsense": "#" * 32,
     }.items():
         yield Case(f"header {name}", "llama", header(lambda _, text=text: text), (WEIGHTS,))
     for length in (2**64 - 1, 2**63, 2**40, 10**8 + 1, 0):
@@ -419,6 +420,18 @@ def _safetensors_cases() -> Iterator[Case]:
     yield Case("endless weights", "llama", replace_by_link(WEIGHTS, "/dev/zero"), (WEIGHTS,))
     yield Case("a link to nothing", "llama", replace_by_link(WEIGHTS, "nothing"), (WEIGHTS,))
     yield Case("more data", "llama", lambda path: _append(path / WEIGHTS, b"more"), (WEIGHTS,))
+    for kept in (0, 4, 100, 0.5, -1):
+        yield Case(f"weights cut to {kept}", "llama", cut(WEIGHTS, kept), (WEIGHTS, "damaged or incomplete"))
+
+
+def cut(file: str, kept: float) -> Break:
+    """Keeps the first bytes of a file, or a share of them."""
+
+    def breaks(directory: pathlib.Path) -> None:
+        data = (directory / file).read_bytes()
+        (directory / file).write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
+
+    return breaks
 
 
 def _append(path: pathlib.Path, data: bytes) -> None:
@@ -558,6 +571,8 @@ def _bin_cases() -> Iterator[Case]:
         "code": lambda tensors: tensors.update({NORM: _Payload()}),
     }.items():
         yield Case(f"bin saved with {name}", "llama-bin", saved(change), (BIN,))
+    for kept in (100, 0.5):
+        yield Case(f"bin cut to {kept}", "llama-bin", cut(BIN, kept), (BIN, "damaged or incomplete"))
     yield Case("a directory of bin", "llama-bin", replace_by_directory(BIN), (BIN,))
     yield Case("a pipe of bin", "llama-bin", replace_by_fifo(BIN), (BIN,))
     yield Case("endless bin", "llama-bin", replace_by_link(BIN, "/dev/zero"), (BIN,))

@@ -217,61 +217,6 @@ def test_file_of_the_index_is_missing(tmp_path: pathlib.Path, name: str) -> None
     _refused(directory, str(shard), "index.json", "missing")
 
 
-def test_damaged_index(tmp_path: pathlib.Path) -> None:
-    directory = _copy("llama-sharded", tmp_path)
-    index = directory / "model.safetensors.index.json"
-    index.write_text(index.read_text()[:50])
-    _refused(directory, str(index))
-    index.write_text(json.dumps({"metadata": {}}))
-    _refused(directory, str(index), "weight_map")
-
-
-@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, -1])
-def test_truncated_safetensors(checkpoint: pathlib.Path, kept: float) -> None:
-    path = checkpoint / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
-    _refused(checkpoint, str(path), "damaged or incomplete")
-
-
-def test_corrupt_safetensors_header(checkpoint: pathlib.Path) -> None:
-    path = checkpoint / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[8:40] = b"#" * 32
-    path.write_bytes(data)
-    _refused(checkpoint, str(path), "header")
-
-
-@pytest.mark.parametrize("kept", [0, 100, 0.5])
-def test_truncated_bin(tmp_path: pathlib.Path, kept: float) -> None:
-    path = _copy("llama-bin", tmp_path) / "pytorch_model.bin"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
-    _refused(path.parent, str(path), "damaged or incomplete")
-
-
-class _Payload:
-    """Runs code when it is unpickled without care."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pathlib.Path.touch, (pathlib.Path("touched-by-pickle"),)
-
-
-def test_bin_with_code_is_refused_and_not_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = _copy("llama-bin", tmp_path) / "pytorch_model.bin"
-    torch.save({"model.norm.weight": _Payload()}, path)
-    _refused(path.parent, str(path))
-    assert not pathlib.Path("touched-by-pickle").exists()
-
-
-@pytest.mark.parametrize("content", [[torch.ones(1)], {"model.norm.weight": 1.0}])
-def test_bin_with_other_things_than_tensors(tmp_path: pathlib.Path, content: Any) -> None:
-    path = _copy("llama-bin", tmp_path) / "pytorch_model.bin"
-    torch.save(content, path)
-    _refused(path.parent, str(path), "tensor")
-
-
 def test_missing_tensor(checkpoint: pathlib.Path) -> None:
     _rewrite(checkpoint, {K_PROJ: None})
     _refused(checkpoint, "model.safetensors", K_PROJ, "[32, 64]", "missing")
