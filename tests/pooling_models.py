@@ -70,9 +70,18 @@ def _reference(directory: str, dtype: str, *, classifies: bool) -> Any:
     return kind.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
 
-@torch.no_grad()
 def hidden_states(directory: str, token_ids: Sequence[int], dtype: str = "float32") -> torch.Tensor:
-    """[len(token_ids), H] float32: transformers' last hidden states of a prompt, computed in a dtype."""
+    """[len(token_ids), H] float32: transformers' last hidden states of a prompt, computed in a dtype.
+
+    Do not write to it.
+    """
+    return _hidden_states(directory, tuple(token_ids), dtype)
+
+
+# every kind of pooling asks for the same
+@functools.lru_cache(128)
+@torch.no_grad()
+def _hidden_states(directory: str, token_ids: tuple[int, ...], dtype: str) -> torch.Tensor:
     model = _reference(directory, dtype, classifies=False)
     states: torch.Tensor = model(torch.tensor([token_ids])).last_hidden_state[0].float()
     return states

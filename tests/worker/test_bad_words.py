@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
-from ascend_vllm.core.engine_core import build
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest
 from tests.tiny_models import tiny_model
-from tests.worker.worker_driver import make_config, make_prompt, transformers_logits
+from tests.worker.worker_driver import make_prompt, outputs_of, running_core, token_ids_of, transformers_logits
 
 NUM_TOKENS = 40
 PROMPT_LENGTHS = (5, 60, 17, 90)
@@ -30,9 +30,14 @@ MODES: dict[str, dict[str, Any]] = {
 
 def greedy_without(directory: str, prompt: list[int], words: list[list[int]]) -> list[int]:
     """The plain definition, with a full forward per token."""
+    return _greedy_without(directory, tuple(prompt), tuple(map(tuple, words)))
+
+
+@functools.cache
+def _greedy_without(directory: str, prompt: tuple[int, ...], words: tuple[tuple[int, ...], ...]) -> list[int]:
     output: list[int] = []
     for _ in range(NUM_TOKENS):
-        logits = transformers_logits(directory, prompt + output)[-1]
+        logits = transformers_logits(directory, [*prompt, *output])[-1]
         for *prefix, last in words:
             if output[len(output) - len(prefix) :] == prefix and len(output) >= len(prefix):
                 logits[last] = -torch.inf
@@ -41,18 +46,9 @@ def greedy_without(directory: str, prompt: list[int], words: list[list[int]]) ->
 
 
 def run(directory: str, requests: list[EngineCoreRequest], **options: Any) -> tuple[dict[str, list[int]], int]:
-    core = build(make_config(directory, **options))
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    try:
-        for request in requests:
-            core.add_request(request)
-        while core.has_unfinished():
-            for output in core.step().outputs:
-                found[output.request_id] += output.new_token_ids
-        assert core.audit()["violations"] == []
+    with running_core(directory, **options) as core:
+        found = {name: token_ids_of(outputs) for name, outputs in outputs_of(core, requests).items()}
         return found, core.stats()["num_preemptions"]
-    finally:
-        core.shutdown()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_vllm.core.engine_core import build
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -16,7 +15,7 @@ from ascend_vllm.types.step import NO_TOKEN, NewRow
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.sampling.sampler import Sampled, Sampler
 from tests.tiny_models import VOCAB_SIZE, tiny_model
-from tests.worker.worker_driver import make_config, make_prompt
+from tests.worker.worker_driver import make_config, make_prompt, outputs_of, running_core, token_ids_of
 
 V = 70
 
@@ -79,20 +78,9 @@ def request(request_id: str, structured: dict[str, Any] | None = None, **params:
 
 
 def run(requests: list[EngineCoreRequest], **options: Any) -> dict[str, tuple[list[int], EngineCoreOutput]]:
-    core = build(make_config(tiny_model("qwen2"), **options))
-    found: dict[str, list[int]] = {message.request_id: [] for message in requests}
-    last: dict[str, EngineCoreOutput] = {}
-    try:
-        for message in requests:
-            core.add_request(message)
-        while core.has_unfinished():
-            for output in core.step().outputs:
-                found[output.request_id] += output.new_token_ids
-                last[output.request_id] = output
-        assert core.audit()["violations"] == []
-        return {name: (tokens, last[name]) for name, tokens in found.items()}
-    finally:
-        core.shutdown()
+    with running_core(tiny_model("qwen2"), **options) as core:
+        found = outputs_of(core, requests)
+    return {name: (token_ids_of(outputs), outputs[-1]) for name, outputs in found.items()}
 
 
 @pytest.mark.parametrize(

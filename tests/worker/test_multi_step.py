@@ -16,6 +16,7 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import UNLIMITED, SchedulerOutput, StepLogprobs
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.worker import Worker
+from tests.combinations import combinations
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import (
     GREEDY,
@@ -164,14 +165,12 @@ def test_the_rows_are_worth_the_test(single: dict[str, Run]) -> None:
     assert logprobs["biased"] != single["processed_logprobs"].logprobs["biased"]
 
 
-@pytest.mark.parametrize("num_steps", [2, 3, 8, 32])
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize(("mode", "num_steps"), combinations(["raw_logprobs", "processed_logprobs"], [2, 3, 8, 32]))
 def test_rows_that_leave_change_nothing(single: dict[str, Run], mode: str, num_steps: int) -> None:
     assert run(started_worker(tiny_model("qwen2"), logprobs_mode=mode), ROWS, num_steps) == single[mode]
 
 
-@pytest.mark.parametrize("num_steps", [2, 8, 32])
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize(("mode", "num_steps"), combinations(["raw_logprobs", "processed_logprobs"], [2, 8, 32]))
 def test_rows_that_are_masked_change_nothing(single: dict[str, Run], mode: str, num_steps: int) -> None:
     worker = masking_worker(logprobs_mode=mode)
     assert run(worker, ROWS, 1) == single[mode]

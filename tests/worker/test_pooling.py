@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from ascend_vllm.config.model import PoolerConfig
-from ascend_vllm.core.engine_core import EngineCore, build
+from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.engine.pooling import POOLED
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from tests.combinations import combinations
 from tests.pooling_models import bare_model, classifier, hidden_states, scores, unit
 from tests.tiny_models import FAMILIES, tiny_model
-from tests.worker.worker_driver import make_config, make_prompt
+from tests.worker.worker_driver import make_prompt, running_core
 
 PROMPT_LENGTHS = (5, 300, 1, 17, 128, 63, 16, 2)
 CHUNKED = {"max_num_batched_tokens": 48, "enable_chunked_prefill": True}
@@ -39,16 +40,8 @@ EXPECTED: dict[str, tuple[PoolerConfig, Callable[[torch.Tensor], torch.Tensor]]]
 }
 
 
-@contextlib.contextmanager
-def engine(directory: str, pooler: PoolerConfig, **options: Any) -> Iterator[EngineCore]:
-    """A core whose blocks are all free afterwards."""
-    core = build(make_config(directory, pooler=pooler, **options))
-    try:
-        yield core
-        audit = core.audit()
-        assert audit["violations"] == []
-    finally:
-        core.shutdown()
+def engine(directory: str, pooler: PoolerConfig, **options: Any) -> contextlib.AbstractContextManager[EngineCore]:
+    return running_core(directory, pooler=pooler, **options)
 
 
 def add(core: EngineCore, name: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
@@ -87,8 +80,7 @@ def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", EXPECTED)
-@pytest.mark.parametrize("name", [*FAMILIES, "opt-post-norm"])
+@pytest.mark.parametrize(("name", "kind"), combinations([*FAMILIES, "opt-post-norm"], list(EXPECTED)))
 def test_embeddings_of_cut_prompts_equal_transformers(name: str, kind: str) -> None:
     directory = tiny_model(name)
     pooler, expected = EXPECTED[kind]

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_vllm.core.engine_core import EngineCore, build
+from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.request import RequestStatus
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
+from tests.combinations import combinations
 from tests.tiny_models import tiny_model
-from tests.worker.worker_driver import make_config, make_prompt, transformers_logits
+from tests.worker.worker_driver import make_prompt, running_core, transformers_logits
 
 PROMPT_LENGTHS = (5, 1, 300, 2, 47, 49, 128)
 
@@ -74,20 +75,15 @@ def assert_those_of_transformers(
         assert (row > row[own] + 1e-4).sum() < entry.rank <= (row >= row[own] - 1e-4).sum()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize(("name", "mode"), combinations(["llama", "opt"], list(MODES)))
 def test_they_are_those_of_transformers(name: str, mode: str) -> None:
     directory = tiny_model(name)
     prompts = [make_prompt(length, seed=length) for length in PROMPT_LENGTHS]
     # each prompt with a number of its own, and again without: who asks changes nothing for the others
     requests = [make_request(f"ask {i}", prompt, i) for i, prompt in enumerate(prompts)]
     requests += [make_request(f"not {i}", prompt, None) for i, prompt in enumerate(prompts)]
-    core = build(make_config(directory, **MODES[mode]))
-    try:
+    with running_core(directory, **MODES[mode]) as core:
         found = run(core, requests)
-        assert core.audit()["violations"] == []
-    finally:
-        core.shutdown()
     for i, prompt in enumerate(prompts):
         first, *later = found[f"ask {i}"]
         assert_those_of_transformers(directory, prompt, first.prompt_logprobs, i)
@@ -102,11 +98,8 @@ def test_what_sampling_parameters_do_to_them(mode: str) -> None:
     directory = tiny_model("qwen3")
     prompt = make_prompt(30, seed=3)
     sampling = {"temperature": 2.0, "top_k": 60, "repetition_penalty": 1.8, "logit_bias": {5: 50.0}, "seed": 1}
-    core = build(make_config(directory, logprobs_mode=mode))
-    try:
+    with running_core(directory, logprobs_mode=mode) as core:
         found = run(core, [make_request("a", prompt, 3, **sampling), make_request("greedy", prompt, 3)])
-    finally:
-        core.shutdown()
     assert_those_of_transformers(directory, prompt, found["greedy"][0].prompt_logprobs, 3)
     told = found["a"][0].prompt_logprobs
     if mode == "raw_logprobs":
@@ -123,24 +116,20 @@ def test_what_sampling_parameters_do_to_them(mode: str) -> None:
         assert entry.rank == 1 + int((row > row[token]).sum())
 
 
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(("preemption_mode", "async_scheduling"), combinations(["recompute", "swap"], [False, True]))
 def test_a_prompt_that_is_interrupted_tells_each_token_once(preemption_mode: str, async_scheduling: bool) -> None:
     directory = tiny_model("llama")
-    core = build(
-        make_config(
-            directory,
-            max_num_batched_tokens=8,
-            enable_chunked_prefill=True,
-            max_model_len=208,
-            num_gpu_blocks_override=13,
-            preemption_mode=preemption_mode,
-            async_scheduling=async_scheduling,
-        )
-    )
+    options = {
+        "max_num_batched_tokens": 8,
+        "enable_chunked_prefill": True,
+        "max_model_len": 208,
+        "num_gpu_blocks_override": 13,
+        "preemption_mode": preemption_mode,
+        "async_scheduling": async_scheduling,
+    }
     prompts = {"a": make_prompt(12, seed=1), "b": make_prompt(190, seed=2)}
     statuses = []
-    try:
+    with running_core(directory, **options) as core:
         # the first one grows while the prompt of the second, which takes all other blocks but one, is computed
         core.add_request(make_request("a", prompts["a"], 2, max_tokens=60))
         core.add_request(make_request("b", prompts["b"], 2, max_tokens=3))
@@ -149,9 +138,6 @@ def test_a_prompt_that_is_interrupted_tells_each_token_once(preemption_mode: str
         while core.has_unfinished():
             step(core, found)
             statuses.append((second.status, second.num_output_tokens))
-        assert core.audit()["violations"] == []
-    finally:
-        core.shutdown()
     status = RequestStatus.SWAPPED if preemption_mode == "swap" else RequestStatus.PREEMPTED
     assert (status, 0) in statuses, "it was not interrupted in its prompt"
     for name, prompt in prompts.items():
@@ -161,14 +147,10 @@ def test_a_prompt_that_is_interrupted_tells_each_token_once(preemption_mode: str
 def test_a_cached_prompt_is_computed_for_them_and_serves_the_next() -> None:
     directory = tiny_model("llama")
     prompt = make_prompt(64, seed=5)
-    core = build(make_config(directory, enable_prefix_caching=True))
-    try:
+    with running_core(directory, enable_prefix_caching=True) as core:
         (first, *_) = run(core, [make_request("fills", prompt, 1)])["fills"]
         (again, *_) = run(core, [make_request("asks", prompt, 1)])["asks"]
         (reads, *_) = run(core, [make_request("reads", prompt, None)])["reads"]
-        assert core.audit()["violations"] == []
-    finally:
-        core.shutdown()
     assert (first.num_cached_tokens, again.num_cached_tokens, reads.num_cached_tokens) == (0, 0, 48)
     assert_those_of_transformers(directory, prompt, first.prompt_logprobs, 1)
     assert_those_of_transformers(directory, prompt, again.prompt_logprobs, 1)

@@ -9,6 +9,7 @@ import pytest
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.worker import tape_runner
 from ascend_vllm.worker.tape_runner import TapeRunner
+from tests.combinations import combinations
 from tests.tiny_models import tiny_model
 
 # of different lengths, so that the number of rows falls from step to step
@@ -40,8 +41,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral", "qwen2", "qwen2-tied", "qwen3"])
-@pytest.mark.parametrize("options", [{}, {"num_scheduler_steps": 4}, {"num_gpu_blocks_override": 11}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    combinations(
+        ["llama-biases", "mistral", "qwen2", "qwen2-tied", "qwen3"],
+        [{}, {"num_scheduler_steps": 4}, {"num_gpu_blocks_override": 11}],
+    ),
+    ids=str,
+)
 def test_tokens_are_those_of_eager_steps(
     name: str, options: dict[str, int], replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.core.engine_core import EngineCore, build
 from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreRequest
 from ascend_vllm.types.step import UNLIMITED, MoveKind, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
 
@@ -77,15 +80,49 @@ def started_worker(directory: str, **options: Any) -> Worker:
     return worker
 
 
+@contextlib.contextmanager
+def running_core(directory: str, **options: Any) -> Iterator[EngineCore]:
+    """An engine core on a real worker, whose accounts balance in the end."""
+    core = build(make_config(directory, **options))
+    try:
+        yield core
+        assert core.audit()["violations"] == []
+    finally:
+        core.shutdown()
+
+
+def outputs_of(core: EngineCore, requests: Iterable[EngineCoreRequest]) -> dict[str, list[EngineCoreOutput]]:
+    """Runs requests to their ends; returns the outputs of each."""
+    found: dict[str, list[EngineCoreOutput]] = {}
+    for request in requests:
+        core.add_request(request)
+        found[request.request_id] = []
+    while core.has_unfinished():
+        for output in core.step().outputs:
+            found[output.request_id].append(output)
+    return found
+
+
+def token_ids_of(outputs: Iterable[EngineCoreOutput]) -> list[int]:
+    """The tokens of a request's outputs."""
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
 @functools.cache
 def transformers_model(directory: str) -> Any:
     """The same checkpoint in transformers, float32."""
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-@torch.no_grad()
 def transformers_logits(directory: str, token_ids: Sequence[int]) -> torch.Tensor:
-    """[len(token_ids), V] float32 logits of one full forward."""
+    """[len(token_ids), V] float32 logits of one full forward; the caller's own copy."""
+    return _logits(directory, tuple(token_ids)).clone()
+
+
+# tests in several modes ask for the same
+@functools.lru_cache(128)
+@torch.no_grad()
+def _logits(directory: str, token_ids: tuple[int, ...]) -> torch.Tensor:
     logits: torch.Tensor = transformers_model(directory)(torch.tensor([token_ids])).logits[0].float()
     return logits
 
@@ -253,6 +290,11 @@ class Driver:
         self.pending = SchedulerOutput(step.step_id + 1, [], [], [], [], [])
         return output
 
+    def steps(self, count: int) -> None:
+        """Runs so many steps of all rows."""
+        for _ in range(count):
+            self.step()
+
     def output(self, name: str) -> list[int]:
         """What a row has generated."""
         row = self.rows[name]
@@ -268,8 +310,7 @@ def generate(worker: Worker, prompt: Sequence[int], params: SamplingParams, num_
     """What a row generates alone."""
     with Driver(worker) as driver:
         driver.add("alone", prompt, params, **row)
-        for _ in range(num_tokens):
-            driver.step()
+        driver.steps(num_tokens)
         return driver.output("alone")
 
 
