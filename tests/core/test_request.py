@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ascend_vllm.core.request import (
@@ -41,46 +43,36 @@ def test_transitions_outside_the_table_raise(status: RequestStatus) -> None:
                 request.transition(target)
 
 
-def end(request: Request, tokens: list[int]) -> tuple[int, FinishReason | None, int | None]:
+@pytest.mark.parametrize(
+    ("params", "tokens", "expected"),
+    [
+        ({}, [5, EOS, 6], (2, FinishReason.STOP, None)),
+        ({"ignore_eos": True}, [5, EOS, 6], (3, None, None)),
+        # among the stop ids it ends though it is ignored
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [5, EOS, 6], (2, FinishReason.STOP, EOS)),
+        # a stop id is the stop reason, and EOS is not
+        ({"stop_token_ids": [9, 8]}, [5, 8, 6], (2, FinishReason.STOP, 8)),
+        ({"stop_token_ids": [EOS]}, [EOS], (1, FinishReason.STOP, None)),
+        # a stop at the limit is a stop
+        ({"max_tokens": 2}, [5, EOS], (2, FinishReason.STOP, None)),
+        ({"max_tokens": 2}, [5, 6, 7], (2, FinishReason.LENGTH, None)),
+        ({"min_tokens": 3, "stop_token_ids": [9]}, [EOS, 9, 5, EOS], (4, FinishReason.STOP, None)),
+        ({"min_tokens": 3, "stop_token_ids": [9]}, [EOS, 9, 9], (3, FinishReason.STOP, 9)),
+        # a sequence of 5 tokens, the most with KV, samples one more
+        ({"max_model_len": 5}, [5, 6, 7, 8], (3, FinishReason.LENGTH, None)),
+        ({"max_model_len": 5, "min_tokens": 6}, [EOS, EOS, EOS], (3, FinishReason.LENGTH, None)),
+    ],
+    ids=str,
+)
+def test_ends(
+    params: dict[str, Any], tokens: list[int], expected: tuple[int, FinishReason | None, int | None]
+) -> None:
+    request = make(**params)
     request.transition(RequestStatus.RUNNING)
     taken = request.append_output(tokens)
-    return taken, request.finish_reason, request.stop_reason
-
-
-def test_eos_ends() -> None:
-    request = make()
-    assert end(request, [5, EOS, 6]) == (2, FinishReason.STOP, None)
-    assert request.output_token_ids == [5, EOS]
-    assert (request.num_output_tokens, request.num_tokens) == (2, 5)
-
-
-def test_ignored_eos_does_not_end() -> None:
-    assert end(make(ignore_eos=True), [5, EOS, 6]) == (3, None, None)
-
-
-def test_eos_among_the_stop_ids_ends_though_ignored() -> None:
-    assert end(make(ignore_eos=True, stop_token_ids=[EOS]), [5, EOS, 6]) == (2, FinishReason.STOP, EOS)
-
-
-def test_stop_id_is_the_stop_reason_and_eos_is_not() -> None:
-    assert end(make(stop_token_ids=[9, 8]), [5, 8, 6]) == (2, FinishReason.STOP, 8)
-    assert end(make(stop_token_ids=[EOS]), [EOS]) == (1, FinishReason.STOP, None)
-
-
-def test_stop_at_the_limit_is_a_stop() -> None:
-    assert end(make(max_tokens=2), [5, EOS]) == (2, FinishReason.STOP, None)
-    assert end(make(max_tokens=2), [5, 6, 7]) == (2, FinishReason.LENGTH, None)
-
-
-def test_min_tokens_delays_stops() -> None:
-    assert end(make(min_tokens=3, stop_token_ids=[9]), [EOS, 9, 5, EOS]) == (4, FinishReason.STOP, None)
-    assert end(make(min_tokens=3, stop_token_ids=[9]), [EOS, 9, 9]) == (3, FinishReason.STOP, 9)
-
-
-def test_model_length_counts_computed_tokens() -> None:
-    # a sequence of 5 tokens, the most with KV, samples one more
-    assert end(make(3, max_model_len=5), [5, 6, 7, 8]) == (3, FinishReason.LENGTH, None)
-    assert end(make(3, max_model_len=5, min_tokens=6), [EOS, EOS, EOS]) == (3, FinishReason.LENGTH, None)
+    assert (taken, request.finish_reason, request.stop_reason) == expected
+    assert request.output_token_ids == tokens[:taken]
+    assert (request.num_output_tokens, request.num_tokens) == (taken, 3 + taken)
 
 
 def test_seed_is_the_requests_own_or_the_drawn_one() -> None:
