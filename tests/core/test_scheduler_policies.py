@@ -118,35 +118,24 @@ def test_an_urgent_request_preempts_as_many_as_it_needs(async_scheduling: bool) 
     assert core.stats()["num_preemptions"] == 2
 
 
-@pytest.mark.parametrize("priority", [1, 2])
-def test_nothing_is_preempted_for_equal_or_lower_urgency(priority: int) -> None:
-    core, executor = make_core(max_num_seqs=1, policy="priority")
+@pytest.mark.parametrize(
+    ("policy", "max_num_seqs", "priority"),
+    [
+        # of equal and of lower urgency, though it arrived earlier
+        ("priority", 1, 1),
+        ("priority", 1, 2),
+        ("fcfs", 1, -9),
+        # there is room for both
+        ("priority", 2, 0),
+    ],
+)
+def test_nothing_is_preempted(policy: str, max_num_seqs: int, priority: int) -> None:
+    core, executor = make_core(max_num_seqs=max_num_seqs, policy=policy)
     core.add_request(make_ranked("a", 1, 5.0))
     core.step()
-    # it arrived earlier, but has to wait
     core.add_request(make_ranked("b", priority, 1.0))
     run(core)
     assert order_of_entry(executor) == "ab"
-    assert core.stats()["num_preemptions"] == 0
-
-
-def test_fcfs_preempts_nothing_for_a_new_request() -> None:
-    core, executor = make_core(max_num_seqs=1, policy="fcfs")
-    core.add_request(make_ranked("a", 1))
-    core.step()
-    core.add_request(make_ranked("b", -9))
-    run(core)
-    assert order_of_entry(executor) == "ab"
-    assert core.stats()["num_preemptions"] == 0
-
-
-def test_nothing_is_preempted_if_there_is_room() -> None:
-    core, executor = make_core(max_num_seqs=2, policy="priority")
-    core.add_request(make_ranked("a", 1))
-    core.step()
-    core.add_request(make_ranked("u", 0))
-    run(core)
-    assert order_of_entry(executor) == "au"
     assert core.stats()["num_preemptions"] == 0
 
 
