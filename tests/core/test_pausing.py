@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from ascend_vllm.core.engine_core import EngineCore
@@ -16,7 +15,7 @@ from tests.core.memory_executor import (
     add_all,
     assert_all_free,
     assert_tokens,
-    make_config,
+    make_core,
     make_request,
     run,
     step,
@@ -24,11 +23,8 @@ from tests.core.memory_executor import (
 )
 
 
-def make_sleeper(num_blocks: int = 24, num_cpu_blocks: int = 0, **given: Any) -> tuple[EngineCore, MemoryExecutor]:
-    config = make_config(**{"block_size": 4, "max_num_seqs": 4, **given})
-    model = msgspec.structs.replace(config.model, enable_sleep_mode=True)
-    executor = MemoryExecutor(msgspec.structs.replace(config, model=model), num_blocks, num_cpu_blocks)
-    return EngineCore(executor.config, executor), executor
+def make_sleeper(num_blocks: int = 24, **settings: Any) -> tuple[EngineCore, MemoryExecutor]:
+    return make_core(num_blocks, enable_sleep_mode=True, **settings)
 
 
 def add(core: EngineCore, names: str, length: int = 4, **options: Any) -> list[EngineCoreRequest]:
@@ -184,7 +180,6 @@ def test_level_0_only_pauses() -> None:
 
 
 def test_sleep_needs_sleep_mode() -> None:
-    executor = MemoryExecutor(make_config(), 8)
-    core = EngineCore(executor.config, executor)
+    core, _ = make_core()
     with pytest.raises(RequestError, match="Please use --enable-sleep-mode to enable it"):
         core.call_utility("sleep", [1])
