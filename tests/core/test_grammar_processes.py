@@ -25,7 +25,9 @@ from ascend_vllm.core.structured.backends import BACKENDS, make_backend
 from ascend_vllm.core.structured.compile_pool import QUICK, SLOW, GrammarProcesses
 from ascend_vllm.core.structured.compile_process import try_out
 from ascend_vllm.core.structured.constraint import Constraint, make_constraint
+from ascend_vllm.core.structured.grammar import Grammar
 from ascend_vllm.core.structured.manager import StructuredOutputManager
+from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.sandbox.pool import Job, LimitExceededError, TooSlowError
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.messages import FinishReason
@@ -106,6 +108,17 @@ def test_cancelling_ends_the_process_at_once() -> None:
     threads.shutdown()
 
 
+def assert_alike(first: Grammar, second: Grammar, vocabulary: Vocabulary, rng: random.Random, length: int) -> None:
+    """Two sequences of grammars allow the same tokens on the way of a random text."""
+    for _ in range(length):
+        ids = allowed(first, vocabulary)
+        assert ids == allowed(second, vocabulary)
+        if not ids:
+            break
+        token_id = rng.choice(sorted(ids))
+        assert first.accept_tokens([token_id]) and second.accept_tokens([token_id])
+
+
 def test_the_process_is_small() -> None:
     code = (
         f"import sys; from {compile_process.__name__} import _import_xgrammar; _import_xgrammar(); "
@@ -132,14 +145,7 @@ def test_a_serialised_grammar_is_the_same(fields: dict[str, Any]) -> None:
     assert backend.pack(compiled, 10) is None
     packed = backend.pack(compiled, 1 << 20)
     assert packed is not None
-    first, second, rng = compiled.start(), other.unpack(packed).start(), random.Random(0)
-    for _ in range(80):
-        ids = allowed(first, vocabulary)
-        assert ids == allowed(second, vocabulary)
-        if not ids:
-            break
-        token_id = rng.choice(sorted(ids))
-        assert first.accept_tokens([token_id]) and second.accept_tokens([token_id])
+    assert_alike(compiled.start(), other.unpack(packed).start(), vocabulary, random.Random(0), 80)
 
 
 def test_a_grammar_is_the_same_whatever_was_compiled_before() -> None:
@@ -156,14 +162,7 @@ def test_a_grammar_is_the_same_whatever_was_compiled_before() -> None:
         }
         constraint = constraint_of(json=schema)
         first = used.compile(constraint).start()
-        second = XGrammarBackend(vocabulary, 1).compile(constraint).start()
-        for _ in range(40):
-            ids = allowed(first, vocabulary)
-            assert ids == allowed(second, vocabulary)
-            if not ids:
-                break
-            token_id = rng.choice(sorted(ids))
-            assert first.accept_tokens([token_id]) and second.accept_tokens([token_id])
+        assert_alike(first, XGrammarBackend(vocabulary, 1).compile(constraint).start(), vocabulary, rng, 40)
 
 
 def test_grammars_with_slow_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
