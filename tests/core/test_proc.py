@@ -366,6 +366,8 @@ def test_model_that_cannot_be_served(process: Process, config: EngineConfig, tmp
     assert "Traceback" not in log
 
 
+# as above, of another class; test_executor.py has the check itself
+@pytest.mark.exhaustive
 def test_cache_too_small_for_the_model(process: Process, config: EngineConfig) -> None:
     process.configure(
         msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, num_gpu_blocks_override=2))
