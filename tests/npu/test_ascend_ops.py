@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from ascend_vllm.ops.ascend import IMPLEMENTATIONS, format_weight, wants_fractal
 from ascend_vllm.ops.gemm import PackedLinear
 from ascend_vllm.ops.sampling import largest_top_k
 from tests.npu.recorder import Recorder
+from tests.op_checks import copies, error_of, results
 
 NPU = torch.device("npu:0")
 OPS = {name: spec for name, spec in registry.OPS.items() if "npu" in spec.devices}
@@ -25,54 +25,6 @@ CASES = [
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
     if dtype in spec.dtypes
 ]
-
-
-def moved(arguments: tuple[Any, ...]) -> list[Any]:
-    """Copies on the device with the same strides; views of one tensor stay views of one."""
-    storages: dict[int, torch.Tensor] = {}
-    result = []
-    for argument in arguments:
-        if not isinstance(argument, torch.Tensor):
-            result.append(argument)
-            continue
-        storage = argument.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = torch.empty(0, dtype=argument.dtype).set_(storage).clone().to(NPU)
-        flat = storages[storage._cdata]
-        result.append(flat.as_strided(argument.shape, argument.stride(), argument.storage_offset()))
-    return result
-
-
-def copies(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Any]:
-    """Copies on the host; floats become `dtype` if one is given."""
-    result = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            argument = argument.clone()
-            argument = argument.to(dtype) if dtype and argument.is_floating_point() else argument
-        result.append(argument)
-    return result
-
-
-def results(function: Any, spec: registry.OpSpec, arguments: list[Any]) -> list[torch.Tensor]:
-    """What an op returns, and the arguments it writes."""
-    returned = function(*arguments)
-    names = list(spec.reference.__annotations__)
-    written = [arguments[names.index(name)] for name in spec.mutates]
-    if isinstance(returned, tuple):
-        return [*returned, *written]
-    return ([returned] if isinstance(returned, torch.Tensor) else []) + written
-
-
-def error_of(got: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference; infinite where one is not finite and the other is not the same."""
-    assert got.shape == truth.shape
-    if got.numel() == 0:
-        return 0.0
-    got, truth = got.double(), truth.double()
-    same = (got == truth) | (got.isnan() & truth.isnan())
-    difference = torch.where(same, 0.0, (got - truth).abs())
-    return float(torch.where(difference.isnan(), math.inf, difference).max())
 
 
 def plain_rotary(arguments: list[Any]) -> list[torch.Tensor]:
@@ -90,7 +42,7 @@ def test_as_accurate_as_the_definition(name: str, dtype: torch.dtype) -> None:
         plain = results(spec.reference, spec, copies(arguments))
         if name == "rotary_embedding":
             plain = plain_rotary(copies(arguments))
-        got = results(getattr(torch.ops.ascend_vllm, name), spec, moved(arguments))
+        got = results(getattr(torch.ops.ascend_vllm, name), spec, copies(arguments, device=NPU))
         for result, reference, exact in zip(got, plain, truth, strict=True):
             assert result.device == NPU
             assert result.dtype == reference.dtype
@@ -159,7 +111,7 @@ def test_rotations_beyond_the_fused_operator() -> None:
 def check_draws(arguments: tuple[Any, ...]) -> None:
     """Each row's random number lies in the interval of the token that was drawn, within float32 rounding."""
     logits, temperature, top_k, top_p, min_p, uniforms, _, _ = arguments
-    got = torch.ops.ascend_vllm.draw_tokens(*moved(arguments)).cpu()
+    got = torch.ops.ascend_vllm.draw_tokens(*copies(arguments, device=NPU)).cpu()
     expected = OPS["draw_tokens"].reference(*copies(arguments, torch.float64))
     assert got.dtype == torch.int64
     for row in (got != expected).nonzero()[:, 0].tolist():
@@ -203,7 +155,7 @@ def test_only_filters_that_are_on_are_computed(top_k: list[int], top_p: list[flo
         largest_top_k(k.numpy(), vocab_size),
         bool((p < 1).any()),
     )
-    names = set(launched_by("draw_tokens", *moved(arguments)))
+    names = set(launched_by("draw_tokens", *copies(arguments, device=NPU)))
     assert names & {"aten::sort", "npu::npu_top_k_top_p"} == operators
     check_draws(arguments)
 
@@ -212,8 +164,9 @@ def test_equally_likely_tokens_stay_together() -> None:
     """The fused operator keeps one of them; the definition keeps all that equal the last one kept."""
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, -5.0]]).repeat(3, 1)
     ids = torch.ops.ascend_vllm.draw_tokens(
-        *moved(
-            (logits, torch.ones(3), torch.full((3,), 2, dtype=torch.int32), torch.full((3,), 0.4), torch.zeros(3))
+        *(
+            argument.to(NPU)
+            for argument in (logits, torch.ones(3), torch.full((3,), 2).int(), torch.full((3,), 0.4), torch.zeros(3))
         ),
         torch.tensor([0.1, 0.5, 0.9], device=NPU),
         2,
@@ -227,7 +180,9 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
     """As the definition says but for the order of equally likely tokens, within float32 rounding."""
     spec = OPS["token_logprobs"]
     for arguments in spec.inputs(dtype):
-        ids, logprobs, ranks = (part.cpu() for part in torch.ops.ascend_vllm.token_logprobs(*moved(arguments)))
+        ids, logprobs, ranks = (
+            part.cpu() for part in torch.ops.ascend_vllm.token_logprobs(*copies(arguments, device=NPU))
+        )
         _, exact, exact_ranks = spec.reference(*copies(arguments, torch.float64))
         assert (ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int64, torch.float32, torch.int64)
         assert torch.equal(ids[:, 0], arguments[1])
