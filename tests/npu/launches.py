@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,20 @@ def launched_by(call: Callable[[], Any]) -> tuple[Any, set[str]]:
     result = call()
     torch.npu.synchronize()
     return result, set(_LIBRARY.ascend_sim_take_launched().decode().split())
+
+
+def takes(*operators: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a test that must launch these operators."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            _, launched = launched_by(lambda: test(*args, **kwargs))
+            assert launched >= set(operators), launched
+
+        return wrapped
+
+    return decorate
 
 
 def to(device: str, value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The simulator's own tests, which need not run again while nothing that they depend on has changed.
 
-They call the simulated operators, streams and collectives through torch_npu and use nothing of `ascend_vllm`. What
-they depend on is the simulator, the versions of torch and torch_npu, and the tests themselves. Its digest is kept in
-`sim_operators.digest` once they have all passed: `make test-all` writes it, and an ordinary run compares.
+They call the simulated operators, memory, streams and collectives through torch_npu and use nothing of `ascend_vllm`.
+What they depend on is the simulator, the versions of torch and torch_npu, and the tests themselves. Its digest is
+kept in `sim_operators.digest` once they have all passed: `make test-all` writes it, and an ordinary run compares.
 
     python tests/npu/simulator.py    write the digest of what there is now
 """
@@ -25,10 +25,12 @@ OWN_TESTS = (
     "test_refusals.py",
     "test_runtime_format.py",
     "test_runtime_graphs.py",
+    "test_runtime_memory.py",
+    "test_runtime_starts.py",
     "test_runtime_streams.py",
 )
 # modules of this directory that the own tests import or run
-HELPERS = ("acl.py", "attention_reference.py", "conftest.py", "hccl_ranks.py", "launches.py")
+HELPERS = ("acl.py", "attention_reference.py", "conftest.py", "hccl_ranks.py", "launches.py", "processes.py")
 
 
 def digest() -> str:

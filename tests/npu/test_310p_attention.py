@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-PROGRAM = pathlib.Path(__file__).with_name("calls_on_310p.py")
+from tests.npu.processes import last_line, run
+from tests.npu.test_runtime_processes import SIM_RUN
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def outcomes(trace: pathlib.Path) -> dict[str, str]:
     """The error of each call, empty where there was none."""
-    simulator = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "sim-run", "--soc", "Ascend310P3"]
-    command = [*simulator, "--trace", str(trace), "--", sys.executable, "-m", f"tests.npu.{PROGRAM.stem}"]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=PROGRAM.parents[2], timeout=300, check=False)
-    assert child.returncode == 0, child.stderr
-    result: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    program = [sys.executable, "-m", "tests.npu.calls_on_310p"]
+    done = run(*SIM_RUN, "--soc", "Ascend310P3", "--trace", str(trace), "--", *program, timeout=300)
+    result: dict[str, str] = json.loads(last_line(done))
     return result
 
 

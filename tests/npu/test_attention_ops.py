@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.npu.attention_reference import Sequences, attention, causal, close
+from tests.npu.launches import takes
 
 HALFS = [torch.float16, torch.bfloat16]
 TRIANGLE = torch.triu(torch.ones(2048, 2048, dtype=torch.int8), 1)
@@ -29,6 +30,20 @@ def fused(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, **opt
         num_heads=sequences.heads,
         num_key_value_heads=sequences.kv_heads,
         scale=sequences.scale,
+        **options,
+    )
+
+
+def fused_packed(sequences: Sequences, triangle: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Prompts one after another under a causal mask; `tensors` are query, key and value if not the sequences' own."""
+    return fused(
+        sequences,
+        *(tensors or (sequences.query, sequences.key, sequences.value)),
+        input_layout="TND",
+        actual_seq_lengths=sequences.query_ends,
+        actual_seq_lengths_kv=sequences.kv_ends,
+        atten_mask=triangle,
+        sparse_mode=3,
         **options,
     )
 
@@ -56,38 +71,18 @@ class TestPackedLayout:
     @pytest.mark.parametrize(
         ("heads", "head_size"), [((4, 1), 64), ((6, 2), 80), ((4, 4), 96), ((8, 2), 128), ((2, 1), 256)]
     )
+    @takes("aclnnFusedInferAttentionScoreV3")
     def test_prompts(self, heads: tuple[int, int], head_size: int, dtype: torch.dtype, triangle: Tensor) -> None:
         lengths = [5, 1, 33, 17]
         sequences = Sequences(lengths, lengths, heads, head_size, dtype)
-        out, lse = fused(
-            sequences,
-            sequences.query,
-            sequences.key,
-            sequences.value,
-            input_layout="TND",
-            actual_seq_lengths=sequences.query_ends,
-            actual_seq_lengths_kv=sequences.kv_ends,
-            atten_mask=triangle,
-            sparse_mode=3,
-            softmax_lse_flag=True,
-        )
+        out, lse = fused_packed(sequences, triangle, softmax_lse_flag=True)
         sequences.check(out)
         exact = sequences.expected()[1]
         assert (lse.cpu().squeeze(-1).double() - exact).abs().max() < 1e-4
 
     def test_prompts_of_192_with_values_of_128(self, triangle: Tensor) -> None:
         sequences = Sequences([9, 20], [9, 20], (4, 4), 192, torch.bfloat16, value_size=128)
-        out, _ = fused(
-            sequences,
-            sequences.query,
-            sequences.key,
-            sequences.value,
-            input_layout="TND",
-            actual_seq_lengths=sequences.query_ends,
-            actual_seq_lengths_kv=sequences.kv_ends,
-            atten_mask=triangle,
-            sparse_mode=3,
-        )
+        out, _ = fused_packed(sequences, triangle)
         assert out.shape == (29, 4, 128)
         sequences.check(out)
 
@@ -121,6 +116,7 @@ class TestPackedLayout:
         assert torch.isinf(lse.cpu()[:2]).all()
         assert torch.isfinite(lse.cpu()[2:]).all()
 
+    @takes("aclnnFusedInferAttentionScoreV4")
     def test_sinks(self, triangle: Tensor) -> None:
         sequences = Sequences([4, 9], [4, 9], (4, 2), 64, torch.bfloat16)
         sink = torch.randn(4).bfloat16()
@@ -267,18 +263,7 @@ class TestPrecision:
     ) -> tuple[Sequences, Tensor]:
         sequences = Sequences([12], [12], (4, 2), 128, dtype)
         sequences.query *= magnitude
-        out, _ = fused(
-            sequences,
-            sequences.query,
-            sequences.key,
-            sequences.value,
-            input_layout="TND",
-            actual_seq_lengths=[12],
-            actual_seq_lengths_kv=[12],
-            atten_mask=triangle,
-            sparse_mode=3,
-            inner_precise=inner_precise,
-        )
+        out, _ = fused_packed(sequences, triangle, inner_precise=inner_precise)
         return sequences, out.cpu()
 
     def test_float16_differs(self, triangle: Tensor) -> None:
@@ -337,18 +322,14 @@ class TestLatentAttention:
         sequences = Sequences([6, 15], [6, 15], (4, 4), 128, torch.bfloat16, value_size=128, rope_size=64)
         query, query_rope = (part.contiguous().npu() for part in sequences.query.split([128, 64], -1))
         key, key_rope = (part.contiguous().npu() for part in sequences.key.split([128, 64], -1))
-        out, lse = fused(
+        out, lse = fused_packed(
             sequences,
+            triangle,
             query,
             key,
             sequences.value,
             query_rope=query_rope,
             key_rope=key_rope,
-            input_layout="TND",
-            actual_seq_lengths=sequences.query_ends,
-            actual_seq_lengths_kv=sequences.kv_ends,
-            atten_mask=triangle,
-            sparse_mode=3,
             softmax_lse_flag=True,
         )
         sequences.check(out)
@@ -412,39 +393,26 @@ class TestOutForm:
 class TestPromptOperator:
     """npu_prompt_flash_attention; a sparse_mode ten higher asks for high precision."""
 
+    def run(self, *tensors: Tensor, triangle: Tensor, scale: float, **options: Any) -> Tensor:
+        query, key, value = (tensor.npu() for tensor in tensors)
+        return torch_npu.npu_prompt_flash_attention(
+            query, key, value, atten_mask=triangle, num_heads=4, num_key_value_heads=2, scale_value=scale, **options
+        ).cpu()
+
     @pytest.mark.parametrize("sparse_mode", [3, 13])
     @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
+    @takes("aclnnPromptFlashAttentionV3")
     def test_prompts(self, layout: str, sparse_mode: int, triangle: Tensor) -> None:
         sequences, query, key, value = batched(12, 12, layout)
-        out = torch_npu.npu_prompt_flash_attention(
-            query.npu(),
-            key.npu(),
-            value.npu(),
-            atten_mask=triangle,
-            num_heads=4,
-            num_key_value_heads=2,
-            scale_value=sequences.scale,
-            input_layout=layout,
-            sparse_mode=sparse_mode,
-            next_tokens=0,
-        )
-        sequences.check(packed_again(out.cpu(), layout))
+        options = {"input_layout": layout, "sparse_mode": sparse_mode, "next_tokens": 0}
+        out = self.run(query, key, value, triangle=triangle, scale=sequences.scale, **options)
+        sequences.check(packed_again(out, layout))
 
     def test_high_precision_does_not_overflow(self, triangle: Tensor) -> None:
         sequences, query, key, value = batched(12, 12, "BSH")
-        big = (query * 4000).npu()
         out = {
-            sparse_mode: torch_npu.npu_prompt_flash_attention(
-                big,
-                key.npu(),
-                value.npu(),
-                atten_mask=triangle,
-                num_heads=4,
-                num_key_value_heads=2,
-                scale_value=sequences.scale,
-                sparse_mode=sparse_mode,
-            ).cpu()
-            for sparse_mode in (3, 13)
+            mode: self.run(query * 4000, key, value, triangle=triangle, scale=sequences.scale, sparse_mode=mode)
+            for mode in (3, 13)
         }
         assert torch.isfinite(out[13]).all()
         assert not torch.isfinite(out[3]).all()
@@ -453,6 +421,7 @@ class TestPromptOperator:
 class TestIncrementalOperator:
     @pytest.mark.parametrize("inner_precise", [0, 1])
     @pytest.mark.parametrize(("layout", "form"), [("BSH", "BBH"), ("BNSD", "BNBD")])
+    @takes("aclnnIncreFlashAttentionV4")
     def test_paged(self, layout: str, form: str, inner_precise: int) -> None:
         sequences = Sequences([1, 1, 1], [1, 64, 130], (4, 2), 80, torch.float16)
         query = sequences.query.flatten(1).unsqueeze(1) if layout == "BSH" else sequences.query.unsqueeze(2)
@@ -495,6 +464,7 @@ class TestTrainingOperators:
 
     @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @takes("aclnnFlashAttentionScore")
     def test_fusion_attention(self, layout: str, dtype: torch.dtype) -> None:
         sequences, *tensors = batched(9, 20, layout)
         query, key, value = (tensor.to(dtype).npu() for tensor in tensors)
@@ -505,6 +475,7 @@ class TestTrainingOperators:
         lse = (row_max.cpu() + row_sum.cpu().log())[..., 0].transpose(1, 2).flatten(0, 1)
         assert (lse.double() - sequences.expected()[1]).abs().max() < 1e-4
 
+    @takes("aclnnFlashAttentionVarLenScore")
     def test_sequences_one_after_another(self) -> None:
         sequences = Sequences([5, 12], [5, 12], (4, 2), 80, torch.bfloat16)
         out = torch_npu.npu_fusion_attention(

@@ -8,6 +8,8 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
+from tests.npu.launches import takes
+
 HALFS = [torch.float16, torch.bfloat16]
 FLOATS = [*HALFS, torch.float32]
 
@@ -31,6 +33,7 @@ def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
 
 class TestNorms:
     @pytest.mark.parametrize("dtype", FLOATS)
+    @takes("aclnnRmsNorm")
     def test_rms_norm(self, dtype: torch.dtype) -> None:
         x, gamma = random(3, 5, 96, dtype=dtype), random(96, dtype=dtype)
         y, rstd = torch_npu.npu_rms_norm(x.npu(), gamma.npu(), 1e-5)
@@ -44,18 +47,21 @@ class TestNorms:
         close(torch_npu.npu_rms_norm(x.npu(), gamma.npu(), 1e-5)[0], rms_norm, x, gamma.half())
 
     @pytest.mark.parametrize("dtype", HALFS)
+    @takes("aclnnGemmaRmsNorm")
     def test_gemma_rms_norm(self, dtype: torch.dtype) -> None:
         x, gamma = random(7, 128, dtype=dtype), random(128, dtype=dtype)
         y = torch_npu.npu_gemma_rms_norm(x.npu(), gamma.npu(), 1e-5)[0]
         close(y, lambda x, gamma: rms_norm(x, gamma + 1), x, gamma)
 
     @pytest.mark.parametrize("dtype", HALFS)
+    @takes("aclnnAddRmsNorm")
     def test_add_rms_norm(self, dtype: torch.dtype) -> None:
         x, residual, gamma = random(7, 128, dtype=dtype), random(7, 128, dtype=dtype) + 1, random(128, dtype=dtype)
         y, _, total = torch_npu.npu_add_rms_norm(x.npu(), residual.npu(), gamma.npu(), 1e-5)
         close(y, lambda x, residual, gamma: rms_norm(x + residual, gamma), x, residual, gamma)
         assert torch.equal(total.cpu(), x + residual)
 
+    @takes("aclnnInplaceAddRmsNorm")
     def test_add_rms_norm_in_place(self) -> None:
         x, residual, gamma = random(7, 128), random(7, 128) + 1, random(128)
         own, other = x.npu(), residual.npu()
@@ -66,6 +72,7 @@ class TestNorms:
 
 class TestActivations:
     @pytest.mark.parametrize("dtype", FLOATS)
+    @takes("aclnnSwiGlu")
     def test_swiglu(self, dtype: torch.dtype) -> None:
         x = random(5, 3, 64, dtype=dtype)
         out = torch_npu.npu_swiglu(x.npu())
@@ -76,11 +83,13 @@ class TestActivations:
         x = random(6, 4)
         close(torch_npu.npu_swiglu(x.npu(), 0), lambda x: functional.silu(x[:3]) * x[3:], x)
 
+    @takes("aclnnFastGelu")
     def test_fast_gelu(self) -> None:
         x = random(50)
         close(torch_npu.npu_fast_gelu(x.npu()), lambda x: x * torch.sigmoid(1.702 * x), x)
 
     @pytest.mark.parametrize("approximate", ["none", "tanh"])
+    @takes("aclnnGeluMul")
     def test_gelu_mul(self, approximate: str) -> None:
         x = random(5, 64)
         out = torch_npu.npu_gelu_mul(x.npu(), approximate=approximate)
@@ -105,6 +114,7 @@ def angles(tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class TestRotary:
     @pytest.mark.parametrize("mode", ["half", "interleave"])
     @pytest.mark.parametrize("size", [64, 80, 128])
+    @takes("aclnnRotaryPositionEmbedding")
     def test_rotary_mul(self, size: int, mode: str) -> None:
         x = random(2, 6, 3, size)
         cos, sin = (
@@ -116,6 +126,7 @@ class TestRotary:
         close(out, lambda x, cos, sin: x * cos + turned(x) * sin, x, cos.contiguous(), sin.contiguous())
 
     @pytest.mark.parametrize("layout", ["BSND", "TND"])
+    @takes("aclnnApplyRotaryPosEmbV2")
     def test_apply_rotary_pos_emb(self, layout: str) -> None:
         cos, sin = (torch.cat([t, t], -1)[:, None] for t in angles(6, 64, torch.float16))
         query, key = random(6, 4, 64), random(6, 2, 64)
@@ -127,6 +138,7 @@ class TestRotary:
 
     @pytest.mark.parametrize("mode", ["half", "interleave"])
     @pytest.mark.parametrize("section", [None, [8, 12, 12]])
+    @takes("aclnnRopeWithSinCosCacheV2")
     def test_mrope(self, section: list[int] | None, mode: str) -> None:
         tokens, size, width = 5, 80, 64
         table = torch.cat(angles(20, width, torch.float16), -1)
@@ -161,6 +173,7 @@ class TestRotary:
         for x, out in zip((query, key), outs, strict=True):
             close(out, rotated, x, cos, sin)
 
+    @takes("aclnnInterleaveRope")
     def test_interleave_rope(self) -> None:
         x = random(3, 4, 1, 64)
         cos, sin = (torch.cat([t, t], -1).view(3, 1, 1, 64) for t in angles(3, 64, torch.float16))
@@ -174,6 +187,7 @@ class TestRotary:
 
 class TestLatentCache:
     @pytest.mark.parametrize("mode", ["Norm", "PA", "PA_NZ"])
+    @takes("aclnnKvRmsNormRopeCache")
     def test_norm_rope_and_cache(self, mode: str) -> None:
         tokens, value, rope, block_size = 5, 512, 64, 16
         kv = random(tokens, 1, 1, value + rope)
@@ -209,6 +223,7 @@ class TestLatentCache:
 class TestPagedCaches:
     @pytest.mark.parametrize("fractal", [False, True])
     @pytest.mark.parametrize("dtype", [*HALFS, torch.int8])
+    @takes("aclnnScatterPaKvCache")
     def test_scatter(self, fractal: bool, dtype: torch.dtype) -> None:
         blocks, block_size, heads, sizes = 3, 16, 2, (64, 96)
         rows = [torch.randint(-9, 9, (4, heads, size)).to(dtype) for size in sizes]
@@ -239,6 +254,7 @@ class TestPagedCaches:
         assert rows.count_nonzero() == key.count_nonzero()
 
     @pytest.mark.parametrize("cumulative", [False, True])
+    @takes("aclnnGatherPaKvCache")
     def test_gather(self, cumulative: bool) -> None:
         block_size, lengths = 16, [20, 3, 0, 17]
         caches = [random(6, block_size, 1, size) for size in (64, 32)]
@@ -262,6 +278,7 @@ class TestPagedCaches:
             ]
             assert torch.equal(out.cpu(), torch.stack(wanted))
 
+    @takes("aclnnAdvanceStep")
     def test_a_step_on_the_device(self) -> None:
         tokens, positions, slots = (torch.tensor([7, 7, 7]).npu() for _ in range(3))
         lengths = torch.tensor([15, 16, 4]).npu()
@@ -277,6 +294,7 @@ class TestPagedCaches:
 
 class TestMerging:
     @pytest.mark.parametrize("dtype", FLOATS)
+    @takes("aclnnAttentionUpdate")
     def test_attention_update(self, dtype: torch.dtype) -> None:
         sums = [random(6, dtype=torch.float32), random(6, dtype=torch.float32) * 3, torch.full((6,), float("inf"))]
         parts = [random(6, 64, dtype=dtype), random(6, 64, dtype=dtype) + 1, torch.zeros(6, 64, dtype=dtype)]
@@ -305,6 +323,7 @@ class TestSampling:
 
     @pytest.mark.parametrize(("p", "k"), [([0.9, 0.5, 0.1], None), (None, [1, 5, 40]), ([0.8, 1.0, 0.0], [20, 3, 7])])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @takes("aclnnApplyTopKTopP")
     def test_top_k_top_p(self, p: list[float] | None, k: list[int] | None, dtype: torch.dtype) -> None:
         logits = random(3, 200, dtype=torch.float32).to(dtype) * 2
         out = torch_npu.npu_top_k_top_p(

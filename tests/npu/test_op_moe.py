@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_npu
 
-from tests.npu.launches import Values, launched_by
+from tests.npu.launches import Values, launched_by, takes
 
 TOKENS, EXPERTS, TOP, HIDDEN, INNER = 7, 8, 2, 32, 16
 
@@ -27,45 +27,39 @@ def _close(actual: torch.Tensor, exact: torch.Tensor, part: float = 1e-2) -> boo
     return bool((actual.cpu().double() - exact.double()).abs().max() <= part * exact.double().abs().max())
 
 
+@takes("aclnnMoeGatingTopKSoftmax")
 def test_gating_by_softmax() -> None:
-    (weights, chosen, rows), launched = launched_by(
-        lambda: torch_npu.npu_moe_gating_top_k_softmax(LOGITS.npu(), k=TOP)
-    )
-    assert "aclnnMoeGatingTopKSoftmax" in launched
+    weights, chosen, rows = torch_npu.npu_moe_gating_top_k_softmax(LOGITS.npu(), k=TOP)
     expected, indices = torch.softmax(LOGITS, -1).topk(TOP, -1)
     assert torch.allclose(weights.cpu(), expected)
     assert torch.equal(chosen.cpu().long(), indices)
     assert torch.equal(rows.cpu().long(), torch.arange(TOKENS * TOP).view(TOP, TOKENS).t())
 
 
+@takes("aclnnMoeGatingTopKSoftmaxV2")
 def test_gating_with_weights_that_sum_up_to_one() -> None:
-    (weights, chosen, _), launched = launched_by(
-        lambda: torch_npu.npu_moe_gating_top_k_softmax_v2(LOGITS.npu(), k=TOP, renorm=1)
-    )
-    assert "aclnnMoeGatingTopKSoftmaxV2" in launched
+    weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(LOGITS.npu(), k=TOP, renorm=1)
     best, indices = LOGITS.topk(TOP, -1)
     assert torch.allclose(weights.cpu(), torch.softmax(best, -1))
     assert torch.equal(chosen.cpu().long(), indices)
 
 
+@takes("aclnnMoeGatingTopK")
 @pytest.mark.parametrize("norm_type", [0, 1], ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize("best_two", [0, 1])
 def test_gating_within_the_best_groups(norm_type: int, best_two: int) -> None:
     bias = _values.normal(EXPERTS)
-    (weights, chosen, _), launched = launched_by(
-        lambda: torch_npu.npu_moe_gating_top_k(
-            LOGITS.npu(),
-            TOP,
-            bias=bias.npu(),
-            k_group=2,
-            group_count=4,
-            group_select_mode=best_two,
-            norm_type=norm_type,
-            routed_scaling_factor=2.5,
-            eps=1e-20,
-        )
+    weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
+        LOGITS.npu(),
+        TOP,
+        bias=bias.npu(),
+        k_group=2,
+        group_count=4,
+        group_select_mode=best_two,
+        norm_type=norm_type,
+        routed_scaling_factor=2.5,
+        eps=1e-20,
     )
-    assert "aclnnMoeGatingTopK" in launched
     scores = torch.softmax(LOGITS, -1) if norm_type == 0 else torch.sigmoid(LOGITS)
     biased = (scores + bias).view(TOKENS, 4, -1)
     strength = biased.sum(-1) if best_two else biased.amax(-1)
@@ -80,36 +74,29 @@ def test_gating_within_the_best_groups(norm_type: int, best_two: int) -> None:
         assert torch.allclose(weights[token].cpu(), expected * 2.5)
 
 
-def _route(**options: object) -> tuple[list[torch.Tensor], set[str]]:
-    result, launched = launched_by(
-        lambda: torch_npu.npu_moe_init_routing_v2(
-            X.npu(),
-            IDS.npu(),
-            active_num=TOKENS * TOP,
-            expert_num=EXPERTS,
-            expert_tokens_num_flag=True,
-            **{
-                "expert_tokens_num_type": 1,
-                "active_expert_range": [0, EXPERTS],
-                "quant_mode": -1,
-                "row_idx_type": 0,
-                **options,
-            },
-        )
-    )
-    return [tensor.cpu() for tensor in result], launched
+def _route(**options: object) -> list[torch.Tensor]:
+    routing: dict[str, object] = {
+        "active_num": TOKENS * TOP,
+        "expert_num": EXPERTS,
+        "expert_tokens_num_flag": True,
+        "expert_tokens_num_type": 1,
+        "active_expert_range": [0, EXPERTS],
+        "quant_mode": -1,
+        "row_idx_type": 0,
+    }
+    return [tensor.cpu() for tensor in torch_npu.npu_moe_init_routing_v2(X.npu(), IDS.npu(), **(routing | options))]
 
 
+@takes("aclnnMoeInitRoutingV3")
 def test_rows_are_sorted_by_expert() -> None:
-    (rows, places, counts, _), launched = _route()
-    assert "aclnnMoeInitRoutingV3" in launched
+    rows, places, counts, _ = _route()
     assert torch.equal(rows, X[ORDER // TOP])
     assert torch.equal(places.long(), torch.argsort(ORDER))
     assert torch.equal(counts, COUNTS)
 
 
 def test_rows_of_experts_elsewhere_are_left_out() -> None:
-    (rows, places, counts, _), _ = _route(active_expert_range=[2, 5], expert_tokens_num_type=0)
+    rows, places, counts, _ = _route(active_expert_range=[2, 5], expert_tokens_num_type=0)
     own = [int(place) for place in ORDER if 2 <= int(CHOSEN.flatten()[place]) < 5]
     assert torch.equal(rows[: len(own)], X[torch.tensor(own) // TOP])
     assert torch.equal(counts, COUNTS[2:5].cumsum(0))
@@ -117,7 +104,7 @@ def test_rows_of_experts_elsewhere_are_left_out() -> None:
 
 
 def test_rows_are_quantised_on_the_way() -> None:
-    (rows, _, _, scale), _ = _route(quant_mode=1)
+    rows, _, _, scale = _route(quant_mode=1)
     sorted_rows = X[ORDER // TOP].float()
     expected = sorted_rows.abs().amax(-1) / 127
     assert torch.allclose(scale, expected)
@@ -155,39 +142,34 @@ def test_quantised_products_per_expert() -> None:
     rows = _values.integers(-127, 128, TOKENS * TOP, HIDDEN, dtype=torch.int8)
     matrices = _values.integers(-127, 128, EXPERTS, HIDDEN, INNER, dtype=torch.int8)
     scale, token_scale = _values.positive(EXPERTS, INNER, dtype=torch.bfloat16), _values.positive(TOKENS * TOP)
-    (result,), _ = launched_by(
-        lambda: torch_npu.npu_grouped_matmul(
-            [rows.npu()],
-            [matrices.npu()],
-            scale=[scale.npu()],
-            per_token_scale=[token_scale.npu()],
-            group_list=COUNTS.npu(),
-            split_item=2,
-            group_type=0,
-            group_list_type=1,
-            output_dtype=torch.bfloat16,
-        )
+    (result,) = torch_npu.npu_grouped_matmul(
+        [rows.npu()],
+        [matrices.npu()],
+        scale=[scale.npu()],
+        per_token_scale=[token_scale.npu()],
+        group_list=COUNTS.npu(),
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+        output_dtype=torch.bfloat16,
     )
     expert = CHOSEN.flatten()[ORDER]
     exact = torch.einsum("tk,tkn->tn", rows.double(), matrices[expert].double())
     assert _close(result, exact * scale[expert].double() * token_scale.double()[:, None])
 
 
+@takes("aclnnMoeTokenPermute", "aclnnMoeTokenUnpermute")
 def test_tokens_go_out_and_come_back() -> None:
-    (rows, places), launched = launched_by(lambda: torch_npu.npu_moe_token_permute(X.npu(), IDS.npu()))
-    assert "aclnnMoeTokenPermute" in launched
+    rows, places = torch_npu.npu_moe_token_permute(X.npu(), IDS.npu())
     assert torch.equal(rows.cpu(), X[ORDER // TOP])
-    back, launched = launched_by(lambda: torch_npu.npu_moe_token_unpermute(rows, places, probs=WEIGHTS.npu()))
-    assert "aclnnMoeTokenUnpermute" in launched
+    back = torch_npu.npu_moe_token_unpermute(rows, places, probs=WEIGHTS.npu())
     assert _close(back, X.double() * WEIGHTS.double().sum(1, keepdim=True))
 
 
+@takes("aclnnMoeFinalizeRoutingV2")
 def test_finalising_adds_the_skip_connection() -> None:
-    (rows, places, _, _), _ = _route()
-    result, launched = launched_by(
-        lambda: torch_npu.npu_moe_finalize_routing(
-            rows.npu(), X.npu(), None, None, WEIGHTS.npu(), places.npu(), IDS.npu(), drop_pad_mode=2
-        )
+    rows, places, _, _ = _route()
+    result = torch_npu.npu_moe_finalize_routing(
+        rows.npu(), X.npu(), None, None, WEIGHTS.npu(), places.npu(), IDS.npu(), drop_pad_mode=2
     )
-    assert "aclnnMoeFinalizeRoutingV2" in launched
     assert _close(result, X.double() * (1 + WEIGHTS.double().sum(1, keepdim=True)))

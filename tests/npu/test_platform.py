@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -20,10 +18,11 @@ from ascend_vllm.platforms import facts, get_platform, resolve_device
 from ascend_vllm.platforms.facts import NpuProbe, npu_unusable_reason
 from ascend_vllm.platforms.npu import NpuPlatform
 from ascend_vllm.worker.worker import Worker
+from tests.npu.processes import last_line, run
+from tests.npu.test_runtime_processes import SIM_RUN
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import GREEDY, generate, make_config, make_prompt, started_worker
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 _ask = facts.probe_npus.__wrapped__
 
@@ -54,7 +53,7 @@ def test_the_runtime_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch
 
 def test_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_SIM_DEVICES", "0")
-    monkeypatch.setattr(facts, "probe_npus", probe)
+    monkeypatch.setattr(facts, "probe_npus", functools.cache(probe))
     assert "there is no NPU to use, none is in this container" in (npu_unusable_reason() or "")
     assert resolve_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="there is no NPU to use"):
@@ -79,8 +78,9 @@ def test_configurations_follow_the_chip(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_longest_length_is_that_which_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "probe_npus", probe)
-    monkeypatch.setattr("ascend_vllm.platforms.npu.probe_npus", probe)
+    asked = functools.cache(probe)
+    monkeypatch.setattr(facts, "probe_npus", asked)
+    monkeypatch.setattr("ascend_vllm.platforms.npu.probe_npus", asked)
     # keys and values of 3 layers of 2 heads of 16 elements in float16, a block of 128 tokens
     block_bytes = 2 * 3 * 2 * 16 * 2 * 128
     args = EngineArgs(model=tiny_model("qwen2"), dtype="float16", max_model_len="auto")
@@ -152,18 +152,8 @@ print(json.dumps(found))
 
 def test_the_cache_gets_what_its_share_leaves_and_memory_grows_in_segments() -> None:
     """In a process of its own: the allocator reads its settings once, and other tests' engines hold memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NPU_ALLOC_CONF"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _MEMORY_OF_A_FRESH_PROCESS],
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    command = (sys.executable, "-W", "ignore", "-c", _MEMORY_OF_A_FRESH_PROCESS)
+    found = json.loads(last_line(run(*command, without=("PYTORCH_NPU_ALLOC_CONF",))))
     total, before = found["total"], found["before"]
     assert 0 <= total // 2 - 10 * MIB - before < total // 8
     assert before - found["after"] == pytest.approx(100 * MIB, abs=4 * MIB)
@@ -230,19 +220,10 @@ def test_another_chip_with_little_memory() -> None:
     """In a process of its own: an A3 whose 64 MiB hold the tiny model and not the largest step of another."""
     model, prompt = tiny_model("qwen2"), make_prompt(150)
     expected = generate(started_worker(model, dtype="float16", block_size=64), prompt, GREEDY, 12)
-    command = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "sim-run", "--devices", "2"]
-    command += ["--soc", "Ascend910_9391", "--memory", str(64 * MIB), "--", sys.executable, "-W", "ignore"]
-    done = subprocess.run(
-        [*command, "-c", _ON_ANOTHER_CHIP, model, json.dumps(prompt)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CPU_AFFINITY_CONF": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    chip = ("--devices", "2", "--soc", "Ascend910_9391", "--memory", str(64 * MIB))
+    program = (sys.executable, "-W", "ignore", "-c", _ON_ANOTHER_CHIP, model, json.dumps(prompt))
+    done = run(*SIM_RUN, *chip, "--", *program, timeout=300, CPU_AFFINITY_CONF="0")
+    found = json.loads(last_line(done))
     assert found["soc"] == "Ascend910_9391"
     assert found["tokens"] == expected
     assert found["cores"] == sorted(os.sched_getaffinity(0))

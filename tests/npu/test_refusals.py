@@ -12,12 +12,6 @@ import torch
 import torch_npu
 from torch import Tensor
 
-FUSED = "aclnnFusedInferAttentionScoreV3"
-PROMPT = "aclnnPromptFlashAttentionV3"
-INCREMENTAL = "aclnnIncreFlashAttentionV4"
-SCATTER = "aclnnScatterPaKvCache"
-GATHER = "aclnnGatherPaKvCache"
-
 TRIANGLE = torch.triu(torch.ones(2048, 2048, dtype=torch.int8), 1)
 
 
@@ -25,120 +19,254 @@ def half(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float16)
 
 
-def on_chip(value: Any) -> Any:
-    return value.npu() if isinstance(value, Tensor) else value
-
-
-def fused(**changes: Any) -> None:
-    """A correct call over a paged cache, with changes: two sequences, four query heads, two key heads of 64."""
-    arguments: dict[str, Any] = {
-        "query": half(5, 4, 64),
-        "key": half(6, 128, 128),
-        "value": half(6, 128, 128),
-        "atten_mask": TRIANGLE,
-        "sparse_mode": 3,
-        "block_table": torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
-        "block_size": 128,
-        "input_layout": "TND",
-        "num_heads": 4,
-        "num_key_value_heads": 2,
-        "actual_seq_lengths": [3, 5],
-        "actual_seq_lengths_kv": [3, 200],
-    }
-    arguments.update(changes)
-    arguments = {name: on_chip(value) for name, value in arguments.items()}
-    query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-    torch_npu.npu_fused_infer_attention_score(query, key, value, **arguments)
-
-
-def fused_fresh(**changes: Any) -> None:
-    """A correct call with keys and values one after another."""
-    fused(
-        **{
-            "key": half(9, 2, 64),
-            "value": half(9, 2, 64),
-            "block_table": None,
-            "block_size": 0,
-            "actual_seq_lengths_kv": [3, 9],
-            **changes,
-        }
-    )
-
-
-def fused_batch(**changes: Any) -> None:
-    """A correct call in BNSD without a cache: two sequences of eight rows."""
-    fused(
-        **{
+# two sequences over a paged cache, four query heads, two key heads of 64
+PAGED: dict[str, Any] = {
+    "query": half(5, 4, 64),
+    "key": half(6, 128, 128),
+    "value": half(6, 128, 128),
+    "atten_mask": TRIANGLE,
+    "sparse_mode": 3,
+    "block_table": torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+    "block_size": 128,
+    "input_layout": "TND",
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "actual_seq_lengths": [3, 5],
+    "actual_seq_lengths_kv": [3, 200],
+}
+NOT_PAGED = {"block_table": None, "block_size": 0}
+FUSED = "aclnnFusedInferAttentionScoreV3"
+# name of a correct call → its operator, torch_npu's function, and the arguments
+CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fused": (FUSED, "npu_fused_infer_attention_score", PAGED),
+    # keys and values one after another
+    "fused, fresh": (
+        FUSED,
+        "npu_fused_infer_attention_score",
+        PAGED | NOT_PAGED | {"key": half(9, 2, 64), "value": half(9, 2, 64), "actual_seq_lengths_kv": [3, 9]},
+    ),
+    # two sequences of eight rows
+    "fused, batched": (
+        FUSED,
+        "npu_fused_infer_attention_score",
+        PAGED
+        | NOT_PAGED
+        | {
             "query": half(2, 4, 8, 64),
             "key": half(2, 2, 20, 64),
             "value": half(2, 2, 20, 64),
-            "block_table": None,
-            "block_size": 0,
             "input_layout": "BNSD",
             "actual_seq_lengths": None,
             "actual_seq_lengths_kv": None,
-            **changes,
-        }
-    )
+        },
+    ),
+    "prompt": (
+        "aclnnPromptFlashAttentionV3",
+        "npu_prompt_flash_attention",
+        {
+            "query": half(1, 8, 256),
+            "key": half(1, 8, 128),
+            "value": half(1, 8, 128),
+            "atten_mask": TRIANGLE,
+            "sparse_mode": 3,
+            "num_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "incremental": (
+        "aclnnIncreFlashAttentionV4",
+        "npu_incre_flash_attention",
+        {
+            "query": half(2, 1, 256),
+            "key": half(6, 128, 128),
+            "value": half(6, 128, 128),
+            "block_table": torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+            "block_size": 128,
+            "actual_seq_lengths": [3, 200],
+            "num_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "scatter": (
+        "aclnnScatterPaKvCache",
+        "npu_scatter_pa_kv_cache",
+        {
+            "key": half(3, 2, 64),
+            "value": half(3, 2, 64),
+            "key_cache": half(4, 16, 2, 64),
+            "value_cache": half(4, 16, 2, 64),
+            "slot_mapping": torch.tensor([0, 63, 5], dtype=torch.int32),
+            "cache_mode": "Norm",
+        },
+    ),
+    "gather": (
+        "aclnnGatherPaKvCache",
+        "npu_gather_pa_kv_cache",
+        {
+            "key_cache": half(4, 16, 1, 64),
+            "value_cache": half(4, 16, 1, 64),
+            "block_tables": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+            "seq_lens": torch.tensor([3, 20], dtype=torch.int32),
+            "key": half(23, 1, 64),
+            "value": half(23, 1, 64),
+        },
+    ),
+}
+# name of a call → changes that are refused, and the argument at fault
+REFUSED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "fused": [
+        ("query", {"query": torch.ones(5, 4, 64)}),
+        ("query", {"query": half(5, 4, 72), "key": half(6, 128, 144), "value": half(6, 128, 144)}),
+        ("key", {"key": half(6, 128, 128).bfloat16()}),
+        ("value", {"value": half(6, 128, 128).bfloat16()}),
+        ("value", {"value": half(5, 128, 128)}),
+        ("num_heads", {"num_heads": 8}),
+        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("actual_seq_lengths", {"actual_seq_lengths": [3, 4]}),
+        ("actual_seq_lengths", {"actual_seq_lengths": [3, 2]}),
+        ("actual_seq_lengths", {"actual_seq_lengths": None}),
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": None}),
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3]}),
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3, 257]}),
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [-1, 20]}),
+        ("block_size", {"block_size": 0}),
+        ("block_size", {"block_size": 64}),
+        (
+            "block_size",
+            {
+                "block_size": 40,
+                "key": half(6, 40, 128),
+                "value": half(6, 40, 128),
+                "actual_seq_lengths_kv": [3, 70],
+            },
+        ),
+        ("block_size", {"block_size": 1040, "key": half(6, 1040, 128), "value": half(6, 1040, 128)}),
+        ("block_table", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
+        ("block_table", {"block_table": torch.zeros(3, 2, dtype=torch.int32)}),
+        ("block_table", {"block_table": torch.tensor([[1, 0], [2, 6]], dtype=torch.int32)}),
+        ("block_table", {"block_table": torch.tensor([[-1, 0], [2, 3]], dtype=torch.int32)}),
+        ("atten_mask", {"atten_mask": None}),
+        ("atten_mask", {"atten_mask": TRIANGLE[:1024, :1024].contiguous()}),
+        ("atten_mask", {"atten_mask": TRIANGLE.half()}),
+        ("atten_mask", {"atten_mask": 1 - TRIANGLE}),
+        ("atten_mask", {"sparse_mode": 0}),
+        ("sparse_mode", {"sparse_mode": 2}),
+        ("sparse_mode", {"sparse_mode": 5}),
+        ("pre_tokens", {"sparse_mode": 4, "pre_tokens": 2, "next_tokens": -3}),
+        ("input_layout", {"input_layout": "NSD"}),
+        ("inner_precise", {"inner_precise": 4}),
+        (
+            "inner_precise",
+            {"inner_precise": 1, "query": half(5, 4, 80), "key": half(6, 128, 160), "value": half(6, 128, 160)},
+        ),
+        ("query_rope", {"key_rope": half(6, 128, 128)}),
+        ("antiquant_scale", {"antiquant_scale": half(2, 128)}),
+        # in TND only heads of 64 and 128 go over blocks of more than 128 tokens
+        (
+            "block_size",
+            {"query": half(5, 4, 96), "key": half(6, 256, 192), "value": half(6, 256, 192), "block_size": 256},
+        ),
+    ],
+    "fused, fresh": [
+        # lengths of single sequences where cumulative ones are due
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3, 6]}),
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [6, 3]}),
+        ("num_key_value_heads", {"key": half(9, 4, 64), "value": half(9, 4, 64)}),
+        ("value", {"value": half(9, 2, 32)}),
+        ("value", {"value": half(8, 2, 64)}),
+    ],
+    "fused, batched": [
+        ("atten_mask", {"sparse_mode": 0, "atten_mask": torch.zeros(8, 19, dtype=torch.bool)}),
+        ("atten_mask", {"sparse_mode": 0, "atten_mask": torch.zeros(3, 1, 8, 20, dtype=torch.bool)}),
+        ("actual_seq_lengths", {"actual_seq_lengths": [8, 9]}),
+        ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [20, 21]}),
+        (
+            "actual_seq_lengths_kv",
+            {
+                "query": half(3, 4, 8, 64),
+                "key": half(3, 2, 20, 64),
+                "value": half(3, 2, 20, 64),
+                "actual_seq_lengths_kv": [20, 20],
+            },
+        ),
+        ("key", {"key": half(3, 2, 20, 64), "value": half(3, 2, 20, 64)}),
+        ("query", {"query": half(2, 4, 8, 40), "key": half(2, 2, 20, 40), "value": half(2, 2, 20, 40)}),
+        (
+            "num_key_value_heads",
+            {
+                "query": half(2, 128, 8, 16),
+                "key": half(2, 1, 20, 16),
+                "value": half(2, 1, 20, 16),
+                "num_heads": 128,
+                "num_key_value_heads": 1,
+            },
+        ),
+        # one row knows no correction
+        (
+            "inner_precise",
+            {"query": half(2, 4, 1, 64), "sparse_mode": 0, "atten_mask": None, "inner_precise": 2},
+        ),
+    ],
+    "prompt": [
+        ("query", {"query": half(1, 8, 288), "key": half(1, 8, 144), "value": half(1, 8, 144)}),
+        ("key", {"key": half(1, 8, 128).bfloat16()}),
+        ("sparse_mode", {"sparse_mode": 9}),
+        ("atten_mask", {"atten_mask": None}),
+        ("input_layout", {"input_layout": "BSND_NBSD"}),
+        ("actual_seq_lengths", {"actual_seq_lengths": [9]}),
+    ],
+    "incremental": [
+        ("query", {"query": half(2, 2, 256)}),
+        ("actual_seq_lengths", {"actual_seq_lengths": None}),
+        ("actual_seq_lengths", {"actual_seq_lengths": [3, 300]}),
+        (
+            "block_size",
+            {
+                "block_size": 24,
+                "key": half(6, 24, 128),
+                "value": half(6, 24, 128),
+                "actual_seq_lengths": [3, 40],
+            },
+        ),
+        ("block_table", {"block_table": torch.tensor([[1, 0], [2, 9]], dtype=torch.int32)}),
+        ("inner_precise", {"inner_precise": 2}),
+        ("input_layout", {"key": half(6, 2, 128, 64), "value": half(6, 2, 128, 64)}),
+        ("key", {"key": half(6, 2, 4, 128, 16), "value": half(6, 2, 4, 128, 16)}),
+    ],
+    "scatter": [
+        ("slot_mapping", {"slot_mapping": torch.tensor([0, 64, 5])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([0, -1, 5])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([5, 0, 5])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([0, 1])}),
+        ("slot_mapping", {"slot_mapping": torch.tensor([0.0, 1.0, 2.0])}),
+        ("key", {"key": torch.ones(3, 2, 64)}),
+        ("value", {"value": half(3, 2, 64).bfloat16()}),
+        ("value", {"value": half(3, 1, 64)}),
+        ("key_cache", {"key_cache": half(4, 16, 2, 64).bfloat16()}),
+        ("key_cache", {"key_cache": half(4, 16, 1, 64)}),
+        ("key_cache", {"cache_mode": "PA_NZ"}),
+        ("value_cache", {"value_cache": half(5, 16, 2, 64)}),
+        ("cache_mode", {"cache_mode": "ND"}),
+        ("seq_lens", {"seq_lens": torch.tensor([3], dtype=torch.int32)}),
+    ],
+    "gather": [
+        ("seq_lens", {"seq_lens": torch.tensor([3, 33], dtype=torch.int32)}),
+        ("seq_lens", {"seq_lens": torch.tensor([3, 20, 1], dtype=torch.int32)}),
+        ("block_tables", {"block_tables": torch.tensor([[0, 1], [2, 4]], dtype=torch.int32)}),
+        ("key", {"key": half(24, 1, 64), "value": half(24, 1, 64)}),
+        ("seq_offset", {"seq_offset": torch.tensor([0, 3], dtype=torch.int32)}),
+    ],
+}
 
 
-def prompt(**changes: Any) -> None:
-    arguments: dict[str, Any] = {
-        "query": half(1, 8, 256),
-        "key": half(1, 8, 128),
-        "value": half(1, 8, 128),
-        "atten_mask": TRIANGLE,
-        "sparse_mode": 3,
-        "num_heads": 4,
-        "num_key_value_heads": 2,
+def call(name: str, **changes: Any) -> None:
+    """Makes a call, with changes."""
+    _, function, arguments = CALLS[name]
+    on_chip = {
+        argument: value.npu() if isinstance(value, Tensor) else value
+        for argument, value in (arguments | changes).items()
     }
-    arguments.update(changes)
-    arguments = {name: on_chip(value) for name, value in arguments.items()}
-    query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-    torch_npu.npu_prompt_flash_attention(query, key, value, **arguments)
-
-
-def incremental(**changes: Any) -> None:
-    arguments: dict[str, Any] = {
-        "query": half(2, 1, 256),
-        "key": half(6, 128, 128),
-        "value": half(6, 128, 128),
-        "block_table": torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
-        "block_size": 128,
-        "actual_seq_lengths": [3, 200],
-        "num_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    arguments.update(changes)
-    arguments = {name: on_chip(value) for name, value in arguments.items()}
-    query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-    torch_npu.npu_incre_flash_attention(query, key, value, **arguments)
-
-
-def scatter(**changes: Any) -> None:
-    arguments: dict[str, Any] = {
-        "key": half(3, 2, 64),
-        "value": half(3, 2, 64),
-        "key_cache": half(4, 16, 2, 64),
-        "value_cache": half(4, 16, 2, 64),
-        "slot_mapping": torch.tensor([0, 63, 5], dtype=torch.int32),
-        "cache_mode": "Norm",
-    }
-    arguments.update(changes)
-    torch_npu.npu_scatter_pa_kv_cache(**{name: on_chip(value) for name, value in arguments.items()})
-
-
-def gather(**changes: Any) -> None:
-    arguments: dict[str, Any] = {
-        "key_cache": half(4, 16, 1, 64),
-        "value_cache": half(4, 16, 1, 64),
-        "block_tables": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
-        "seq_lens": torch.tensor([3, 20], dtype=torch.int32),
-        "key": half(23, 1, 64),
-        "value": half(23, 1, 64),
-    }
-    arguments.update(changes)
-    torch_npu.npu_gather_pa_kv_cache(**{name: on_chip(value) for name, value in arguments.items()})
+    getattr(torch_npu, function)(**on_chip)
 
 
 def top_k_top_p(k: list[int] | None, p: list[float] | None, p_dtype: torch.dtype = torch.float32) -> None:
@@ -157,265 +285,78 @@ def refused(call: Callable[[], None], operator: str, argument: str) -> None:
     assert f"{operator}: {argument}: " in str(error.value)
 
 
-class TestCorrectCalls:
+@pytest.mark.parametrize("name", CALLS)
+def test_correct_calls_are_taken(name: str) -> None:
     """What the wrong calls differ from is right."""
-
-    @pytest.mark.parametrize("call", [fused, fused_fresh, fused_batch, prompt, incremental, scatter, gather])
-    def test_is_taken(self, call: Callable[[], None]) -> None:
-        call()
-        torch.npu.synchronize()
+    call(name)
+    torch.npu.synchronize()
 
 
-FUSED_PAGED: list[tuple[str, dict[str, Any]]] = [
-    ("query", {"query": torch.ones(5, 4, 64)}),
-    ("query", {"query": half(5, 4, 72), "key": half(6, 128, 144), "value": half(6, 128, 144)}),
-    ("key", {"key": half(6, 128, 128).bfloat16()}),
-    ("value", {"value": half(6, 128, 128).bfloat16()}),
-    ("value", {"value": half(5, 128, 128)}),
-    ("num_heads", {"num_heads": 8}),
-    ("num_key_value_heads", {"num_key_value_heads": 3}),
-    ("actual_seq_lengths", {"actual_seq_lengths": [3, 4]}),
-    ("actual_seq_lengths", {"actual_seq_lengths": [3, 2]}),
-    ("actual_seq_lengths", {"actual_seq_lengths": None}),
-    ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": None}),
-    ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3]}),
-    ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3, 257]}),
-    ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [-1, 20]}),
-    ("block_size", {"block_size": 0}),
-    ("block_size", {"block_size": 64}),
-    (
-        "block_size",
-        {
-            "block_size": 40,
-            "key": half(6, 40, 128),
-            "value": half(6, 40, 128),
-            "actual_seq_lengths_kv": [3, 70],
-        },
-    ),
-    ("block_size", {"block_size": 1040, "key": half(6, 1040, 128), "value": half(6, 1040, 128)}),
-    ("block_table", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
-    ("block_table", {"block_table": torch.zeros(3, 2, dtype=torch.int32)}),
-    ("block_table", {"block_table": torch.tensor([[1, 0], [2, 6]], dtype=torch.int32)}),
-    ("block_table", {"block_table": torch.tensor([[-1, 0], [2, 3]], dtype=torch.int32)}),
-    ("atten_mask", {"atten_mask": None}),
-    ("atten_mask", {"atten_mask": TRIANGLE[:1024, :1024].contiguous()}),
-    ("atten_mask", {"atten_mask": TRIANGLE.half()}),
-    ("atten_mask", {"atten_mask": 1 - TRIANGLE}),
-    ("atten_mask", {"sparse_mode": 0}),
-    ("sparse_mode", {"sparse_mode": 2}),
-    ("sparse_mode", {"sparse_mode": 5}),
-    ("pre_tokens", {"sparse_mode": 4, "pre_tokens": 2, "next_tokens": -3}),
-    ("input_layout", {"input_layout": "NSD"}),
-    ("inner_precise", {"inner_precise": 4}),
-    (
-        "inner_precise",
-        {"inner_precise": 1, "query": half(5, 4, 80), "key": half(6, 128, 160), "value": half(6, 128, 160)},
-    ),
-    ("query_rope", {"key_rope": half(6, 128, 128)}),
-    ("antiquant_scale", {"antiquant_scale": half(2, 128)}),
-]
+@pytest.mark.parametrize(
+    ("name", "argument", "changes"), [(name, *case) for name, cases in REFUSED.items() for case in cases]
+)
+def test_wrong_calls_are_refused(name: str, argument: str, changes: dict[str, Any]) -> None:
+    refused(lambda: call(name, **changes), CALLS[name][0], argument)
 
 
-class TestFusedAttention:
-    @pytest.mark.parametrize(("argument", "changes"), FUSED_PAGED)
-    def test_over_a_paged_cache(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: fused(**changes), FUSED, argument)
+def test_strided_tensors() -> None:
+    refused(lambda: call("fused", query=half(5, 4, 128).npu()[..., :64]), FUSED, "query")
+    refused(lambda: call("fused", value=half(6, 256, 128).npu()[:, :128]), FUSED, "value")
+    refused(lambda: call("scatter", key=half(3, 2, 128).npu()[..., :64]), CALLS["scatter"][0], "key")
 
-    @pytest.mark.parametrize(
-        ("argument", "changes"),
-        [
-            # lengths of single sequences where cumulative ones are due
-            ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3, 6]}),
-            ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [6, 3]}),
-            ("num_key_value_heads", {"key": half(9, 4, 64), "value": half(9, 4, 64)}),
-            ("value", {"value": half(9, 2, 32)}),
-            ("value", {"value": half(8, 2, 64)}),
-        ],
+
+def test_modes_of_training() -> None:
+    query = half(1, 2, 16, 64).npu()
+    refused(
+        lambda: torch_npu.npu_fusion_attention(query, query, query, 2, "BNSD", sparse_mode=6),
+        "aclnnFlashAttentionScore",
+        "sparse_mode",
     )
-    def test_over_fresh_keys(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: fused_fresh(**changes), FUSED, argument)
 
-    @pytest.mark.parametrize(
-        ("argument", "changes"),
-        [
-            ("atten_mask", {"sparse_mode": 0, "atten_mask": torch.zeros(8, 19, dtype=torch.bool)}),
-            ("atten_mask", {"sparse_mode": 0, "atten_mask": torch.zeros(3, 1, 8, 20, dtype=torch.bool)}),
-            ("actual_seq_lengths", {"actual_seq_lengths": [8, 9]}),
-            ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [20, 21]}),
-            (
-                "actual_seq_lengths_kv",
-                {
-                    "query": half(3, 4, 8, 64),
-                    "key": half(3, 2, 20, 64),
-                    "value": half(3, 2, 20, 64),
-                    "actual_seq_lengths_kv": [20, 20],
-                },
-            ),
-            ("key", {"key": half(3, 2, 20, 64), "value": half(3, 2, 20, 64)}),
-            ("query", {"query": half(2, 4, 8, 40), "key": half(2, 2, 20, 40), "value": half(2, 2, 20, 40)}),
-            (
-                "num_key_value_heads",
-                {
-                    "query": half(2, 128, 8, 16),
-                    "key": half(2, 1, 20, 16),
-                    "value": half(2, 1, 20, 16),
-                    "num_heads": 128,
-                    "num_key_value_heads": 1,
-                },
-            ),
-        ],
+
+@pytest.mark.parametrize(
+    ("argument", "k", "p"),
+    [("k", [0, 5], None), ("k", [5, 1025], None), ("p", None, [0.5, 1.5]), ("p", None, None)],
+)
+def test_sampling(argument: str, k: list[int] | None, p: list[float] | None) -> None:
+    refused(lambda: top_k_top_p(k, p), "aclnnApplyTopKTopP", argument)
+
+
+def test_dtype_of_p() -> None:
+    refused(lambda: top_k_top_p(None, [0.5, 0.5], torch.float16), "aclnnApplyTopKTopP", "p")
+
+
+def test_norms() -> None:
+    refused(lambda: torch_npu.npu_rms_norm(half(3, 64).npu(), half(32).npu()), "aclnnRmsNorm", "gamma")
+    refused(
+        lambda: torch_npu.npu_add_rms_norm(half(3, 64).npu(), half(3, 64).npu(), torch.ones(64).npu()),
+        "aclnnAddRmsNorm",
+        "gamma",
     )
-    def test_in_a_batched_layout(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: fused_batch(**changes), FUSED, argument)
-
-    def test_strided_tensors(self) -> None:
-        strided = half(5, 4, 128).npu()[..., :64]
-        refused(lambda: fused(query=strided), FUSED, "query")
-        cache = half(6, 256, 128).npu()[:, :128]
-        refused(lambda: fused(value=cache), FUSED, "value")
-
-    def test_block_sizes_of_other_head_sizes(self) -> None:
-        """In TND only heads of 64 and 128 go over blocks of more than 128 tokens."""
-        refused(
-            lambda: fused(query=half(5, 4, 96), key=half(6, 256, 192), value=half(6, 256, 192), block_size=256),
-            FUSED,
-            "block_size",
-        )
-
-    def test_one_row_knows_no_correction(self) -> None:
-        row = half(2, 4, 1, 64)
-        refused(
-            lambda: fused_batch(query=row, sparse_mode=0, atten_mask=None, inner_precise=2), FUSED, "inner_precise"
-        )
 
 
-class TestOlderAttention:
-    @pytest.mark.parametrize(
-        ("argument", "changes"),
-        [
-            ("query", {"query": half(1, 8, 288), "key": half(1, 8, 144), "value": half(1, 8, 144)}),
-            ("key", {"key": half(1, 8, 128).bfloat16()}),
-            ("sparse_mode", {"sparse_mode": 9}),
-            ("atten_mask", {"atten_mask": None}),
-            ("input_layout", {"input_layout": "BSND_NBSD"}),
-            ("actual_seq_lengths", {"actual_seq_lengths": [9]}),
-        ],
+def test_rotary() -> None:
+    x, angle = half(1, 4, 2, 64).npu(), half(1, 4, 1, 32).npu()
+    refused(lambda: torch_npu.npu_rotary_mul(x, angle, angle), "aclnnRotaryPositionEmbedding", "cos")
+    small, wide = half(3, 2, 96).npu(), half(3, 1, 96).npu()
+    refused(
+        lambda: torch_npu.npu_apply_rotary_pos_emb(small, small.clone(), wide, wide, "TND"),
+        "aclnnApplyRotaryPosEmbV2",
+        "query",
     )
-    def test_prompts(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: prompt(**changes), PROMPT, argument)
 
-    @pytest.mark.parametrize(
-        ("argument", "changes"),
-        [
-            ("query", {"query": half(2, 2, 256)}),
-            ("actual_seq_lengths", {"actual_seq_lengths": None}),
-            ("actual_seq_lengths", {"actual_seq_lengths": [3, 300]}),
-            (
-                "block_size",
-                {
-                    "block_size": 24,
-                    "key": half(6, 24, 128),
-                    "value": half(6, 24, 128),
-                    "actual_seq_lengths": [3, 40],
-                },
-            ),
-            ("block_table", {"block_table": torch.tensor([[1, 0], [2, 9]], dtype=torch.int32)}),
-            ("inner_precise", {"inner_precise": 2}),
-            ("input_layout", {"key": half(6, 2, 128, 64), "value": half(6, 2, 128, 64)}),
-            ("key", {"key": half(6, 2, 4, 128, 16), "value": half(6, 2, 4, 128, 16)}),
-        ],
+
+def test_swiglu() -> None:
+    refused(lambda: torch_npu.npu_swiglu(half(3, 64).npu()[:, :32]), "aclnnSwiGlu", "x")
+    refused(lambda: torch_npu.npu_swiglu(half(3, 63).npu()), "aclnnSwiGlu", "x")
+
+
+def test_positions_beyond_the_table() -> None:
+    positions, table = torch.tensor([0, 10]).npu(), half(10, 64).npu()
+    refused(
+        lambda: torch_npu.npu_mrope(
+            positions, half(2, 128).npu(), half(2, 64).npu(), table, 64, mrope_section=[0, 0, 0]
+        ),
+        "aclnnRopeWithSinCosCacheV2",
+        "positions",
     )
-    def test_one_token(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: incremental(**changes), INCREMENTAL, argument)
-
-    def test_modes_of_training(self) -> None:
-        query = half(1, 2, 16, 64).npu()
-        refused(
-            lambda: torch_npu.npu_fusion_attention(query, query, query, 2, "BNSD", sparse_mode=6),
-            "aclnnFlashAttentionScore",
-            "sparse_mode",
-        )
-
-
-class TestPagedCaches:
-    @pytest.mark.parametrize(
-        ("argument", "changes"),
-        [
-            ("slot_mapping", {"slot_mapping": torch.tensor([0, 64, 5])}),
-            ("slot_mapping", {"slot_mapping": torch.tensor([0, -1, 5])}),
-            ("slot_mapping", {"slot_mapping": torch.tensor([5, 0, 5])}),
-            ("slot_mapping", {"slot_mapping": torch.tensor([0, 1])}),
-            ("slot_mapping", {"slot_mapping": torch.tensor([0.0, 1.0, 2.0])}),
-            ("key", {"key": torch.ones(3, 2, 64)}),
-            ("value", {"value": half(3, 2, 64).bfloat16()}),
-            ("value", {"value": half(3, 1, 64)}),
-            ("key_cache", {"key_cache": half(4, 16, 2, 64).bfloat16()}),
-            ("key_cache", {"key_cache": half(4, 16, 1, 64)}),
-            ("key_cache", {"cache_mode": "PA_NZ"}),
-            ("value_cache", {"value_cache": half(5, 16, 2, 64)}),
-            ("cache_mode", {"cache_mode": "ND"}),
-            ("seq_lens", {"seq_lens": torch.tensor([3], dtype=torch.int32)}),
-        ],
-    )
-    def test_scatter(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: scatter(**changes), SCATTER, argument)
-
-    def test_strided_rows(self) -> None:
-        refused(lambda: scatter(key=half(3, 2, 128).npu()[..., :64]), SCATTER, "key")
-
-    @pytest.mark.parametrize(
-        ("argument", "changes"),
-        [
-            ("seq_lens", {"seq_lens": torch.tensor([3, 33], dtype=torch.int32)}),
-            ("seq_lens", {"seq_lens": torch.tensor([3, 20, 1], dtype=torch.int32)}),
-            ("block_tables", {"block_tables": torch.tensor([[0, 1], [2, 4]], dtype=torch.int32)}),
-            ("key", {"key": half(24, 1, 64), "value": half(24, 1, 64)}),
-            ("seq_offset", {"seq_offset": torch.tensor([0, 3], dtype=torch.int32)}),
-        ],
-    )
-    def test_gather(self, argument: str, changes: dict[str, Any]) -> None:
-        refused(lambda: gather(**changes), GATHER, argument)
-
-
-class TestOthers:
-    @pytest.mark.parametrize(
-        ("argument", "k", "p"),
-        [("k", [0, 5], None), ("k", [5, 1025], None), ("p", None, [0.5, 1.5]), ("p", None, None)],
-    )
-    def test_sampling(self, argument: str, k: list[int] | None, p: list[float] | None) -> None:
-        refused(lambda: top_k_top_p(k, p), "aclnnApplyTopKTopP", argument)
-
-    def test_dtype_of_p(self) -> None:
-        refused(lambda: top_k_top_p(None, [0.5, 0.5], torch.float16), "aclnnApplyTopKTopP", "p")
-
-    def test_norms(self) -> None:
-        refused(lambda: torch_npu.npu_rms_norm(half(3, 64).npu(), half(32).npu()), "aclnnRmsNorm", "gamma")
-        refused(
-            lambda: torch_npu.npu_add_rms_norm(half(3, 64).npu(), half(3, 64).npu(), torch.ones(64).npu()),
-            "aclnnAddRmsNorm",
-            "gamma",
-        )
-
-    def test_rotary(self) -> None:
-        x, angle = half(1, 4, 2, 64).npu(), half(1, 4, 1, 32).npu()
-        refused(lambda: torch_npu.npu_rotary_mul(x, angle, angle), "aclnnRotaryPositionEmbedding", "cos")
-        small, wide = half(3, 2, 96).npu(), half(3, 1, 96).npu()
-        refused(
-            lambda: torch_npu.npu_apply_rotary_pos_emb(small, small.clone(), wide, wide, "TND"),
-            "aclnnApplyRotaryPosEmbV2",
-            "query",
-        )
-
-    def test_swiglu(self) -> None:
-        refused(lambda: torch_npu.npu_swiglu(half(3, 64).npu()[:, :32]), "aclnnSwiGlu", "x")
-        refused(lambda: torch_npu.npu_swiglu(half(3, 63).npu()), "aclnnSwiGlu", "x")
-
-    def test_positions_beyond_the_table(self) -> None:
-        positions, table = torch.tensor([0, 10]).npu(), half(10, 64).npu()
-        refused(
-            lambda: torch_npu.npu_mrope(
-                positions, half(2, 128).npu(), half(2, 64).npu(), table, 64, mrope_section=[0, 0, 0]
-            ),
-            "aclnnRopeWithSinCosCacheV2",
-            "positions",
-        )

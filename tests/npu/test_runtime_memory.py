@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import pathlib
 import subprocess
 import sysconfig
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch_npu
 
-from ascend_vllm.tools.sim_run import LIBRARIES
 from tests.npu import acl
 
 MIB = 1 << 20
@@ -160,7 +160,8 @@ def test_an_allocator_of_ones_own(tmp_path: pathlib.Path) -> None:
     source.write_text(SOURCE)
     include = pathlib.Path(torch_npu.__file__).parent / "include" / "third_party" / "acl" / "inc"
     compiler = sysconfig.get_config_var("CXX").split()[0]
-    command = [compiler, "-shared", "-fPIC", f"-I{include}", source, f"-L{LIBRARIES}", "-lascendcl", "-o", library]
+    libraries = [f"-L{directory}" for directory in os.environ["LD_LIBRARY_PATH"].split(":")]
+    command = [compiler, "-shared", "-fPIC", f"-I{include}", source, *libraries, "-lascendcl", "-o", library]
     subprocess.run(command, check=True, timeout=60)
     count = ctypes.CDLL(str(library)).count
     pool = torch.npu.MemPool(torch.npu.memory.NPUPluggableAllocator(str(library), "take", "give").allocator())
