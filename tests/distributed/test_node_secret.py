@@ -31,7 +31,7 @@ from ascend_vllm.config.node_secret import make_secret, read_secret, require_sec
 from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.executor.nodes import agent, link
-from ascend_vllm.executor.nodes.acceptor import MAX_STRANGERS, NodeAcceptor
+from ascend_vllm.executor.nodes.acceptor import MAX_UNAUTHENTICATED, NodeAcceptor
 from ascend_vllm.executor.nodes.link import Hello, LinkLostError, LinkToZero, Message, MessageKind, frames_of
 from ascend_vllm.executor.wire import RecordKind
 from tests.server import ROOT, free_port, wait_until
@@ -229,10 +229,10 @@ def test_silent_strangers_keep_no_node_out(acceptor: Acceptor, model: str, log: 
         for stranger in strangers[::2]:
             with contextlib.suppress(OSError):
                 stranger.sendall(b"\xff" + bytes(8))
-        assert wait_until(lambda: len(acceptor._strangers) == MAX_STRANGERS)
+        assert wait_until(lambda: len(acceptor._peers) == MAX_UNAUTHENTICATED)
         assert threading.active_count() <= before
         # those that had to go are closed
-        assert all(len(_rest(stranger)) <= 64 for stranger in strangers[: 200 - MAX_STRANGERS])
+        assert all(len(_rest(stranger)) <= 64 for stranger in strangers[: 200 - MAX_UNAUTHENTICATED])
         _assert_true_node_is_taken(acceptor, model)
     assert len({record.message for record in log.records if "is no node" in record.message}) < 20
 
@@ -268,7 +268,7 @@ def test_a_flood_is_cut_at_the_first_bytes(acceptor: Acceptor, model: str) -> No
                 sent += stranger.send(flood)
         assert sent < 64 << 20
         stranger.close()
-    assert wait_until(lambda: not acceptor._strangers)
+    assert wait_until(lambda: not acceptor._peers)
     _assert_true_node_is_taken(acceptor, model)
 
 

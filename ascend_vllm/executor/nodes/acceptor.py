@@ -1,8 +1,8 @@
 """Node 0's end of the connections with the other nodes of --nnodes: authentication, and the nodes' messages.
 
-A peer is a stranger until it has proved to zmq that it knows the nodes' secret (see `link`) and has sent its Hello.
-Strangers have a few seconds and little memory, and there are at most MAX_STRANGERS of them: beyond that the oldest of
-the address with most strangers is disconnected. They can neither end the start nor fill the log.
+A peer is unauthenticated until it has proved to zmq that it knows the nodes' secret (see `link`) and has sent its
+Hello. It has a few seconds for that and little memory, and there are at most MAX_UNAUTHENTICATED such peers: beyond
+that the oldest of the address with most of them is disconnected. They can neither end the start nor fill the log.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ from ascend_vllm.platforms.host import LOOPBACK
 
 logger = init_logger(__name__)
 
-# unauthenticated connections at a time
-MAX_STRANGERS = 16
-# rate limit of log lines about strangers: a burst of so many, then one per interval
+# unauthenticated peers at a time
+MAX_UNAUTHENTICATED = 16
+# rate limit of log lines about them: a burst of so many, then one per interval
 _NUM_LINES = 5
 _LINE_INTERVAL_S = 10.0
 
-
-# reasons, in the log, for closing a stranger's connection
+# reasons, in the log, for closing an unauthenticated peer's connection
 _LATE = "it does not prove that it is one in time"
 _CLOSED = "it has closed the connection"
 _WRONG = "it does not know the secret of this start, or what it says is no message of ascend-vllm"
 
 
-class _StrangerLog:
-    """Logs strangers at a limited rate, and nothing that they sent."""
+class _PeerLog:
+    """Logs unauthenticated peers at a limited rate, and nothing that they sent."""
 
     def __init__(self) -> None:
         self._left = float(_NUM_LINES)
@@ -66,8 +65,8 @@ class _StrangerLog:
         logger.warning("%s connected to --master-port and is no node: %s%s", address, why, others)
 
 
-class _Stranger:
-    """A connection that has not said which node it is; `connection` is a copy of zmq's socket."""
+class _Peer:
+    """An unauthenticated peer; `connection` is a copy of zmq's socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -106,9 +105,6 @@ class NodeAcceptor:
 
     One thread at a time reads messages (`wait`, `take`), when one of `descriptors` is readable; any may send.
 
-    Args:
-        config: of the engine.
-
     Attributes:
         host: the address that it listens at.
         descriptors: readable when there may be a message.
@@ -142,19 +138,18 @@ class NodeAcceptor:
         # why the nodes that came cannot form an engine
         self._problem: str | None = None
         # by zmq's descriptors, oldest first; of others the node, or None if it was refused or disconnected
-        self._strangers: dict[int, _Stranger] = {}
+        self._peers: dict[int, _Peer] = {}
         self._known: dict[int, NodeLink | None] = {}
-        self._log = _StrangerLog()
+        self._log = _PeerLog()
 
     # ---- the start -----------------------------------------------------------------------------------------
 
     def _listen(self, given: bytes | None, address: tuple[str, int], ipv6: bool) -> None:
         """Opens the port, and prints the secret if none was given."""
         secret = given or make_secret().encode()
-        self._socket = protocol.make_socket(
+        self._socket, self._monitor = protocol.make_socket(
             self._context, is_zero=True, secret=secret, timeout_s=self._timeout_s, ipv6=ipv6
         )
-        self._monitor = protocol.monitor_of(self._socket)
         sockets = self._socket, self._monitor
         self.descriptors = frozenset((self._wake, *(int(made.getsockopt(zmq.FD)) for made in sockets)))
         try:
@@ -183,7 +178,8 @@ class NodeAcceptor:
             limit_s,
         )
         self.take()
-        while self._problem is None and (missing := self._missing()):
+        ranks = range(1, parallel.nnodes)
+        while self._problem is None and (missing := [rank for rank in ranks if not self._is_there(rank)]):
             if (left_s := deadline - time.monotonic()) <= 0:
                 raise ConfigError(
                     f"{_nodes(missing)} of --nnodes {parallel.nnodes} did not come to --master-addr "
@@ -197,9 +193,6 @@ class NodeAcceptor:
         self._is_full = True
         return [self._nodes[rank] for rank in sorted(self._nodes)]
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self._parallel.nnodes) if not self._is_there(rank)]
-
     def _is_there(self, rank: int) -> bool:
         return rank in self._nodes and not self._nodes[rank].has_ended.is_set()
 
@@ -210,8 +203,8 @@ class NodeAcceptor:
                 text = f"node 0 does not start: {self._problem or 'see its log'}"
                 link.send(MessageKind.REFUSAL, text.encode())
         self._destroy()
-        for stranger in self._strangers.values():
-            stranger.connection.close()
+        for peer in self._peers.values():
+            peer.connection.close()
 
     def _destroy(self) -> None:
         if not self._context.closed:
@@ -223,7 +216,6 @@ class NodeAcceptor:
     # ---- messages ------------------------------------------------------------------------------------------
 
     def send(self, identity: bytes, kind: MessageKind, contents: bytes) -> None:
-        """See `NodeLink.send`."""
         with self._lock:
             try:
                 self._socket.send_multipart([identity, *protocol.frames_of(kind, contents)], zmq.NOBLOCK)
@@ -271,84 +263,87 @@ class NodeAcceptor:
             return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         return None
 
-    # ---- strangers -----------------------------------------------------------------------------------------
+    # ---- unauthenticated peers -----------------------------------------------------------------------------
 
     def _follow_connections(self) -> list[NodeLink]:
         """Handles the monitor's events; returns the nodes whose connections ended."""
         gone, is_closed = [], False
         for event, value in protocol.events_of(self._monitor):
             if event == zmq.EVENT_ACCEPTED and value not in self._known:
-                self._add_stranger(value)
+                self._add_peer(value)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 is_closed = True
             elif event == zmq.EVENT_DISCONNECTED:
                 if value not in self._known:
-                    self._lose_stranger(self._strangers.pop(value, None), is_closed)
+                    self._lose_peer(self._peers.pop(value, None), is_closed)
                 elif (link := self._known.pop(value)) is not None:
                     gone.append(link)
                 is_closed = False
-        # after all events: the strangers that are left still have zmq's descriptor
-        self._evict_strangers()
+        # after all events: the peers that are left still have zmq's descriptor
+        self._evict_peers()
         return gone
 
-    def _add_stranger(self, descriptor: int) -> None:
+    def _add_peer(self, descriptor: int) -> None:
         connection = protocol.connection_of(descriptor)
         if connection is None:
             return
         try:
             # the descriptor may have been reused by now
             if connection.getsockname()[1] == self._parallel.master_port:
-                self._strangers[descriptor] = _Stranger(connection)
+                self._peers[descriptor] = _Peer(connection)
                 return
         except (OSError, IndexError):
             # closed meanwhile
             pass
         connection.close()
 
-    def _lose_stranger(self, stranger: _Stranger | None, is_closed: bool) -> None:
+    def _lose_peer(self, peer: _Peer | None, is_closed: bool) -> None:
         why = _CLOSED if is_closed else _WRONG
-        if stranger is not None:
-            stranger.connection.close()
-            why = _LATE if time.monotonic() - stranger.since > protocol.HANDSHAKE_TIMEOUT_S else why
+        if peer is not None:
+            peer.connection.close()
+            why = _LATE if time.monotonic() - peer.since > protocol.HANDSHAKE_TIMEOUT_S else why
         # without an address if it disconnected before it was registered
-        self._log.add("Somebody" if stranger is None else stranger.address, why)
+        self._log.add("Somebody" if peer is None else peer.address, why)
 
-    def _evict_strangers(self) -> None:
-        """Disconnects strangers beyond the limit: the oldest of the address with most of them first."""
-        while len(self._strangers) > MAX_STRANGERS:
-            counts = collections.Counter(stranger.address for stranger in self._strangers.values())
+    def _evict_peers(self) -> None:
+        """Disconnects peers beyond the limit: the oldest of the address with most of them first."""
+        while len(self._peers) > MAX_UNAUTHENTICATED:
+            counts = collections.Counter(peer.address for peer in self._peers.values())
             crowd = max(counts.values())
-            oldest = next(key for key, stranger in self._strangers.items() if counts[stranger.address] == crowd)
+            oldest = next(key for key, peer in self._peers.items() if counts[peer.address] == crowd)
             self._send_away(oldest, "it has not proved that it is one, and others have come")
 
     def _send_away(self, descriptor: int, why: str) -> None:
-        stranger = self._strangers.pop(descriptor)
-        # so that the DISCONNECTED event to come is not logged as a stranger's
+        peer = self._peers.pop(descriptor)
+        # so that the DISCONNECTED event to come is not logged as an unauthenticated peer's
         self._known[descriptor] = None
         # zmq closes its own copy, too
         with contextlib.suppress(OSError):
-            stranger.connection.shutdown(socket.SHUT_RDWR)
-        stranger.connection.close()
-        self._log.add(stranger.address, why)
+            peer.connection.shutdown(socket.SHUT_RDWR)
+        peer.connection.close()
+        self._log.add(peer.address, why)
 
     def _admit(self, identity: bytes, frames: list[bytes], last: zmq.Frame) -> None:
         """Handles the first message of an authenticated connection."""
         descriptor, address = int(last.get(zmq.SRCFD)), str(last.get("Peer-Address"))
         try:
-            hello = _read_hello(protocol.message_of(frames))
+            message = protocol.message_of(frames)
+            if message.kind != MessageKind.HELLO:
+                raise LinkLostError("it does not say who it is")
+            hello = msgspec.msgpack.decode(message.contents, type=Hello)
         except (LinkLostError, msgspec.MsgspecError) as error:
             logger.warning("%s knows the secret, and does not say which node it is: %s", address, error)
-            if descriptor in self._strangers:
+            if descriptor in self._peers:
                 self._send_away(descriptor, "it does not say which node it is")
             return
-        stranger = self._strangers.pop(descriptor, None)
+        peer = self._peers.pop(descriptor, None)
         link = NodeLink(self, identity, hello.node_rank, address)
-        if stranger is None:
+        if peer is None:
             # disconnected before its message was read
             link.has_ended.set()
         refusal = self._place(hello, link)
-        if stranger is not None:
-            stranger.connection.close()
+        if peer is not None:
+            peer.connection.close()
             self._known[descriptor] = link if refusal is None else None
         if refusal is None:
             self._links[identity] = link
@@ -393,12 +388,6 @@ class NodeAcceptor:
         if hello.model != self._model:
             return f"{node} was started with another model than node 0: its config.json is not the same."
         return None
-
-
-def _read_hello(message: Message) -> Hello:
-    if message.kind != MessageKind.HELLO:
-        raise LinkLostError("it does not say who it is")
-    return msgspec.msgpack.decode(message.contents, type=Hello)
 
 
 def _print_secret(secret: str) -> None:

@@ -87,10 +87,7 @@ class Hello(msgspec.Struct, frozen=True):
 
     Attributes:
         version: of this package there.
-        node_rank: its --node-rank.
-        nnodes: its --nnodes.
-        tensor_parallel_size: its --tensor-parallel-size.
-        pipeline_parallel_size: its --pipeline-parallel-size.
+        node_rank, nnodes, tensor_parallel_size, pipeline_parallel_size: its flags of these names.
         device: "cpu" or "npu".
         model: digest of the model's config.json there.
         problem: why it cannot take part; empty: it can.
@@ -156,8 +153,8 @@ def _keys_of_zero(secret: bytes) -> tuple[bytes, bytes]:
 
 def make_socket(
     context: zmq.Context[zmq.Socket[bytes]], *, is_zero: bool, secret: bytes, timeout_s: float, ipv6: bool
-) -> zmq.Socket[bytes]:
-    """A socket of node 0 (ROUTER) or of another node (DEALER).
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A socket of node 0 (ROUTER) or of another node (DEALER), and one that receives the events of its connections.
 
     Args:
         timeout_s: seconds without TCP acknowledgements after which the other machine counts as gone.
@@ -186,13 +183,7 @@ def make_socket(
     made = context.socket(zmq.ROUTER if is_zero else zmq.DEALER)
     for option, value in options.items():
         made.setsockopt(option, value)
-    return made
-
-
-def monitor_of(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """The socket that receives the connection events of another one."""
-    monitor: zmq.Socket[bytes] = made.get_monitor_socket(_EVENTS)
-    return monitor
+    return made, made.get_monitor_socket(_EVENTS)
 
 
 def endpoint_of(address: tuple[str, int]) -> str:
@@ -247,10 +238,9 @@ class LinkToZero:
         self._is_lost = False
         self._messages: list[Message] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = make_socket(
+        self.socket, self.monitor = make_socket(
             self._context, is_zero=False, secret=secret, timeout_s=timeout_s, ipv6=":" in address[0]
         )
-        self.monitor = monitor_of(self.socket)
         self.socket.connect(endpoint_of(address))
 
     def open(self, timeout_s: float) -> None:
