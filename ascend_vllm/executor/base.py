@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import abc
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
+from ascend_vllm import plugins
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.errors import ConfigError
+from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
+
+if TYPE_CHECKING:
+    from ascend_vllm.worker.worker import Worker
 
 logger = init_logger(__name__)
 
@@ -19,21 +22,16 @@ logger = init_logger(__name__)
 EXECUTORS: dict[str, str] = {
     "uni": "ascend_vllm.executor.uniproc:UniProcExecutor",
     "mp": "ascend_vllm.executor.multiproc:MultiprocExecutor",
-    "ray": "ascend_vllm.executor.ray.executor:RayExecutor",
+    "ray": "ascend_vllm.executor.multiproc:MultiprocExecutor",
 }
 
 
 class Executor(abc.ABC):
-    """All workers of an engine, behind one interface.
-
-    Args:
-        config: of the whole engine.
-    """
+    """All workers of an engine, behind one interface."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
-    @abc.abstractmethod
     def initialize(self) -> KVCacheSize:
         """Loads the model and allocates the KV cache. Called once, first.
 
@@ -44,6 +42,15 @@ class Executor(abc.ABC):
             ConfigError: the KV cache cannot hold a sequence of max_model_len (`check_kv_cache_size`).
             ModelLoadError: the model's directory cannot be served.
         """
+        self.collective_rpc("load_model")
+        size = KVCacheSize(
+            # block tables are the same on all workers, so the smallest number counts
+            min(self.collective_rpc("determine_num_blocks")),
+            min(self.collective_rpc("determine_num_cpu_blocks")),
+        )
+        check_kv_cache_size(size.num_blocks, self.config)
+        self.collective_rpc("initialize_cache", (size.num_blocks, size.num_cpu_blocks))
+        return size
 
     @abc.abstractmethod
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
@@ -109,13 +116,28 @@ def create_executor(config: EngineConfig) -> Executor:
             f"Unrecognized distributed executor backend {backend}. Supported values are "
             + ", ".join(repr(name) for name in EXECUTORS)
         )
-    module, _, name = EXECUTORS[backend].partition(":")
-    executor_class = cast(type[Executor], getattr(importlib.import_module(module), name))
+    executor_class: type[Executor] = plugins.import_object(EXECUTORS[backend])
     return executor_class(config)
 
 
+def call_worker(
+    worker: Worker, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls a public method, or a function with the worker in front of its arguments.
+
+    Raises:
+        RequestError: there is no such method.
+    """
+    if callable(method):
+        return method(worker, *args, **kwargs)
+    function = None if method.startswith("_") else getattr(worker, method, None)
+    if not callable(function):
+        raise RequestError(f"workers have no method {method!r}", "method")
+    return function(*args, **kwargs)
+
+
 def check_kv_cache_size(num_blocks: int, config: EngineConfig) -> None:
-    """Checks that one sequence of full length fits; executors call it before they allocate.
+    """Checks that one sequence of full length fits, before the workers allocate.
 
     Raises:
         ConfigError: with vLLM's texts.

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.logger import init_logger
@@ -19,6 +19,8 @@ from ascend_vllm.logger import init_logger
 logger = init_logger(__name__)
 
 T = TypeVar("T")
+# the future of a result, the function, its arguments, and whether the call is the last one
+_Call: TypeAlias = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], bool]
 
 # how long a step that is being computed may go on when the worker is to end
 SHUTDOWN_GRACE_S = 5.0
@@ -88,7 +90,7 @@ class DeviceThread(ComputeThread):
             if self._closing:
                 future.set_exception(shut_down_error())
             else:
-                self._calls.put(_Call(future, function, args))
+                self._calls.put((future, function, args, False))
         return future
 
     def close(self, last: Callable[[], None]) -> None:
@@ -100,7 +102,7 @@ class DeviceThread(ComputeThread):
         future: Future[None] = Future()
         with self._lock:
             self._closing = True
-            self._calls.put(_Call(future, last, (), is_last=True))
+            self._calls.put((future, last, (), True))
             self._calls.put(None)
         self._thread.join(self._grace_s)
         if self._thread.is_alive():
@@ -110,32 +112,19 @@ class DeviceThread(ComputeThread):
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            if call.future.set_running_or_notify_cancel():
-                call.make(is_late=self._closing and not call.is_last)
+            self._make(*call)
             # arguments and results are not kept alive while the thread sleeps
             del call
 
-
-class _Call:
-    """A function to call, and the future of its result."""
-
-    __slots__ = ("args", "function", "future", "is_last")
-
-    def __init__(
-        self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...], *, is_last: bool = False
-    ) -> None:
-        self.future = future
-        self.function = function
-        self.args = args
-        self.is_last = is_last
-
-    def make(self, *, is_late: bool) -> None:
+    def _make(self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...], is_last: bool) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            if is_late:
+            if self._closing and not is_last:
                 raise shut_down_error()
-            result = self.function(*self.args)
+            result = function(*args)
         except BaseException as error:
             # of any kind: the future's owner gets it, and this thread goes on
-            self.future.set_exception(error)
+            future.set_exception(error)
         else:
-            self.future.set_result(result)
+            future.set_result(result)

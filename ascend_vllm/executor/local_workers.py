@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -67,6 +67,7 @@ class LocalWorkers:
         search_path: entries to add to their sys.path.
 
     Attributes:
+        orders: ring that all of them read.
         answer_descriptors: descriptor → worker; readable when an answer has come.
         pidfds: descriptor → worker; readable when its process has ended.
     """
@@ -76,7 +77,7 @@ class LocalWorkers:
     ) -> None:
         orders = RingEnds.create(len(rendezvous))
         self._rings = [orders]
-        self._orders = RingWriter(orders)
+        self.orders = RingWriter(orders)
         workers = []
         for reader, (rank, address) in enumerate(rendezvous.items()):
             answers = RingEnds.create(1)
@@ -86,18 +87,6 @@ class LocalWorkers:
         self._workers = workers
         self.answer_descriptors = {worker.answers.descriptor: worker for worker in workers}
         self.pidfds = {worker.pidfd: worker for worker in workers}
-
-    def write(self, record: bytes, is_abandoned: Callable[[], bool]) -> None:
-        """Writes a record for all of them; waits for room in the ring.
-
-        Args:
-            record: for every worker.
-            is_abandoned: polled while the ring is full; true ends the waiting.
-
-        Raises:
-            RingAbandonedError: `is_abandoned` returned true.
-        """
-        self._orders.write(record, is_abandoned)
 
     def take(self, ready: Collection[int]) -> list[tuple[int, bytes]]:
         """Ranks and complete records, read from readable `answer_descriptors`."""

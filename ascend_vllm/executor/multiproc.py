@@ -1,4 +1,7 @@
-"""The executor whose workers share the model, each in a process of its own, here or on the nodes of --nnodes."""
+"""The executor whose workers share the model, each in a process of its own.
+
+They run on this machine, on the nodes of --nnodes, or as actors of Ray on any machine of its cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.executor.base import Executor, check_kv_cache_size
+from ascend_vllm.executor.base import Executor
 from ascend_vllm.executor.nodes.group import NodeGroup
+from ascend_vllm.executor.ray.group import RayGroup
 from ascend_vllm.executor.remote_workers import RemoteWorkers
 from ascend_vllm.executor.worker_group import WorkerGroup
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
@@ -18,39 +22,31 @@ from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
 class MultiprocExecutor(Executor):
     """A worker for each rank of --tensor-parallel-size in each stage of --pipeline-parallel-size.
 
-    Each step is written once to shared memory and read by all workers. All workers of the last stage sample the same
-    tokens; the first one returns them. All workers end when this object or its process ends, or one of them dies.
-
-    Args:
-        config: of the whole engine.
+    All workers of the last stage sample the same tokens; the first one returns them. All workers end when this object
+    or its process ends, or one of them dies.
 
     Raises:
-        ConfigError: the devices cannot be used.
+        ConfigError: the devices cannot be used, another node does not come or cannot take part, or Ray is not
+            installed, or its cluster does not answer or has too little.
         Exception: whatever a worker failed with; its traceback is in the log.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._group = self._make_group(config)
+        self._group: RemoteWorkers
+        if config.parallel.distributed_executor_backend == "ray":
+            self._group = RayGroup(config)
+        else:
+            self._group = NodeGroup(config) if config.parallel.nnodes > 1 else WorkerGroup(config)
         self._end = weakref.finalize(self, self._group.close)
         try:
-            self._group.wait_until_made()
+            self._group.made.result()
         except BaseException:
             self.shutdown()
             raise
 
-    def _make_group(self, config: EngineConfig) -> RemoteWorkers:
-        return NodeGroup(config) if config.parallel.nnodes > 1 else WorkerGroup(config)
-
     def initialize(self) -> KVCacheSize:
-        self.collective_rpc("load_model")
-        size = KVCacheSize(
-            # block tables are the same on all workers, so the smallest number counts
-            min(self.collective_rpc("determine_num_blocks")),
-            min(self.collective_rpc("determine_num_cpu_blocks")),
-        )
-        check_kv_cache_size(size.num_blocks, self.config)
-        self.collective_rpc("initialize_cache", (size.num_blocks, size.num_cpu_blocks))
+        size = super().initialize()
         self._group.failure_reason = None
         return size
 

@@ -17,8 +17,7 @@ from typing import Any
 from ascend_vllm.errors import AscendVllmError, EngineDeadError
 from ascend_vllm.executor import wire
 from ascend_vllm.executor.device_thread import shut_down_error
-from ascend_vllm.executor.wire import RecordKind
-from ascend_vllm.executor.worker_process import START_CALL
+from ascend_vllm.executor.wire import START_CALL, RecordKind
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
@@ -51,13 +50,14 @@ class RemoteWorkers(abc.ABC):
 
     Once the workers are gone, steps and calls raise `EngineDeadError`, or their futures do.
 
-    Args:
-        size: how many there are.
-
     Attributes:
+        made: completed when every worker has its device and has found the others; otherwise what one failed with.
         death_descriptor: readable when the workers have ended without a stop order.
         failure_reason: sent to the other nodes when the workers end; None: the end is an ordinary shutdown.
     """
+
+    # some of them are on other machines, with which nothing is pickled
+    _sends_plain_calls = False
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -69,7 +69,7 @@ class RemoteWorkers(abc.ABC):
         self._steps: collections.deque[Future[StepOutput]] = collections.deque()
         self._calls: dict[int, _GroupCall] = {START_CALL: _GroupCall(size)}
         self._next_call = START_CALL + 1
-        self._made = self._calls[START_CALL].future
+        self.made = self._calls[START_CALL].future
         # why the workers are gone
         self._error: Exception | None = None
         self._is_stopping = False
@@ -80,16 +80,6 @@ class RemoteWorkers(abc.ABC):
     @abc.abstractmethod
     def _send(self, record: bytes) -> None:
         """Sends a record to every worker; called under `_sending`."""
-
-    def _encode_call(
-        self, call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bytes:
-        """The record of a call.
-
-        Raises:
-            RequestError: it cannot be sent.
-        """
-        return wire.encode_call(call_id, method, args, kwargs)
 
     @abc.abstractmethod
     def _find_death(self) -> EngineDeadError | None:
@@ -105,20 +95,11 @@ class RemoteWorkers(abc.ABC):
 
     # ---- from any thread -----------------------------------------------------------------------------------
 
-    def wait_until_made(self) -> None:
-        """Returns when every worker has its device and has found the others.
-
-        Raises:
-            ConfigError: the devices cannot be used.
-            Exception: whatever a worker failed with.
-        """
-        self._made.result()
-
     def step(self, step: SchedulerOutput) -> Future[StepOutput]:
         """Sends a step to all workers; the first worker of the last stage returns the output."""
         future: Future[StepOutput] = Future()
         try:
-            record = wire.encode_step(step)
+            record = wire.encode(RecordKind.STEP, step)
             with self._sending:
                 self._expect(lambda: self._steps.append(future))
                 self._send(record)
@@ -138,7 +119,7 @@ class RemoteWorkers(abc.ABC):
         call = _GroupCall(self._size)
         with self._sending:
             call_id = self._next_call
-            record = self._encode_call(call_id, method, args, kwargs)
+            record = wire.encode_call(call_id, method, args, kwargs, is_plain=self._sends_plain_calls)
             self._next_call += 1
             self._expect(lambda: self._calls.update({call_id: call}))
             self._send(record)
@@ -161,9 +142,6 @@ class RemoteWorkers(abc.ABC):
         if self._is_stopping:
             raise shut_down_error()
 
-    def _is_over(self) -> bool:
-        return self._error is not None
-
     # ---- from the listening thread -------------------------------------------------------------------------
 
     def _take(self, rank: int, record: bytes) -> None:
@@ -172,15 +150,15 @@ class RemoteWorkers(abc.ABC):
             case RecordKind.STEP_OUTPUT:
                 with self._waiting:
                     step = self._steps.popleft()
-                step.set_result(wire.decode_output(record))
+                step.set_result(wire.decode(record))
             case RecordKind.RESULT | RecordKind.PLAIN_RESULT:
                 self._take_result(rank, record)
             case RecordKind.FAILURE:
-                self._take_failure(rank, wire.decode_failure(record))
+                self._take_failure(rank, wire.decode(record))
 
     def _take_result(self, rank: int, record: bytes) -> None:
         try:
-            result = wire.decode_result(record)
+            result = wire.decode_call(record)
         except Exception as error:
             result = error
         self._answer(wire.call_id_of(record), rank, result)

@@ -7,10 +7,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.executor.base import Executor, check_kv_cache_size
-from ascend_vllm.executor.call import call_worker
+from ascend_vllm.executor.base import Executor, call_worker
 from ascend_vllm.executor.device_thread import CallersThread, ComputeThread, DeviceThread, shut_down_error
-from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 if TYPE_CHECKING:
     from ascend_vllm.worker.worker import Worker
@@ -22,9 +21,6 @@ class UniProcExecutor(Executor):
     With async_scheduling everything the worker does happens in a thread of its own: `execute_model` returns at
     once, and done-callbacks of its futures run in that thread. Otherwise a step is computed while
     `execute_model` is called.
-
-    Args:
-        config: of the whole engine.
 
     Raises:
         ConfigError: the device cannot be used.
@@ -39,9 +35,6 @@ class UniProcExecutor(Executor):
         except BaseException:
             self._thread.close(lambda: None)
             raise
-
-    def initialize(self) -> KVCacheSize:
-        return self._thread.submit(_start_worker, self._require_worker(), self.config).result()
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         if self._worker is None:
@@ -78,11 +71,3 @@ def _make_worker(config: EngineConfig) -> Worker:
     from ascend_vllm.worker.worker import Worker
 
     return Worker(config)
-
-
-def _start_worker(worker: Worker, config: EngineConfig) -> KVCacheSize:
-    worker.load_model()
-    size = KVCacheSize(worker.determine_num_blocks(), worker.determine_num_cpu_blocks())
-    check_kv_cache_size(size.num_blocks, config)
-    worker.initialize_cache(size.num_blocks, size.num_cpu_blocks)
-    return size

@@ -11,6 +11,7 @@ import builtins
 import enum
 import pickle
 import struct
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -117,43 +118,49 @@ def _from_plain(kind: type, value: Any) -> Any:
 # kind, and number of the call
 _CALL_HEADER = struct.Struct("<Bq")
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_plain)
-_STEP_DECODER = msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_from_plain)
-_OUTPUT_DECODER = msgspec.msgpack.Decoder(StepOutput, dec_hook=_from_plain)
-_FAILURE_DECODER = msgspec.msgpack.Decoder(Failure)
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    RecordKind.STEP: msgspec.msgpack.Decoder(SchedulerOutput, dec_hook=_from_plain),
+    RecordKind.STEP_OUTPUT: msgspec.msgpack.Decoder(StepOutput, dec_hook=_from_plain),
+    RecordKind.FAILURE: msgspec.msgpack.Decoder(Failure),
+}
+# the record that ends a worker
+STOP = bytes((RecordKind.STOP,))
+# id of the call whose result a worker sends unasked when it has been made, and that record
+START_CALL = 0
+STARTED = _CALL_HEADER.pack(RecordKind.PLAIN_RESULT, START_CALL) + encode_plain(None)
 
 
-def encode_step(step: SchedulerOutput) -> bytes:
-    """A step.
+def encode(kind: RecordKind, contents: SchedulerOutput | StepOutput | Failure) -> bytes:
+    """A record of kind STEP, STEP_OUTPUT or FAILURE.
 
     Raises:
-        RequestError: a row holds something that cannot be serialised, such as a function.
+        RequestError: a row of a step holds something that cannot be serialised, such as a function.
     """
-    return bytes((RecordKind.STEP,)) + _ENCODER.encode(step)
+    return bytes((kind,)) + _ENCODER.encode(contents)
 
 
-def decode_step(record: bytes) -> SchedulerOutput:
-    """The step in a record of kind STEP."""
-    return _STEP_DECODER.decode(memoryview(record)[1:])
+def decode(record: bytes) -> Any:
+    """The step, output or failure in a record that `encode` returned."""
+    return _DECODERS[record[0]].decode(memoryview(record)[1:])
 
 
-def encode_output(output: StepOutput) -> bytes:
-    """The output of a step."""
-    return bytes((RecordKind.STEP_OUTPUT,)) + _ENCODER.encode(output)
-
-
-def decode_output(record: bytes) -> StepOutput:
-    """The output of a step, from a record of kind STEP_OUTPUT."""
-    return _OUTPUT_DECODER.decode(memoryview(record)[1:])
+def encode_failure(error: BaseException, call_id: int | None) -> bytes:
+    """A record of kind FAILURE, with the exception's traceback; call_id as in `Failure`."""
+    trace = "".join(traceback.format_exception(error))
+    return encode(RecordKind.FAILURE, Failure(call_id, type(error).__name__, str(error), trace))
 
 
 def encode_call(
-    call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_plain: bool
 ) -> bytes:
-    """A call of a method.
+    """A call of a method; is_plain: without pickles, since some workers are on other machines.
 
     Raises:
         RequestError: an argument, or the function, cannot be sent.
     """
+    if is_plain:
+        contents = encode_plain([method, list(args), dict(kwargs)])
+        return _CALL_HEADER.pack(RecordKind.PLAIN_CALL, call_id) + contents
     if callable(method) and getattr(method, "__module__", None) == "__main__":
         raise RequestError(
             "a function that workers in other processes call must be in a module that they can import, not in the "
@@ -165,31 +172,6 @@ def encode_call(
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise RequestError(f"it cannot be sent to workers in other processes: {error}", "method") from error
     return _CALL_HEADER.pack(RecordKind.CALL, call_id) + contents
-
-
-def encode_plain_call(
-    call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bytes:
-    """A call of a method of workers of which some are on other machines.
-
-    Raises:
-        RequestError: an argument, or the function, cannot be sent.
-    """
-    contents = encode_plain([method, list(args), dict(kwargs)])
-    return _CALL_HEADER.pack(RecordKind.PLAIN_CALL, call_id) + contents
-
-
-def decode_call(record: bytes) -> Any:
-    """Method, arguments and keyword arguments of a record of kind CALL or PLAIN_CALL.
-
-    Raises:
-        Exception: something in it cannot be imported here.
-    """
-    contents = memoryview(record)[_CALL_HEADER.size :]
-    if record[0] == RecordKind.PLAIN_CALL:
-        return decode_plain(contents, with_functions=True)
-    # from a process that started this one
-    return pickle.loads(contents)
 
 
 def encode_result(call: bytes, result: Any) -> bytes:
@@ -207,39 +189,19 @@ def encode_result(call: bytes, result: Any) -> bytes:
     return _CALL_HEADER.pack(RecordKind.RESULT, call_id_of(call)) + pickle.dumps(result)
 
 
-def encode_start(call_id: int) -> bytes:
-    """The record that a worker has been made."""
-    return _CALL_HEADER.pack(RecordKind.PLAIN_RESULT, call_id) + encode_plain(None)
-
-
-def decode_result(record: bytes) -> Any:
-    """The method's result in a record of kind RESULT or PLAIN_RESULT.
+def decode_call(record: bytes) -> Any:
+    """Method, arguments and keyword arguments of a call, or the method's result, pickled or plain.
 
     Raises:
         Exception: something in it cannot be imported here.
     """
     contents = memoryview(record)[_CALL_HEADER.size :]
-    if record[0] == RecordKind.PLAIN_RESULT:
-        return decode_plain(contents)
-    # from a process that this one started
+    if record[0] in (RecordKind.PLAIN_CALL, RecordKind.PLAIN_RESULT):
+        return decode_plain(contents, with_functions=record[0] == RecordKind.PLAIN_CALL)
+    # from the process that started this one, or one that this one started
     return pickle.loads(contents)
 
 
 def call_id_of(record: bytes) -> int:
     """Id of the call that a record of kind CALL or RESULT, plain or not, belongs to."""
     return int(_CALL_HEADER.unpack_from(record)[1])
-
-
-def encode_failure(failure: Failure) -> bytes:
-    """A record of a failure."""
-    return bytes((RecordKind.FAILURE,)) + _ENCODER.encode(failure)
-
-
-def decode_failure(record: bytes) -> Failure:
-    """The failure in a record of kind FAILURE."""
-    return _FAILURE_DECODER.decode(memoryview(record)[1:])
-
-
-def encode_stop() -> bytes:
-    """The record that ends a worker."""
-    return bytes((RecordKind.STOP,))

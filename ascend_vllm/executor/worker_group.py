@@ -25,11 +25,7 @@ _FIND_DEATH_S = 0.5
 
 
 class WorkerGroup(RemoteWorkers):
-    """Starts the workers of an engine.
-
-    Args:
-        config: of the engine.
-    """
+    """Starts the workers of an engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config.parallel.world_size)
@@ -55,7 +51,7 @@ class WorkerGroup(RemoteWorkers):
 
     def _send(self, record: bytes) -> None:
         try:
-            self._local.write(record, self._is_over)
+            self._local.orders.write(record, lambda: self._error is not None)
         except RingAbandonedError:
             raise EngineDeadError(str(self._error)) from None
 
@@ -77,7 +73,7 @@ class WorkerGroup(RemoteWorkers):
 
     def _send_stop(self) -> None:
         """Sends every worker a STOP record."""
-        self._send(wire.encode_stop())
+        self._send(wire.STOP)
 
     def _wait_for_exits(self, timeout_s: float) -> None:
         """Waits until every worker has ended, for `timeout_s` at most."""
@@ -94,19 +90,16 @@ class WorkerGroup(RemoteWorkers):
 
     def _listen(self) -> None:
         try:
-            self._take_until_stopped()
+            while self._error is None:
+                ready = {descriptor for descriptor, _ in self._poll.poll()}
+                # answers sent before the end come first: they may give the reason
+                has_answers = self._take_ready(ready)
+                if self._wake in ready:
+                    return
+                if not has_answers:
+                    self._take_exits(ready)
         except Exception as error:
             self._fail_listening(error)
-
-    def _take_until_stopped(self) -> None:
-        while self._error is None:
-            ready = {descriptor for descriptor, _ in self._poll.poll()}
-            # answers sent before the end come first: they may give the reason
-            has_answers = self._take_ready(ready)
-            if self._wake in ready:
-                return
-            if not has_answers:
-                self._take_exits(ready)
 
     def _take_ready(self, ready: set[int]) -> bool:
         """Handles the answers at readable descriptors; returns whether there were any."""

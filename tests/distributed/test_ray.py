@@ -24,8 +24,8 @@ import pytest
 from ascend_vllm import LLM
 from ascend_vllm.errors import ConfigError, EngineDeadError
 from ascend_vllm.executor.base import create_executor
+from ascend_vllm.executor.multiproc import MultiprocExecutor
 from ascend_vllm.executor.ray import cluster as ray_cluster
-from ascend_vllm.executor.ray.executor import RayExecutor
 from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
 from tests.distributed.conftest import OPTIONS, assert_greedy_tokens_are_equal, generate, ids_of
@@ -161,9 +161,9 @@ def shared(cluster: str, odd_model: str) -> Iterator[LLM]:
     llm.shutdown()
 
 
-def _executor(llm: LLM) -> RayExecutor:
+def _executor(llm: LLM) -> MultiprocExecutor:
     executor = llm.llm_engine._client.core._executor
-    assert isinstance(executor, RayExecutor)
+    assert isinstance(executor, MultiprocExecutor)
     return executor
 
 

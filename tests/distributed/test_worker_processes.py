@@ -21,7 +21,7 @@ from ascend_vllm.distributed.shm_ring import RingEnds
 from ascend_vllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from ascend_vllm.executor import wire
 from ascend_vllm.executor.base import create_executor
-from ascend_vllm.executor.wire import Failure, WorkerSetup
+from ascend_vllm.executor.wire import Failure, RecordKind, WorkerSetup
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import CoreOutbound, EngineFailed
 from ascend_vllm.types.step import NewRow, SchedulerOutput, StepLogprobs, StepOutput
@@ -100,14 +100,14 @@ def test_steps_and_outputs_arrive_as_they_were() -> None:
     row = NewRow(3, "r", [5, 6], 2, 0, [1], SamplingParams(temperature=0.5, seed=3), 2**62, [2], bad_words=[[1, 2]])
     mask = np.arange(6, dtype=np.int32).reshape(2, 3)
     step = SchedulerOutput(7, [1], [row], [3], [2], [(4, [9])], constrained_slots=[3, 4], bitmask=mask)
-    got = wire.decode_step(wire.encode_step(step))
+    got = wire.decode(wire.encode(RecordKind.STEP, step))
     assert (got.new_rows, got.slots, got.new_blocks) == ([row], [3], [(4, [9])])
     assert got.bitmask is not None
     assert np.array_equal(got.bitmask, mask)
     assert got.bitmask.flags.writeable
     logprobs = StepLogprobs(*(np.ones((1, 2, 3), kind) for kind in (np.int32, np.float32)), np.ones((1, 2), np.int32))
     output = StepOutput(7, np.array([3], np.int32), np.array([[11, -1]]), logprobs)
-    back = wire.decode_output(wire.encode_output(output))
+    back = wire.decode(wire.encode(RecordKind.STEP_OUTPUT, output))
     assert back.sampled_token_ids.tolist() == [[11, -1]]
     assert back.logprobs is not None
     assert back.logprobs.logprobs.dtype == np.float32
@@ -128,7 +128,7 @@ def test_steps_and_outputs_arrive_as_they_were() -> None:
     ],
 )
 def test_errors_keep_their_class_where_it_is_known(kind: str, expected: type[Exception]) -> None:
-    error = wire.decode_failure(wire.encode_failure(Failure(None, kind, "no room", "the trace"))).error()
+    error = wire.decode(wire.encode(RecordKind.FAILURE, Failure(None, kind, "no room", "the trace"))).error()
     assert type(error) is expected
     assert "no room" in str(error)
     assert error.__notes__ == ["the trace"]

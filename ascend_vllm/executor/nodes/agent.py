@@ -123,14 +123,6 @@ def join(start: NodeStart, link: LinkToZero) -> NodeSetup:
     return msgspec.msgpack.decode(message.contents, type=NodeSetup)
 
 
-def _rendezvous_of_ranks(setup: NodeSetup, address: str) -> dict[int, Rendezvous]:
-    count = setup.config.parallel.local_world_size
-    return {
-        setup.first_rank + local_rank: Rendezvous(setup.port, None, setup.host, address, Machine(local_rank, count))
-        for local_rank in range(count)
-    }
-
-
 class _NodeZeroEndedError(Exception):
     """Node 0 ends, or is gone; the text says why, and is empty after an ordinary shutdown."""
 
@@ -232,7 +224,7 @@ class NodeAgent:
         """The body of the writing thread."""
         with contextlib.suppress(RingAbandonedError):
             while True:
-                self._workers.write(self._orders.get(), lambda: self._has_ended)
+                self._workers.orders.write(self._orders.get(), lambda: self._has_ended)
 
 
 class _Signals:
@@ -272,7 +264,19 @@ def run_node(start: NodeStart, set_agent: Callable[[NodeAgent], None]) -> int:
         return start.exit_code
     secret = require_secret(start.secret_file, start.node_rank)
     with contextlib.closing(connect(start, secret, envs.node_wait_s())) as link:
-        return _make_agent(start, link, set_agent).run()
+        setup = join(start, link)
+        # the model's directory may have another path on this machine
+        model = msgspec.structs.replace(setup.config.model, model=start.config.model.model)
+        config = msgspec.structs.replace(setup.config, model=model)
+        count = config.parallel.local_world_size
+        rendezvous = {
+            setup.first_rank + rank: Rendezvous(setup.port, None, setup.host, link.own_address, Machine(rank, count))
+            for rank in range(count)
+        }
+        logger.info("All nodes are there; ranks of the workers of this one: %s", ", ".join(map(str, rendezvous)))
+        agent = NodeAgent(start.node_rank, link, LocalWorkers(config, rendezvous, setup.search_path))
+        set_agent(agent)
+        return agent.run()
 
 
 def _report_problem(start: NodeStart) -> None:
@@ -284,20 +288,6 @@ def _report_problem(start: NodeStart) -> None:
             link.send(MessageKind.HELLO, _hello(start))
             link.receive(_CONNECT_TIMEOUT_S)
     logger.error("%s", start.problem)
-
-
-def _make_agent(start: NodeStart, link: LinkToZero, set_agent: Callable[[NodeAgent], None]) -> NodeAgent:
-    if start.config is None:
-        raise ValueError("a node whose flags cannot be used has no workers")
-    setup = join(start, link)
-    # the model's directory may have another path on this machine
-    model = msgspec.structs.replace(setup.config.model, model=start.config.model.model)
-    config = msgspec.structs.replace(setup.config, model=model)
-    rendezvous = _rendezvous_of_ranks(setup, link.own_address)
-    logger.info("All nodes are there; ranks of the workers of this one: %s", ", ".join(map(str, rendezvous)))
-    agent = NodeAgent(start.node_rank, link, LocalWorkers(config, rendezvous, setup.search_path))
-    set_agent(agent)
-    return agent
 
 
 def main() -> int:

@@ -6,8 +6,6 @@ import contextlib
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -30,12 +28,11 @@ class NodeGroup(WorkerGroup):
 
     Each node is sent the records that this one's workers get, and writes them into a ring of its own.
 
-    Args:
-        config: of the engine.
-
     Raises:
         ConfigError: another node does not connect in time, or cannot take part.
     """
+
+    _sends_plain_calls = True
 
     def _start(self, config: EngineConfig) -> LocalWorkers:
         self._acceptor = NodeAcceptor(config)
@@ -71,18 +68,13 @@ class NodeGroup(WorkerGroup):
                 raise EngineDeadError(str(self._error or _describe_loss(node, error))) from error
         super()._send(record)
 
-    def _encode_call(
-        self, call_id: int, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bytes:
-        return wire.encode_plain_call(call_id, method, args, kwargs)
-
     def _send_stop(self) -> None:
         if self.failure_reason is None:
             super()._send_stop()
             self._end_nodes("")
         else:
             self._end_nodes(self.failure_reason)
-            super()._send(wire.encode_stop())
+            super()._send(wire.STOP)
 
     def _end_nodes(self, reason: str) -> None:
         for node in self._nodes:

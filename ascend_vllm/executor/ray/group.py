@@ -83,9 +83,6 @@ class _Answer:
 class RayGroup(RemoteWorkers):
     """Starts the workers of an engine.
 
-    Args:
-        config: of the engine.
-
     Raises:
         ConfigError: Ray is not installed, its cluster does not answer, or has too few free devices.
     """
@@ -184,7 +181,6 @@ class RayGroup(RemoteWorkers):
             self._track(actor, actor.handle.run.remote(record))
 
     def close(self) -> None:
-        """Ends the workers, by force if they do not end by themselves; may be called again."""
         with self._sending:
             if self._is_stopping:
                 return

@@ -18,7 +18,7 @@ from ascend_vllm.distributed.rendezvous import Rendezvous, listen
 from ascend_vllm.executor import wire
 from ascend_vllm.executor.device_thread import DeviceThread
 from ascend_vllm.executor.ray.cluster import import_ray
-from ascend_vllm.executor.worker_process import START_CALL, answer_record, describe, quieten
+from ascend_vllm.executor.worker_process import answer_record, quieten
 
 if TYPE_CHECKING:
     from ascend_vllm.worker.worker import Worker
@@ -88,8 +88,8 @@ class RayWorker:
         try:
             self._thread.submit(self._make, msgspec.msgpack.decode(setup, type=RayWorkerSetup)).result()
         except BaseException as error:
-            return wire.encode_failure(describe(error, START_CALL))
-        return wire.encode_start(START_CALL)
+            return wire.encode_failure(error, wire.START_CALL)
+        return wire.STARTED
 
     def _make(self, setup: RayWorkerSetup) -> None:
         if not setup.threads_are_chosen:
