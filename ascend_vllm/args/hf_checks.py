@@ -277,7 +277,7 @@ def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes:
     """
     model, parallel = config.model, config.parallel
     declared, memory = model.arch.num_parameters, psutil.virtual_memory().total
-    table = model.max_model_len * model.head_size * _TABLE_BYTES
+    table = model.max_model_len * model.arch.head_size * _TABLE_BYTES
     if model.arch.rope is not None and table > memory:
         raise ModelLoadError(
             f"{model.model}/config.json: rotary positions up to max_position_embeddings or --max-model-len "

@@ -40,6 +40,7 @@ def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size:
         One per layer.
     """
     # a worker has one KV head at least
-    num_heads = max(1, model.num_kv_heads // tensor_parallel_size)
+    num_heads = max(1, model.arch.num_kv_heads // tensor_parallel_size)
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-    return [plan.kv_cache.spec(cache.block_size, num_heads, model.head_size, dtype) for plan in model.arch.layers]
+    head_size = model.arch.head_size
+    return [plan.kv_cache.spec(cache.block_size, num_heads, head_size, dtype) for plan in model.arch.layers]

@@ -89,12 +89,8 @@ def fit_capture_sizes(sizes: Sequence[int], max_num_seqs: int) -> tuple[tuple[in
         changes.append(f"1 left out, single sequences are padded to {kept[0] if kept else largest}")
     too_large = sorted({size for size in sizes if size > largest})
     if too_large:
-        changes.append(f"{_listed(too_large)} left out, above --max-num-seqs {max_num_seqs}")
+        changes.append(f"{', '.join(map(str, too_large))} left out, above --max-num-seqs {max_num_seqs}")
     if largest not in kept:
         changes.append(f"{largest} added, so that --max-num-seqs {max_num_seqs} sequences fit")
         kept.append(largest)
     return tuple(kept), changes
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))

@@ -148,21 +148,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Number of decoder layers."""
         return len(self.arch.layers)
 
-    @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
-        return self.arch.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of KV heads; fewer than query heads under grouped-query attention."""
-        return self.arch.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        return self.arch.head_size
-
 
 class LoadConfig(msgspec.Struct, frozen=True):
     """How weights are found and read.

@@ -17,12 +17,8 @@ class NodeStart(msgspec.Struct, frozen=True):
     """What the process of a node above 0 reads from its standard input.
 
     Attributes:
-        node_rank: its number.
-        nnodes: number of nodes.
-        master_addr: name or address of node 0.
-        master_port: port on which node 0 listens.
-        tensor_parallel_size: from its flags.
-        pipeline_parallel_size: from its flags.
+        node_rank, nnodes, master_addr, master_port, tensor_parallel_size, pipeline_parallel_size: its flags of these
+            names.
         secret_file: path of the secret that the nodes share; None: it is in the environment.
         config: made of its flags and its copy of the model; None: they are invalid.
         problem: the error message if they are invalid.

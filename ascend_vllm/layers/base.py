@@ -90,11 +90,6 @@ class Layer:
                 continue
             seen.add(id(layer))
             yield layer
-            pending.extend(reversed(list(layer._children())))
-
-    def _children(self) -> Iterator[Layer]:
-        for value in vars(self).values():
-            if isinstance(value, Layer):
-                yield value
-            elif isinstance(value, list):
-                yield from (item for item in value if isinstance(item, Layer))
+            values = vars(layer).values()
+            items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+            pending.extend(item for item in reversed(items) if isinstance(item, Layer))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear
@@ -19,7 +18,6 @@ class Embedding(Layer):
     """A table of vectors, whole on every rank.
 
     Args:
-        context: surroundings.
         prefix: name of the table in the checkpoint, without ".weight".
         num_embeddings: rows.
         width: columns.
@@ -35,7 +33,6 @@ class Embedding(Layer):
         self.weight = weight_memory((num_embeddings, width), context.dtype, context.device)
 
     def slots(self) -> list[WeightSlot]:
-        """The table."""
         return [WeightSlot(f"{self.prefix}.weight", tuple(self.weight.shape), self.weight)]
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
@@ -45,52 +42,30 @@ class Embedding(Layer):
         return torch.embedding(self.weight, indices)
 
 
-class VocabParallelEmbedding(Layer):
-    """The embeddings of the vocabulary, split over ranks.
-
-    Its quantization method treats it as a linear layer with a matrix [V, H].
+class VocabParallelEmbedding(Linear):
+    """The embeddings of the vocabulary, split over ranks: a matrix [V, H] whose rows are looked up.
 
     Args:
-        context: surroundings.
         prefix: name of the table in the checkpoint, without ".weight".
         num_embeddings: V.
         width: H.
     """
 
+    kind = LayerKind.EMBEDDING
+
     def __init__(self, context: BuildContext, prefix: str, num_embeddings: int, width: int) -> None:
-        self.prefix = prefix
-        self.kind = LayerKind.EMBEDDING
-        self.dtype = context.dtype
-        self.device = context.device
-        self._gather = LogitsGather(context, num_embeddings)
         self._shard = context.parallel.shard_vocabulary(num_embeddings)
-        self.outputs: tuple[LinearOutput, ...] = (LinearOutput(prefix, num_embeddings, self._shard),)
-        self.total_in_features = self.in_features = width
-        self.in_shard = Shard(0, width)
-        self.out_features = self._shard.size
-        self.bias: torch.Tensor | None = None
+        super().__init__(context, prefix, [LinearOutput(prefix, num_embeddings, self._shard)], width, bias=False)
+        self._gather = LogitsGather(context, num_embeddings)
         self._is_whole = context.parallel.tp_size == 1
         self._collectives = context.collectives
         self._quant = context.quant
-        self._choose_method()
-
-    def _choose_method(self) -> None:
-        self._method = self._quant.method_for(self)
-        self._slots = self._method.create_weights(self)
-
-    def slots(self) -> list[WeightSlot]:
-        """The table, or the tensors of its quantization format."""
-        return self._slots
-
-    def after_load(self) -> None:
-        """Converts the loaded table, and frees the loaded form."""
-        self._slots = []
-        self._method.after_load(self)
 
     def tie_lm_head(self) -> None:
         """Uses the table as LM head, too; call it before loading."""
         self.kind = LayerKind.TIED_EMBEDDING
-        self._choose_method()
+        self._method = self._quant.method_for(self)
+        self._slots = self._method.create_weights(self)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] int64 → [T, H], complete on every rank."""
@@ -107,12 +82,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class LogitsGather:
-    """Gathers the logits of all ranks.
-
-    Args:
-        context: surroundings.
-        vocab_size: V.
-    """
+    """Gathers the logits of all ranks."""
 
     def __init__(self, context: BuildContext, vocab_size: int) -> None:
         self._collectives = context.collectives

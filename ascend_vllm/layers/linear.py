@@ -23,7 +23,6 @@ class Linear(Layer):
     with the layer's `activation_quant`.
 
     Args:
-        context: surroundings.
         prefix: name of the layer, by which its quantization is chosen.
         outputs: matrices, in the order of their outputs.
         in_features: columns of the matrices in the checkpoint.
@@ -102,7 +101,6 @@ class MergedColumnParallelLinear(Linear):
     """Several matrices with the same input in one GEMM, the outputs of each split over ranks (gate and up).
 
     Args:
-        context: surroundings.
         prefix: name of the module that holds the matrices.
         names: the matrices' names in that module.
         in_features: their columns.
@@ -137,7 +135,6 @@ class QKVParallelLinear(Linear):
     """Query, key and value projections in one GEMM, split over ranks by heads.
 
     Args:
-        context: surroundings.
         prefix: name of the attention module, which holds q_proj, k_proj and v_proj.
         hidden_size: width of the input.
         head_size: D.
@@ -193,7 +190,6 @@ class RowParallelLinear(Linear):
         self._adds_bias = context.parallel.tp_rank == 0
 
     def after_load(self) -> None:
-        """See `Linear.after_load`."""
         super().after_load()
         if not self._adds_bias:
             self.bias = None
@@ -204,10 +200,8 @@ class RowParallelLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """One matrix, whole on every rank."""
+    """One matrix without a bias, whole on every rank."""
 
-    def __init__(
-        self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
-    ) -> None:
+    def __init__(self, context: BuildContext, prefix: str, in_features: int, out_features: int) -> None:
         output = LinearOutput(prefix, out_features, Shard(0, out_features))
-        super().__init__(context, prefix, [output], in_features, bias=bias)
+        super().__init__(context, prefix, [output], in_features, bias=False)

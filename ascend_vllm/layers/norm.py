@@ -18,7 +18,6 @@ class RMSNorm(Layer):
     """x / sqrt(mean(x²) + epsilon) · weight (Zhang and Sennrich, 2019).
 
     Args:
-        context: surroundings.
         prefix: name in the checkpoint, without ".weight".
         width: H.
         epsilon: added to the mean square.
@@ -40,7 +39,6 @@ class RMSNorm(Layer):
         self.weight = torch.empty(width, dtype=context.dtype, device=context.device)
 
     def slots(self) -> list[WeightSlot]:
-        """The weight."""
         return [WeightSlot(f"{self.prefix}.weight", tuple(self.weight.shape), self.weight)]
 
     def forward(self, x: torch.Tensor) -> Activation:
@@ -61,7 +59,6 @@ class LayerNorm(Layer):
     """(x - mean(x)) / sqrt(var(x) + epsilon) · weight + bias (Ba et al., 2016).
 
     Args:
-        context: surroundings.
         prefix: name in the checkpoint, without ".weight".
         width: H.
         epsilon: added to the variance.
@@ -90,7 +87,6 @@ class LayerNorm(Layer):
             self.bias = torch.empty(width, dtype=context.dtype, device=context.device)
 
     def slots(self) -> list[WeightSlot]:
-        """Weight and bias, if affine."""
         named = (("weight", self.weight), ("bias", self.bias))
         return [
             WeightSlot(f"{self.prefix}.{name}", tuple(tensor.shape), tensor)

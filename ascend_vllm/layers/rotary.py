@@ -26,29 +26,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check(config: RopeConfig) -> None:
-    """Checks that the configuration is supported.
-
-    Raises:
-        ModelLoadError: an unknown type, or a number the type needs is missing.
-        KeyError: config.json does not state its longest sequence.
-    """
-    parameters = config.parameters
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ModelLoadError(f"config.json: rope_parameters per layer type are not supported: {parameters}")
-    if config.rope_type not in _INVERSE_FREQUENCIES:
-        raise ModelLoadError(
-            f"config.json: rope type {config.rope_type!r} is not supported; "
-            f"supported are {', '.join(sorted(_INVERSE_FREQUENCIES))}"
-        )
-    _max_position(config)
-    missing = [name for name in _REQUIRED[config.rope_type] if parameters.get(name) is None]
-    if missing:
-        raise ModelLoadError(f"config.json: rope type {config.rope_type!r} needs {', '.join(missing)}")
-    if config.rotary_dim % 2 or config.rotary_dim <= 0:
-        raise ModelLoadError(f"config.json: {config.rotary_dim} rotated elements of a head; they must be even")
-
-
 def _max_position(config: RopeConfig) -> int:
     return required(config.max_position, "max_position_embeddings")
 
@@ -191,7 +168,20 @@ def make_rotary_embedding(config: RopeConfig, max_model_len: int, device: torch.
         ModelLoadError: an unknown type, or a number the type needs is missing.
         KeyError: config.json does not state its longest sequence.
     """
-    _check(config)
-    if config.rope_type == "dynamic" and max_model_len > _max_position(config):
+    parameters = config.parameters
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ModelLoadError(f"config.json: rope_parameters per layer type are not supported: {parameters}")
+    if config.rope_type not in _INVERSE_FREQUENCIES:
+        raise ModelLoadError(
+            f"config.json: rope type {config.rope_type!r} is not supported; "
+            f"supported are {', '.join(sorted(_INVERSE_FREQUENCIES))}"
+        )
+    max_position = _max_position(config)
+    missing = [name for name in _REQUIRED[config.rope_type] if parameters.get(name) is None]
+    if missing:
+        raise ModelLoadError(f"config.json: rope type {config.rope_type!r} needs {', '.join(missing)}")
+    if config.rotary_dim % 2 or config.rotary_dim <= 0:
+        raise ModelLoadError(f"config.json: {config.rotary_dim} rotated elements of a head; they must be even")
+    if config.rope_type == "dynamic" and max_model_len > max_position:
         return DynamicNTKRotaryEmbedding(config, device)
     return RotaryEmbedding(config, max_model_len, device)

@@ -66,11 +66,6 @@ class GatedMLP(Layer):
         )
         self.down_proj = RowParallelLinear(context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias)
 
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """See `Linear.activation_quant`."""
-        return self.gate_up_proj.activation_quant
-
     def forward(self, x: Activation) -> torch.Tensor:
         """[T, H] → [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward_gated(x, self._activation))
@@ -109,11 +104,6 @@ class RotaryAttention(Layer):
         )
         self.attention = Attention(spec, cache_index, context.dtype, plan.kv_cache)
 
-    @property
-    def activation_quant(self) -> ActivationQuant | None:
-        """See `Linear.activation_quant`."""
-        return self.qkv_proj.activation_quant
-
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
         query, key, value = self.qkv_proj.project(x)
@@ -139,12 +129,10 @@ class DecoderLayer(Layer):
         self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan)
         self.mlp = GatedMLP(arch, context, f"{prefix}.mlp")
         # the norms quantize their results for the layers that read them
-        self.input_layernorm = _norm(
-            arch, context, f"{prefix}.input_layernorm", hidden, self.self_attn.activation_quant
-        )
-        self.post_attention_layernorm = _norm(
-            arch, context, f"{prefix}.post_attention_layernorm", hidden, self.mlp.activation_quant
-        )
+        quant = self.self_attn.qkv_proj.activation_quant
+        self.input_layernorm = _norm(arch, context, f"{prefix}.input_layernorm", hidden, quant)
+        quant = self.mlp.gate_up_proj.activation_quant
+        self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", hidden, quant)
 
     def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """One layer.
@@ -174,6 +162,7 @@ class CausalLM(Layer, abc.ABC):
     Attributes:
         supports_pp: pipeline stages can hold a part of the layers, and `forward` takes `hidden`.
         attention_layers: those of this stage, in the order of the KV caches.
+        lm_head: made by `_make_lm_head`.
         ignored_weights: checkpoint tensors that the model does not need, as regular expressions over whole names.
         pooler: of a pooling model, instead of the LM head.
 
@@ -184,6 +173,7 @@ class CausalLM(Layer, abc.ABC):
 
     supports_pp: bool = False
     attention_layers: list[Attention]
+    lm_head: LMHead | TiedLMHead | NoLMHead
     ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     pooler: Pooler | None = None
 
@@ -191,35 +181,26 @@ class CausalLM(Layer, abc.ABC):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...
 
     def _make_lm_head(
-        self,
-        config: ModelConfig,
-        context: BuildContext,
-        embedding: VocabParallelEmbedding | None,
-        *,
-        tied_to: str | None,
-        width: int,
+        self, config: ModelConfig, context: BuildContext, embedding: VocabParallelEmbedding | None, name: str
     ) -> LMHead | TiedLMHead | NoLMHead:
         """Makes the LM head of a model, or of one of its stages.
 
         Pooling models, whatever is in the checkpoint, and stages before the last get a `NoLMHead`.
 
         Args:
-            config: as in the constructor.
-            context: as in the constructor.
             embedding: token embedding, if this stage has it.
-            tied_to: name of the embedding in the checkpoint without ".weight", if the head shares its weight; None:
-                the head has its own, "lm_head".
-            width: columns of that weight.
+            name: of the embedding in the checkpoint, without ".weight", for heads that share its weight.
         """
+        arch = config.arch
         if config.pooler is not None or not context.parallel.is_last_stage:
             self.ignored_weights = (*self.ignored_weights, r"(lm_head|score)\.weight")
             return NoLMHead()
-        if tied_to is None:
-            return LMHead(context, "lm_head", width, config.vocab_size)
+        if not arch.tie_word_embeddings:
+            return LMHead(context, "lm_head", arch.embedding_size, arch.vocab_size)
         # some checkpoints contain the shared weight twice
         self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
         if embedding is None:
-            return LMHead(context, tied_to, width, config.vocab_size)
+            return LMHead(context, name, arch.embedding_size, arch.vocab_size)
         return TiedLMHead(embedding)
 
     def _leave_to_other_stages(
@@ -228,8 +209,6 @@ class CausalLM(Layer, abc.ABC):
         """Makes the loader skip the tensors of other stages.
 
         Args:
-            config: as in the constructor.
-            context: as in the constructor.
             layers: prefix of a layer's number in checkpoint names, a regular expression like the next ones.
             first: whole names of the tensors of the first stage only.
             last: whole names of the tensors of the last stage only, without the head.
@@ -275,9 +254,10 @@ class CausalLM(Layer, abc.ABC):
         """hidden [S, H], rows of the result of `forward` → [S, H] or narrower, the input of heads and poolers."""
         return hidden
 
-    @abc.abstractmethod
+    @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, H], rows of the result of `forward` → [S, V] in the model's dtype."""
+        return self.lm_head.forward(self.output_states(hidden))
 
 
 class DecoderForCausalLM(CausalLM):
@@ -297,8 +277,7 @@ class DecoderForCausalLM(CausalLM):
         self.norm: RMSNorm | None = None
         if parallel.is_last_stage:
             self.norm = _norm(arch, context, "model.norm", hidden)
-        tied_to = _EMBEDDING if arch.tie_word_embeddings else None
-        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, tied_to=tied_to, width=hidden)
+        self.lm_head = self._make_lm_head(config, context, self.embed_tokens, _EMBEDDING)
         self._leave_to_other_stages(
             config, context, r"model\.layers\.", r"model\.embed_tokens\.weight", r"model\.norm\.weight"
         )
@@ -318,7 +297,6 @@ class DecoderForCausalLM(CausalLM):
         metadata: Any,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
         context = ForwardContext(batch, kv_caches, backend, metadata, self.rotary.prepare(batch))
         residual = hidden if self.embed_tokens is None else self.embed_tokens.forward(batch.input_ids)
         if residual is None:
@@ -333,8 +311,3 @@ class DecoderForCausalLM(CausalLM):
             return residual if x is None else residual.add_(x)
         normed: torch.Tensor = self.norm.forward(residual) if x is None else self.norm.forward_add(x, residual)
         return normed
-
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.compute_logits`."""
-        return self.lm_head.forward(hidden)

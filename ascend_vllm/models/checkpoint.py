@@ -79,7 +79,8 @@ class SafetensorsFile(WeightFile):
         self._num_bytes: dict[str, int] = {}
         header, data_bytes = self._read_header()
         metadata = header.pop("__metadata__", None)
-        if metadata is not None and not _is_table_of_texts(metadata):
+        is_table = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+        if metadata is not None and not is_table:
             raise self.corrupt("__metadata__ in its header is no object of texts")
         places = {name: self._place(name, entry) for name, entry in header.items()}
         last, last_end = "", 0
@@ -141,7 +142,6 @@ class SafetensorsFile(WeightFile):
         return tuple(shape)
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightFile.tensors`."""
         try:
             for batch in self._batches(names):
                 with safetensors.safe_open(str(self.path), framework="pt") as file:
@@ -299,7 +299,3 @@ def _is_inside(name: str) -> bool:
 def _are_sizes(values: Any) -> bool:
     """Whether this is a list of non-negative 64-bit integers."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-
-
-def _is_table_of_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())

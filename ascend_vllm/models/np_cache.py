@@ -28,18 +28,8 @@ _FOLDER = "np"
 _NAMES_FILE = "weight_names.json"
 
 # dtypes of arrays → dtypes of tensors
-_FLOATS = {
-    np.dtype(np.float16): torch.float16,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
-_INTEGERS = {
-    np.dtype(np.uint8): torch.uint8,
-    np.dtype(np.int8): torch.int8,
-    np.dtype(np.int16): torch.int16,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-}
+_FLOATS = {np.dtype(name): getattr(torch, name) for name in ("float16", "float32", "float64")}
+_INTEGERS = {np.dtype(name): getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64")}
 # limit of most file systems
 _MAX_NAME_BYTES = 255
 
@@ -80,7 +70,6 @@ class NumpyCache(WeightFile):
             self.shapes[name] = array.shape
 
     def corrupt(self, why: object) -> ModelLoadError:
-        """See `WeightFile.corrupt`."""
         return ModelLoadError(
             f"{self.path}: the cache of arrays is damaged or incomplete ({one_line(why)}); remove it, and it is made "
             "again."
@@ -100,7 +89,6 @@ class NumpyCache(WeightFile):
             raise self.corrupt(f"{name}: {one_line(error)}") from error
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightFile.tensors`."""
         for name in names:
             # copied, since torch does not support read-only arrays
             yield name, torch.from_numpy(np.array(self._arrays.pop(name)))

@@ -5,6 +5,7 @@ Letters: T tokens, S sampling rows, H hidden, E width of the embedding, V vocabu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,14 +30,10 @@ _EMBEDDING = "model.decoder.embed_tokens"
 _POSITION_OFFSET = 2
 
 
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu_,
     "gelu": torch.nn.functional.gelu,
-    "gelu_new": _gelu_tanh,
+    "gelu_new": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 
 
@@ -143,9 +140,8 @@ class OPTForCausalLM(CausalLM):
             self.final_layer_norm = LayerNorm(
                 context, "model.decoder.final_layer_norm", hidden, affine=arch.norm_affine
             )
-        tied_to = _EMBEDDING if arch.tie_word_embeddings else None
         table = None if self.embeddings is None else self.embeddings.tokens
-        self.lm_head = self._make_lm_head(config, context, table, tied_to=tied_to, width=embed_width)
+        self.lm_head = self._make_lm_head(config, context, table, _EMBEDDING)
         decoder = r"model\.decoder\."
         self._leave_to_other_stages(
             config,
@@ -170,7 +166,6 @@ class OPTForCausalLM(CausalLM):
         metadata: Any,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `CausalLM.forward`."""
         context = ForwardContext(batch, kv_caches, backend, metadata)
         x = hidden if self.embeddings is None else self.embeddings.forward(batch)
         if x is None:
@@ -178,11 +173,6 @@ class OPTForCausalLM(CausalLM):
         for layer in self.decoder_layers:
             x = layer.forward(x, context)
         return x if self.final_layer_norm is None else self.final_layer_norm.forward(x)
-
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `CausalLM.compute_logits`."""
-        return self.lm_head.forward(self.output_states(hidden))
 
     @torch.inference_mode()
     def output_states(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ class ScoreHead(Layer):
         self.weight = torch.empty(num_labels, hidden_size, dtype=torch.float32, device=context.device)
 
     def slots(self) -> list[WeightSlot]:
-        """The matrix."""
         return [WeightSlot("score.weight", tuple(self.weight.shape), self.weight)]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class ModelRegistry:
     @staticmethod
     def get_supported_archs() -> list[str]:
         """Names of all architectures, sorted."""
-        return supported_architectures()
+        return sorted(MODELS.keys() | plugins.entry_points(ENTRY_POINT_GROUP).keys())
 
     @staticmethod
     def register_model(
@@ -67,11 +67,6 @@ class ModelRegistry:
             READERS[model_arch] = arch_reader
 
 
-def supported_architectures() -> list[str]:
-    """Names of all architectures, sorted."""
-    return sorted(MODELS.keys() | plugins.entry_points(ENTRY_POINT_GROUP).keys())
-
-
 def resolve_model_class(architecture: str) -> type[CausalLM]:
     """The class of an architecture, or of the one that generates with the same decoder.
 
@@ -89,7 +84,7 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
     if target is None:
         raise ModelLoadError(
             f"architecture {architecture!r} of config.json is not supported; "
-            f"supported are {', '.join(supported_architectures())}"
+            f"supported are {', '.join(ModelRegistry.get_supported_archs())}"
         )
     if not isinstance(target, str):
         return target

@@ -260,10 +260,10 @@ def test_families_are_read_as_transformers_reads_them(
         # transformers keeps the older name of the type beside the newer one
         rope = {name: value for name, value in theirs.rope_parameters.items() if name != "type"}
         assert filled["rope_parameters"] == rope
-        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.arch.num_kv_heads == theirs.num_key_value_heads
     assert ours.arch.sliding_window == getattr(theirs, "sliding_window", None)
     head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert ours.head_size == head_size
+    assert ours.arch.head_size == head_size
 
 
 def test_every_name_transformers_fills_in_is_filled_in(make_model: MakeModel) -> None:
@@ -752,7 +752,7 @@ def test_unknown_quantization(make_model: MakeModel) -> None:
 def test_head_size_must_be_whole(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match=r"hidden_size \(64\) must be divisible by num_attention_heads \(3\)"):
         config_of(make_model(QWEN2 | {"num_attention_heads": 3}))
-    assert config_of(make_model(QWEN2 | {"num_attention_heads": 3, "head_dim": 16})).model.head_size == 16
+    assert config_of(make_model(QWEN2 | {"num_attention_heads": 3, "head_dim": 16})).model.arch.head_size == 16
 
 
 def test_block_sizes_of_the_devices() -> None:

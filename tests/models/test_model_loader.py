@@ -302,7 +302,7 @@ def test_an_installed_package_adds_an_architecture(
         "WrongForCausalLM = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "DoubledForCausalLM" in registry.supported_architectures()
+    assert "DoubledForCausalLM" in registry.ModelRegistry.get_supported_archs()
     doubled = make_model_config(checkpoint, architectures=["DoubledForCausalLM"])
     expected = (_log_probs(str(checkpoint)) * 2).log_softmax(-1)
     torch.testing.assert_close(PagedDriver(doubled).step({0: PROMPT})[0], expected, rtol=0, atol=1e-5)

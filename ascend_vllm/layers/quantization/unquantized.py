@@ -42,7 +42,6 @@ class Unquantized(QuantMethod):
             self._packed, self._loading = self._loading, None
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] → [T, out]."""
         return self._weight(layer)(x, layer.bias)
 
     def apply_gated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -63,7 +62,6 @@ class UnquantizedTable(QuantMethod):
     """Loads an embedding in the layout of the checkpoint; a tied one has a packed copy for products."""
 
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
-        """The table."""
         # [out, in] in the model's dtype
         self._table = weight_memory((layer.out_features, layer.in_features), layer.dtype, layer.device)
         self._look_up = gather_rows if has_kernel(layer.dtype, layer.device) else torch.embedding
@@ -76,13 +74,11 @@ class UnquantizedTable(QuantMethod):
             self._packed = PackedLinear.of(self._table)
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] → [T, out]."""
         if self._packed is None:
             raise RuntimeError("the tied LM head is used before the embedding is loaded")
         return self._packed(x, layer.bias)
 
     def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the table is kept here
-        """indices [T] → [T, in]."""
         return self._look_up(self._table, indices)
 
 
