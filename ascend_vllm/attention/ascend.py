@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from ascend_vllm import envs
-from ascend_vllm.attention.ascend_advice import precision_advice
 from ascend_vllm.attention.ascend_calls import (
     AttentionOps,
     DevicePart,
@@ -30,13 +29,12 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.ops import ascend_custom
 from ascend_vllm.types.kv_cache import KVCacheSpec
 
-_DTYPES = (torch.float16, torch.bfloat16)
-_BLOCK_SIZES = (64, 128)
-_HEAD_SIZES = range(16, 257, 16)
 # limits of the operators
 _MAX_HEADS = 256
 _MAX_GROUP = 64
 _MAX_KV_WIDTH = 65535
+# the guide to high precision says "long" without a number; this is its number for cached prefixes
+_LONG_SEQUENCE = 8192
 
 _FAMILIES: dict[str, type[AttentionOps]] = {"fused": FusedAttention, "flash": FlashAttention}
 
@@ -61,6 +59,9 @@ class AscendAttention(AttentionBackend):
     """
 
     name = "ascend"
+    dtypes = (torch.float16, torch.bfloat16)
+    head_sizes = range(16, 257, 16)
+    block_sizes = (64, 128)
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
@@ -81,16 +82,7 @@ class AscendAttention(AttentionBackend):
         self._mask: torch.Tensor | None = None
 
     @classmethod
-    def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if dtype not in _DTYPES:
-            return f"dtype {dtype} is not one of {', '.join(map(str, _DTYPES))}"
-        if spec.head_size not in _HEAD_SIZES:
-            return (
-                f"head size {spec.head_size} is not a multiple of {_HEAD_SIZES.step} "
-                f"from {_HEAD_SIZES[0]} to {_HEAD_SIZES[-1]}"
-            )
-        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
+    def _unsupported_heads_reason(cls, spec: AttentionSpec) -> str | None:
         if spec.num_heads > _MAX_HEADS or spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
             return (
                 f"{spec.num_heads} query heads on {spec.num_kv_heads} KV heads are more than the operators take: "
@@ -98,14 +90,26 @@ class AscendAttention(AttentionBackend):
             )
         if spec.num_kv_heads * spec.head_size > _MAX_KV_WIDTH:
             return f"{spec.num_kv_heads} KV heads of {spec.head_size} are wider than {_MAX_KV_WIDTH} elements"
-        if block_size not in _BLOCK_SIZES:
-            return f"block size {block_size} is not one of {', '.join(map(str, _BLOCK_SIZES))}"
-        if spec.sliding_window is not None and spec.sliding_window < 1:
-            return f"sliding window {spec.sliding_window} is below one token"
         return None
 
     def advice(self, config: EngineConfig) -> list[str]:
-        return precision_advice(self.precision, config)
+        needs, has = config.model.high_precision, self.precision
+        if needs is None:
+            return []
+        is_long = config.scheduler.max_model_len > _LONG_SEQUENCE
+        caches_prefixes = config.cache.enable_prefix_caching
+        kinds = (
+            (needs.prompt and not has.prompt, "give wrong results with USE_PFA_HIGH_PRECISION_MODE=0: set it to 1."),
+            (
+                needs.decode and not has.decode and is_long,
+                "may give wrong results on long sequences: set USE_IFA_HIGH_PRECISION_MODE=1.",
+            ),
+            (
+                needs.prefix and not has.prefix and caches_prefixes,
+                "may give wrong results with --enable-prefix-caching: set USE_PREFIX_HIGH_PRECISION_MODE=1.",
+            ),
+        )
+        return [f"Models like {needs.model} {advice}" for is_needed, advice in kinds if is_needed]
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         return (2, num_blocks, *cache.block_shape[1:])

@@ -63,28 +63,19 @@ def _store_and_take(
     return query.clone(memory_format=torch.contiguous_format)
 
 
-def _register_store_and_take() -> Any:
-    """Registers `_store_and_take` as one op, for compilers; returns the library, which keeps it registered.
-
-    Compilers replace in-place operators by functional ones and copy the results back: here whole caches, in every
-    step. Therefore the op's schema does not declare that it writes the cache. It runs before attention, since
-    attention reads the query that it returns; nothing reads the layer's cache earlier.
-    """
-    # the class has no annotations
-    library: Any = torch.library.Library("ascend_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(
-        "ascend_store_and_take(Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor slots) -> Tensor"
-    )
-    library.impl("ascend_store_and_take", _store_and_take, "PrivateUse1")
-    library.impl("ascend_store_and_take", _shape_of_query, "Meta")
-    return library
-
-
-def _shape_of_query(query: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-_library = _register_store_and_take()
+# `_store_and_take` as one op, for compilers, which replace in-place operators by functional ones and copy the results
+# back: here whole caches, in every step. Therefore the op's schema does not declare that it writes the cache. It runs
+# before attention, since attention reads the query that it returns; nothing reads the layer's cache earlier.
+_library: Any = torch.library.Library("ascend_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "ascend_store_and_take(Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor slots) -> Tensor"
+)
+_library.impl("ascend_store_and_take", _store_and_take, "PrivateUse1")
+_library.impl(
+    "ascend_store_and_take",
+    lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
+    "Meta",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,11 +108,7 @@ class LayerInput:
 
 
 class AttentionOps(abc.ABC):
-    """A family of operators.
-
-    Args:
-        block_size: S.
-    """
+    """A family of operators."""
 
     # whether rows of different kinds need different operators
     splits_kinds: bool
@@ -138,7 +125,6 @@ class AttentionOps(abc.ABC):
         seq_lens: list[int],  # noqa: ARG002 - for families that can be replayed
         query_len: int,  # noqa: ARG002
     ) -> dict[str, list[int]] | None:
-        """See `AttentionBackend.replay_arguments`."""
         return None
 
     @abc.abstractmethod
@@ -171,11 +157,11 @@ class FusedAttention(AttentionOps):
         return {"actual_seq_lengths": query_ends, "actual_seq_lengths_kv": seq_lens}
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
-        """See `AttentionOps.attend`."""
         part, spec = prepared.part, layer.spec
         sparse_mode, pre_tokens = _sparse(spec.sliding_window)
         precise = part.high_precision or spec.head_size not in _FAST_HEAD_SIZES
-        if part.only_prompts:
+        if part.kinds == {RowKind.PROMPT}:
+            # all keys are computed in the step
             key, value, block_table = layer.key[part.tokens], layer.value[part.tokens], None
             # without a block table, lengths of keys are cumulative, as those of queries always are
             kv_lens = part.query_ends
@@ -217,7 +203,6 @@ class FlashAttention(AttentionOps):
         return kind == RowKind.DECODE
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
-        """See `AttentionOps.attend`."""
         part = prepared.part
         if part.kind == RowKind.DECODE:
             return self._decode(layer, prepared)

@@ -8,7 +8,7 @@ Letters: as in `ascend_calls`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -41,7 +41,6 @@ class CustomAttention(AttentionOps):
         self._decode = precision.decode and "decode_attention" in taken
 
     def needs_window_mask(self, kind: RowKind) -> bool:
-        """See `AttentionOps.needs_window_mask`."""
         return self.family.needs_window_mask(kind)
 
     def replay_arguments(self, seq_lens: list[int], query_len: int) -> dict[str, list[int]] | None:
@@ -49,54 +48,33 @@ class CustomAttention(AttentionOps):
         return self.family.replay_arguments(seq_lens, query_len)
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
-        """See `AttentionOps.attend`."""
         part = prepared.part
         # compiled graphs have no lengths on the device and do not support these operators
         if prepared.seq_lens is None or prepared.query_start is None or not part.high_precision:
             return self.family.attend(layer, prepared, mask)
         if self._prefix and RowKind.PREFIX in part.kinds:
-            return _prefix_attention(layer, prepared, prepared.query_start, prepared.seq_lens)
+            operator = torch.ops.ascend_vllm_npu.prefix_attention
+            return _attention(operator, layer, prepared, prepared.query_start, prepared.seq_lens)
         if self._decode and part.kinds == {RowKind.DECODE}:
-            return _decode_attention(layer, prepared, prepared.seq_lens)
+            return _attention(torch.ops.ascend_vllm_npu.decode_attention, layer, prepared, prepared.seq_lens)
         return self.family.attend(layer, prepared, mask)
 
 
-def _prefix_attention(
-    layer: LayerInput, prepared: DevicePart, query_start: torch.Tensor, seq_lens: torch.Tensor
+def _attention(
+    operator: Callable[..., torch.Tensor], layer: LayerInput, prepared: DevicePart, *lengths: torch.Tensor
 ) -> torch.Tensor:
     """[t, N, D]; the keys of all kinds of rows are in the cache."""
     spec = layer.spec
-    output: torch.Tensor = torch.ops.ascend_vllm_npu.prefix_attention(
+    # [P, S, K, D]
+    shape = (*layer.key_cache.shape[:2], spec.num_kv_heads, spec.head_size)
+    return operator(
         layer.query[prepared.part.tokens],
-        *_caches(layer),
+        layer.key_cache.view(shape),
+        layer.value_cache.view(shape),
         prepared.block_table,
-        query_start,
-        seq_lens,
+        *lengths,
         spec.scale,
         spec.sliding_window or 0,
         spec.num_kv_heads,
         _LAYOUT,
     )
-    return output
-
-
-def _decode_attention(layer: LayerInput, prepared: DevicePart, seq_lens: torch.Tensor) -> torch.Tensor:
-    """[t, N, D]."""
-    spec = layer.spec
-    output: torch.Tensor = torch.ops.ascend_vllm_npu.decode_attention(
-        layer.query[prepared.part.tokens],
-        *_caches(layer),
-        prepared.block_table,
-        seq_lens,
-        spec.scale,
-        spec.sliding_window or 0,
-        spec.num_kv_heads,
-        _LAYOUT,
-    )
-    return output
-
-
-def _caches(layer: LayerInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """[P, S, K, D] each."""
-    shape = (*layer.key_cache.shape[:2], layer.spec.num_kv_heads, layer.spec.head_size)
-    return layer.key_cache.view(shape), layer.value_cache.view(shape)

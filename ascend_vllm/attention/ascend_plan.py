@@ -38,10 +38,6 @@ class Precision:
     prefix: bool = False
     prompt: bool = True
 
-    def table(self) -> npt.NDArray[np.bool_]:
-        """[kinds] bool, by `RowKind`."""
-        return np.array([self.decode, self.prefix, self.prompt])
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
@@ -58,11 +54,6 @@ class Part:
     seq_lens: list[int]
     # of all rows
     kinds: frozenset[RowKind]
-
-    @property
-    def only_prompts(self) -> bool:
-        """Whether all rows are prompts, so that all keys are computed in the step."""
-        return self.kinds == {RowKind.PROMPT}
 
 
 def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precision, *, by_kind: bool) -> list[Part]:
@@ -83,7 +74,8 @@ def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precisi
     """
     query_lens = np.diff(query_start)
     kinds = np.where(query_lens == 1, RowKind.DECODE, np.where(query_lens < seq_lens, RowKind.PREFIX, RowKind.PROMPT))
-    precise = precision.table()[kinds]
+    # by `RowKind`
+    precise = np.array([precision.decode, precision.prefix, precision.prompt])[kinds]
     differs = np.diff(kinds) if by_kind else np.diff(precise)
     edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(kinds)]
     if not by_kind and len(edges) > MAX_PARTS + 1:

@@ -103,17 +103,44 @@ class AttentionBackend(abc.ABC):
 
     Args:
         block_size: tokens of a block.
+
+    Attributes:
+        dtypes: of the queries, keys and values that it supports.
+        head_sizes: that it supports; so with `block_sizes`.
     """
 
     name: str
+    dtypes: tuple[torch.dtype, ...]
+    head_sizes: range
+    block_sizes: tuple[int, ...]
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
     @classmethod
-    @abc.abstractmethod
     def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
         """Why this backend does not support a layer, as a sentence; None if it does."""
+        if dtype not in cls.dtypes:
+            return f"dtype {dtype} is not one of {', '.join(map(str, cls.dtypes))}"
+        if spec.head_size not in cls.head_sizes:
+            return (
+                f"head size {spec.head_size} is not a multiple of {cls.head_sizes.step} "
+                f"from {cls.head_sizes[0]} to {cls.head_sizes[-1]}"
+            )
+        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
+        if (reason := cls._unsupported_heads_reason(spec)) is not None:
+            return reason
+        if block_size not in cls.block_sizes:
+            return f"block size {block_size} is not one of {', '.join(map(str, cls.block_sizes))}"
+        if spec.sliding_window is not None and spec.sliding_window < 1:
+            return f"sliding window {spec.sliding_window} is below one token"
+        return None
+
+    @classmethod
+    def _unsupported_heads_reason(cls, spec: AttentionSpec) -> str | None:  # noqa: ARG003 - most have no such limits
+        """Why this backend does not support so many heads; None if it does."""
+        return None
 
     @classmethod
     def unsupported_cache_reason(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:

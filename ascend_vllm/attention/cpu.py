@@ -14,23 +14,9 @@ class CpuAttention(AttentionBackend):
     """A layer's cache is [2, P, K, S, D] in the model's dtype: keys or values of a head are contiguous in blocks."""
 
     name = "cpu"
-
-    @classmethod
-    def unsupported_reason(cls, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> str | None:
-        if dtype not in FLOAT_DTYPES:
-            return f"dtype {dtype} is not one of {', '.join(map(str, FLOAT_DTYPES))}"
-        if spec.head_size not in HEAD_SIZES:
-            return (
-                f"head size {spec.head_size} is not a multiple of {HEAD_SIZES.step} "
-                f"from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}"
-            )
-        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
-        if block_size not in BLOCK_SIZES:
-            return f"block size {block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}"
-        if spec.sliding_window is not None and spec.sliding_window < 1:
-            return f"sliding window {spec.sliding_window} is below one token"
-        return None
+    dtypes = FLOAT_DTYPES
+    head_sizes = HEAD_SIZES
+    block_sizes = BLOCK_SIZES
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         _, block_size, num_kv_heads, head_size = cache.block_shape

@@ -44,7 +44,6 @@ def test_parts_are_the_rows_in_their_order(
         assert part.query_ends[-1] == part.tokens.stop - part.tokens.start
         assert part.seq_lens == [sum(row) for row in mine]
         assert part.kinds == kinds
-        assert part.only_prompts == (kinds == {RowKind.PROMPT})
         # a row may be computed with more precision than requested, never with less
         assert part.high_precision >= any(precise[kind] for kind in kinds)
         if by_kind:
@@ -59,7 +58,6 @@ def test_decoding_rows_are_one_part(by_kind: bool) -> None:
     assert part == Part(
         RowKind.DECODE, False, slice(0, 3), slice(0, 3), [1, 2, 3], [6, 1, 901], frozenset({RowKind.DECODE})
     )
-    assert not part.only_prompts
 
 
 def test_rows_of_one_precision_are_one_part() -> None:
