@@ -12,16 +12,26 @@ import torch
 
 from ascend_vllm import envs
 from ascend_vllm.ops import ascend_elementwise, ascend_sampling
-from ascend_vllm.ops.gemm import set_weight_format
+from ascend_vllm.ops.gemm import WEIGHT_FORMATS
 from ascend_vllm.ops.native import import_op_modules
-from ascend_vllm.ops.registry import NAMESPACE
+from ascend_vllm.ops.registry import implement_on_npus
 
 _FRACTAL_NZ = 29
 _FORMAT_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    **ascend_elementwise.IMPLEMENTATIONS,
-    **ascend_sampling.IMPLEMENTATIONS,
+    implementation.__name__: implementation
+    for implementation in (
+        ascend_elementwise.rms_norm,
+        ascend_elementwise.fused_add_rms_norm,
+        ascend_elementwise.layer_norm,
+        ascend_elementwise.rotary_embedding,
+        ascend_elementwise.silu_and_mul,
+        ascend_elementwise.gelu_and_mul,
+        ascend_sampling.apply_token_bitmask,
+        ascend_sampling.draw_tokens,
+        ascend_sampling.token_logprobs,
+    )
 }
 
 
@@ -49,15 +59,6 @@ def format_weight(weight: torch.Tensor, *, quantized: bool = False) -> torch.Ten
     return result
 
 
-def _register() -> Any:
-    """Registers `IMPLEMENTATIONS` for NPUs; the returned library must be kept alive."""
-    # Any: torch leaves this class without annotations
-    library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-    for name, implementation in IMPLEMENTATIONS.items():
-        library.impl(name, implementation, "PrivateUse1")
-    set_weight_format("npu", format_weight)
-    return library
-
-
 import_op_modules()
-_library = _register()
+_library = implement_on_npus(IMPLEMENTATIONS)
+WEIGHT_FORMATS["npu"] = format_weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ascend_vllm import envs
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.ops.native import import_op_modules
-from ascend_vllm.ops.registry import NAMESPACE
+from ascend_vllm.ops.registry import implement_on_npus
 
 logger = init_logger(__name__)
 
@@ -42,35 +42,26 @@ _BUILD = (
 )
 
 
-def requested() -> frozenset[str]:
-    """The operators that ASCEND_VLLM_CUSTOM_OPS names.
+@functools.cache
+def enabled() -> frozenset[str]:
+    """The operators that this process uses; loads the library if there are any. torch_npu must be imported.
 
     Raises:
-        ConfigError: it names an unknown operator, or one that nothing calls.
+        ConfigError: ASCEND_VLLM_CUSTOM_OPS names an unknown operator, or one that nothing calls; see also
+            `load_library`.
     """
     names = envs.ascend_custom_ops()
     if names == ("all",):
-        return frozenset(CONDITIONS)
+        names = tuple(CONDITIONS)
     for name in names:
         if name not in CONDITIONS:
             why = "is called by nothing yet" if name in WITHOUT_CALLER else "is no custom operator"
             raise ConfigError(
                 f"ASCEND_VLLM_CUSTOM_OPS: {name!r} {why}; use all, or some of {', '.join(sorted(CONDITIONS))}."
             )
-    return frozenset(names)
-
-
-@functools.cache
-def enabled() -> frozenset[str]:
-    """The operators that this process uses; loads the library if there are any. torch_npu must be imported.
-
-    Raises:
-        ConfigError: see `requested` and `load_library`.
-    """
-    names = requested()
     if names:
         load_library()
-    return names
+    return frozenset(names)
 
 
 @functools.cache
@@ -108,21 +99,9 @@ def apply_penalties(logits: torch.Tensor, *others: torch.Tensor) -> None:
     torch.ops.ascend_vllm_npu.apply_penalties(logits, *(tensor.contiguous() for tensor in others))
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"apply_penalties": apply_penalties}
-
-
 def register(names: Collection[str]) -> Any:
-    """Registers custom operators for NPUs; the returned library must be kept alive.
-
-    Args:
-        names: of the operators to register.
-    """
-    # Any: torch leaves this class without annotations
-    library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-    for name, implementation in IMPLEMENTATIONS.items():
-        if name in names:
-            library.impl(name, implementation, "PrivateUse1")
-    return library
+    """Registers those custom operators that implement ops; the returned library must be kept alive."""
+    return implement_on_npus({"apply_penalties": apply_penalties} if "apply_penalties" in names else {})
 
 
 def _report(names: Collection[str]) -> None:

@@ -6,8 +6,6 @@ Letters: S sampling rows, V vocabulary, G masks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -22,7 +20,6 @@ def _word_bits(device: torch.device) -> torch.Tensor:
 
 
 def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """See `sampling.apply_token_bitmask`."""
     # bitwise and, since CANN's current operators have no shifts
     forbidden = (bitmask[:, :, None] & _word_bits(logits.device)).eq(0).flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill(forbidden, -torch.inf)
@@ -38,7 +35,6 @@ def draw_tokens(
     largest_top_k: int,
     has_top_p: bool,
 ) -> torch.Tensor:
-    """See `sampling.draw_tokens`."""
     greedy = logits.argmax(-1)
     if logits.shape[0] == 0:
         return greedy
@@ -78,17 +74,9 @@ def _filter(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `sampling.token_logprobs`."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     ids = token_ids[:, None]
     own = logprobs.gather(-1, ids)
     # a stable sort would sort the whole vocabulary
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
     return torch.cat((ids, top.indices), -1), torch.cat((own, top.values), -1), (logprobs > own).sum(-1) + 1
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "apply_token_bitmask": apply_token_bitmask,
-    "draw_tokens": draw_tokens,
-    "token_logprobs": token_logprobs,
-}

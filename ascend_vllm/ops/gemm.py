@@ -14,7 +14,7 @@ import torch
 
 from ascend_vllm.ops.elementwise import gelu_and_mul, silu_and_mul
 from ascend_vllm.ops.native import cpu_isa, load_native_library
-from ascend_vllm.ops.registry import FLOAT_DTYPES, define_op
+from ascend_vllm.ops.registry import FLOAT_DTYPES, OPS, define_op
 from ascend_vllm.platforms.host_memory import weight_memory
 
 # Why one kernel serves every dtype and number of rows: GFLOP/s of the best of several interleaved calls, one thread
@@ -231,17 +231,12 @@ def packed_gated_linear(
 
 
 # device type → converts a weight [N, K] to the memory format of that device's products; its shape stays [N, K]
-_weight_formats: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-
-
-def set_weight_format(device_type: str, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Sets the function by which `PackedLinear` converts weights on a type of device."""
-    _weight_formats[device_type] = convert
+WEIGHT_FORMATS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
 
 def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of this dtype and device are packed in panels."""
-    return device.type == "cpu" and dtype in FLOAT_DTYPES and load_native_library()
+    return dtype in FLOAT_DTYPES and OPS["packed_linear"].has_kernel(device.type)
 
 
 class PackedRows:
@@ -315,7 +310,7 @@ class PackedLinear:
 
     def finish(self) -> None:
         """Converts the complete weight to the device's memory format, if it has one."""
-        convert = None if self._has_kernel else _weight_formats.get(self._weight.device.type)
+        convert = None if self._has_kernel else WEIGHT_FORMATS.get(self._weight.device.type)
         if convert is not None:
             self._weight = convert(self._weight)
 

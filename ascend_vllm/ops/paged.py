@@ -240,18 +240,9 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         ([(1, 1400), (200, 260), (6, 1200)], 14, 2, 64, 64, 100, 0),
         ([(1, 90), (30, 90)], 2, 2, 128, 128, 4096, 0),
     ]
-    for seed, (rows, num_heads, num_kv_heads, head_size, block_size, window, padding) in enumerate(cases):
-        yield make_paged_problem(
-            dtype,
-            rows,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            block_size=block_size,
-            sliding_window=window,
-            padding=padding,
-            seed=seed,
-        )
+    names = ("num_heads", "num_kv_heads", "head_size", "block_size", "sliding_window", "padding")
+    for seed, (rows, *sizes) in enumerate(cases):
+        yield make_paged_problem(dtype, rows, seed=seed, **dict(zip(names, sizes, strict=True)))
 
 
 @define_op(inputs=_paged_attention_inputs, tolerance=2e-5, devices=("cpu",), recordable=True)

@@ -16,7 +16,7 @@ Example::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,14 @@ def define_op(
         return overload
 
     return decorate
+
+
+def implement_on_npus(implementations: Mapping[str, Callable[..., Any]]) -> Any:
+    """Registers kernels by the names of their ops; the returned library must be kept alive."""
+    library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+    for name, implementation in implementations.items():
+        library.impl(name, implementation, "PrivateUse1")
+    return library
 
 
 def ops_on_reference(device_type: str) -> list[str]:

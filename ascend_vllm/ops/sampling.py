@@ -380,11 +380,7 @@ def draw_tokens(
     """`sample_tokens` with given uniforms and a summary of the filters, known on the host.
 
     Args:
-        logits: see `sample_tokens`; this and the next four.
-        temperature: see there.
-        top_k: see there.
-        top_p: see there.
-        min_p: see there.
+        logits, temperature, top_k, top_p, min_p: see `sample_tokens`.
         uniforms: [S] float32 in [0, 1).
         largest_top_k: largest k of the rows, V for rows without top_k; 0 if no row has one.
         has_top_p: whether top_p is below 1 in some row.
