@@ -38,9 +38,6 @@ class CpuPlatform(Platform):
     name = "cpu"
     device_type = "cpu"
     dtypes = tuple(getattr(torch, name) for name in CPU.dtypes)
-    block_sizes = CPU.block_sizes
-    default_block_size = CPU.default_block_size
-    distributed_backend = "gloo"
     needs_store_later = False
     shares_host_memory = True
     sums_in_rank_order = True
@@ -104,9 +101,6 @@ class CpuPlatform(Platform):
         """--kv-cache-memory-bytes, else VLLM_CPU_KVCACHE_SPACE, else a share of the free memory, at most 4 GiB.
 
         Explicit sizes are per worker; the share is divided among all workers.
-
-        Raises:
-            ConfigError: an explicit size is not positive, or more than is free.
         """
         available = available_memory_bytes() - peak_bytes
         space_gib = envs.cpu_kvcache_space_gib()

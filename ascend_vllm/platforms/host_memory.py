@@ -36,11 +36,6 @@ def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
     CPU memory of a large weight is returned to the system as soon as the tensor is freed, which malloc may not do.
 
-    Args:
-        shape: of the weight.
-        dtype: of the weight.
-        device: of the weight.
-
     Returns:
         Zeros on CPU; uninitialised on other devices.
     """

@@ -66,9 +66,6 @@ class Platform(abc.ABC):
         device_type: torch's name of the device.
         dtypes: dtypes a model can run in, the preferred one for float32 checkpoints under --dtype auto first; known
             once the platform is initialised.
-        block_sizes: allowed --block-size values.
-        default_block_size: the fastest of them.
-        distributed_backend: name of the torch.distributed backend that connects several of these devices.
         needs_store_later: workers may connect with the store again after they are connected with each other.
         shares_host_memory: tensors on the device are in host memory, so that reading them needs no copy and no
             waiting.
@@ -81,9 +78,6 @@ class Platform(abc.ABC):
     name: str
     device_type: str
     dtypes: tuple[torch.dtype, ...]
-    block_sizes: tuple[int, ...]
-    default_block_size: int
-    distributed_backend: str
     cache_size_flags: str
     needs_store_later: bool = True
     shares_host_memory: bool = False

@@ -41,9 +41,6 @@ class NpuPlatform(Platform):
     name = "npu"
     device_type = "npu"
     dtypes = tuple(getattr(torch, name) for name in NPU.dtypes)
-    block_sizes = NPU.block_sizes
-    default_block_size = NPU.default_block_size
-    distributed_backend = "hccl"
     cache_size_flags = "--gpu-memory-utilization or --kv-cache-memory-bytes"
     op_modules = "ascend"
 
@@ -123,14 +120,14 @@ class NpuPlatform(Platform):
     ) -> list[Any]:
         """HCCL groups; HCCL reads its own settings (HCCL_*) from the environment."""
         size = sum(map(len, partitions[0]))
-        dist.init_process_group(self.distributed_backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=timeout)
         return [self._group_of(rank, partition, timeout) for partition in partitions]
 
     def _group_of(self, rank: int, partition: Sequence[Sequence[int]], timeout: datetime.timedelta) -> Any:
         if len(partition) == 1:
             return dist.group.WORLD
         # new_group is collective: all workers call it for each group
-        groups = [dist.new_group(list(ranks), timeout, self.distributed_backend) for ranks in partition]
+        groups = [dist.new_group(list(ranks), timeout, "hccl") for ranks in partition]
         return next(group for ranks, group in zip(partition, groups, strict=True) if rank in ranks)
 
     def peak_bytes(self, largest_step: Callable[[], None]) -> int:
@@ -145,11 +142,7 @@ class NpuPlatform(Platform):
         return peak
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
-        """--kv-cache-memory-bytes, else what --gpu-memory-utilization leaves beside weights and activations.
-
-        Raises:
-            ConfigError: an explicit size is not positive, or more than is free.
-        """
+        """--kv-cache-memory-bytes, else what --gpu-memory-utilization leaves beside weights and activations."""
         free, total = self._npu.mem_get_info(self._device)
         # 0 if other processes have freed more memory than this one uses
         used = max(0, self._free_at_start - free)
@@ -172,11 +165,7 @@ class NpuPlatform(Platform):
         num_workers: int = 1,
         num_engines: int = 1,  # noqa: ARG002 - engines do not share NPUs
     ) -> int:
-        """Estimates by the memory of the first NPU, and a fixed share for activations.
-
-        Raises:
-            ConfigError: the NPU's memory is unknown, or an explicit size is wrong.
-        """
+        """Estimates by the memory of the first NPU, and a fixed share for activations."""
         found = probe_npus(with_memory=True)
         if found.error or not found.total_bytes:
             raise ConfigError(f"--device npu: {found.error or 'there is no NPU'}. {_WHAT_TO_DO}")
@@ -185,24 +174,16 @@ class NpuPlatform(Platform):
         return size_of_cache(config, found.free_bytes - part, found.total_bytes, part, activations)
 
     def free_bytes(self) -> int:
-        """Free memory of the whole device."""
         return int(self._npu.mem_get_info(self._device)[0])
 
     def release_memory(self) -> None:
-        """Empties the allocator's cache."""
         self._npu.synchronize()
         self._npu.empty_cache()
 
     def make_graph_recorder(self) -> GraphRecorder:
-        """NPUGraph."""
         return NpuGraphRecorder(self._npu)
 
     def make_graph_compiler(self) -> NpuGraphCompiler:
-        """npugraph_ex.
-
-        Raises:
-            ConfigError: npugraph_ex cannot be loaded.
-        """
         return NpuGraphCompiler(_import_torch_npu(), self.soc)
 
 

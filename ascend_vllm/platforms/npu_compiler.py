@@ -47,18 +47,15 @@ class NpuGraphCompiler(GraphCompiler):
             ) from error
 
     def compile(self, method: types.MethodType, directory: pathlib.Path) -> Callable[..., torch.Tensor]:
-        """See `GraphCompiler.compile`."""
         compiled: Callable[..., torch.Tensor] = self._backend.inference.cache_compile(
             method, config=self._backend.CompilerConfig(), dynamic=True, cache_dir=str(directory)
         )
         return compiled
 
     def reset(self) -> None:
-        """See `GraphCompiler.reset`."""
         torch._dynamo.reset()
 
     def versions(self) -> dict[str, str]:
-        """See `GraphCompiler.versions`."""
         return {
             "torch_npu": str(self._torch_npu.__version__),
             "CANN": str(self._torch_npu.npu.utils.get_cann_version()),

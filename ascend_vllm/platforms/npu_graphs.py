@@ -21,7 +21,6 @@ class NpuGraphRecorder(GraphRecorder):
         self._stream = npu.Stream()
 
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
-        """See `GraphRecorder.capture`."""
         graph = self._npu.NPUGraph()
         self._npu.synchronize()
         # attention takes lengths as host arguments, which a graph would keep: this records such calls so that replays
@@ -39,7 +38,6 @@ class _NpuGraph(DeviceGraph):
         self._running = False
 
     def replay(self, host_arguments: Mapping[str, list[int]]) -> None:
-        """See `DeviceGraph.replay`."""
         if self._running:
             # the arguments of a running replay must not be changed
             self._done.synchronize()

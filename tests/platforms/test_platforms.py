@@ -20,7 +20,7 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import cpu, facts, get_platform, npu, resolve_device
 from ascend_vllm.platforms.cpu import GIB, CpuPlatform
-from ascend_vllm.platforms.facts import NpuProbe
+from ascend_vllm.platforms.facts import FACTS, DeviceFacts, NpuProbe
 from ascend_vllm.platforms.npu import NpuPlatform
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -217,6 +217,6 @@ def test_importing_the_package_keeps_torch_from_loading_torch_npu(tmp_path: path
     subprocess.run([sys.executable, "-c", "import ascend_vllm, torch"], env=environment, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("platform", [CpuPlatform(), NpuPlatform()])
-def test_the_default_block_size_is_allowed(platform: CpuPlatform | NpuPlatform) -> None:
-    assert platform.default_block_size in platform.block_sizes
+@pytest.mark.parametrize("facts", FACTS.values())
+def test_the_default_block_size_is_allowed(facts: DeviceFacts) -> None:
+    assert facts.default_block_size in facts.block_sizes
