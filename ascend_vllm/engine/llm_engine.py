@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.engine.inproc_client import InprocCoreClient
 from ascend_vllm.engine.input_processor import InputProcessor, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import EngineMetrics, StepStats
 from ascend_vllm.engine.metrics_reader import Metric, read_metrics
@@ -22,6 +21,7 @@ from ascend_vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ascend_vllm.args.engine_args import EngineArgs
+    from ascend_vllm.core.engine_core import EngineCore
 
 
 class LLMEngine:
@@ -53,8 +53,11 @@ class LLMEngine:
         self.config = config
         self.tokenizer = None if config.model.skip_tokenizer_init else tokenizer_of(config.model)
         self.metrics = EngineMetrics(config)
-        self._client = InprocCoreClient(config)
-        self.metrics.set_num_blocks(self._client.ready.num_gpu_blocks, self._client.ready.num_cpu_blocks)
+        # imported here: API servers do not need the core, torch and the models
+        from ascend_vllm.core.engine_core import build
+
+        self._core: EngineCore | None = build(config)
+        self.metrics.set_num_blocks(self._core.num_blocks, self._core.num_cpu_blocks)
         self._make_processors()
 
     @classmethod
@@ -71,6 +74,17 @@ class LLMEngine:
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and output together."""
         return self._input.max_model_len
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+        """
+        if self._core is None:
+            raise RuntimeError("the engine was shut down")
+        return self._core
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Replaces the tokenizer.
@@ -122,17 +136,25 @@ class LLMEngine:
         request.trace_headers = trace_headers
         self._output.add(request)
         for core_request in request.core_requests:
-            self._client.add_request(core_request)
+            self.core.add_request(core_request)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs due by each request's output_kind.
 
         A pooling request has one output, whose result is `pooled`.
+
+        Raises:
+            RuntimeError: the engine was shut down.
+            Exception: whatever the model, or a function of the user's, raised; the model and the cache are freed.
         """
-        outputs = self._client.step()
+        try:
+            outputs = self.core.step()
+        except Exception:
+            self._close_core()
+            raise
         stats = StepStats()
         processed = self._output.process(outputs, stats)
-        self._client.abort_requests(processed.stopped_ids)
+        self._abort_in_core(processed.stopped_ids)
         self.metrics.record(outputs.stats, stats)
         self.metrics.log_if_due()
         return processed.request_outputs
@@ -141,12 +163,12 @@ class LLMEngine:
         """Ends requests early, without an output; unknown ids are ignored."""
         stats = StepStats()
         for id_ in [request_id] if isinstance(request_id, str) else request_id:
-            self._client.abort_requests(self._output.abort(id_, stats))
+            self._abort_in_core(self._output.abort(id_, stats))
         self.metrics.record(None, stats)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        return self._client.has_unfinished()
+        return self._core is not None and self._core.has_unfinished()
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -180,7 +202,7 @@ class LLMEngine:
 
     def check_health(self) -> None:
         """Raises EngineDeadError if the worker is gone."""
-        self._client.call_utility("check_health")
+        self.call_utility("check_health")
 
     def do_log_stats(self) -> None:
         """Logs the line of statistics, if it is due."""
@@ -198,7 +220,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; requests that run keep their blocks. Returns whether it was possible."""
-        return bool(self._client.call_utility("reset_prefix_cache"))
+        return bool(self.call_utility("reset_prefix_cache"))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pauses and releases memory until `wake_up`; needs enable_sleep_mode=True.
@@ -213,10 +235,10 @@ class LLMEngine:
         """
         if mode not in ("abort", "keep"):
             raise RequestError(f"mode must be 'abort' or 'keep', got {mode!r}", "mode")
-        self._client.call_utility("check_sleep", level)
+        self.call_utility("check_sleep", level)
         if mode == "abort":
             self.abort_request(self._output.request_ids())
-        self._client.call_utility("sleep", level)
+        self.call_utility("sleep", level)
         self.metrics.set_sleep_level(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -230,17 +252,17 @@ class LLMEngine:
             ConfigError: the memory is not available any more.
             ModelLoadError: the weights cannot be read any more.
         """
-        self._client.call_utility("wake_up", tags)
+        self.call_utility("wake_up", tags)
         if not self.is_sleeping():
             self.metrics.set_sleep_level(0)
 
     def is_sleeping(self) -> bool:
         """Whether memory of the engine is released."""
-        return bool(self._client.call_utility("state")["is_sleeping"])
+        return bool(self.call_utility("state")["is_sleeping"])
 
     def is_paused(self) -> bool:
         """Whether no step is made until `wake_up`."""
-        return bool(self._client.call_utility("state")["is_paused"])
+        return bool(self.call_utility("state")["is_paused"])
 
     def start_profile(self) -> None:
         """Begins a trace of the worker in VLLM_TORCH_PROFILER_DIR.
@@ -248,7 +270,7 @@ class LLMEngine:
         Raises:
             RequestError: it is not set.
         """
-        self._client.call_utility("profile", True)
+        self.call_utility("profile", True)
 
     def stop_profile(self) -> None:
         """Ends the trace and writes its file.
@@ -256,7 +278,7 @@ class LLMEngine:
         Raises:
             RequestError: VLLM_TORCH_PROFILER_DIR is not set.
         """
-        self._client.call_utility("profile", False)
+        self.call_utility("profile", False)
 
     def collective_rpc(
         self,
@@ -274,7 +296,7 @@ class LLMEngine:
             RequestError: workers have no such method.
             TimeoutError: it takes longer than `timeout` seconds.
         """
-        return list(self._client.call_utility("collective_rpc", method, timeout, args, kwargs))
+        return list(self.call_utility("collective_rpc", method, timeout, args, kwargs))
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Calls a method of the engine core, for example "audit".
@@ -282,18 +304,26 @@ class LLMEngine:
         Raises:
             RequestError: there is no such method.
         """
-        return self._client.call_utility(method, *args)
+        return self.core.call_utility(method, list(args))
 
     def shutdown(self) -> None:
         """Frees the model and the KV cache; may be called again."""
-        self._client.shutdown()
+        self._close_core()
         self._output.shutdown()
         if self.tokenizer is not None:
             self.tokenizer.close()
 
+    def _abort_in_core(self, core_ids: list[str]) -> None:
+        if core_ids and self._core is not None:
+            self._core.abort_requests(core_ids)
+
+    def _close_core(self) -> None:
+        if self._core is not None:
+            self._core.shutdown()
+            self._core = None
+
     def _make_processors(self) -> None:
         self._input = InputProcessor(self.config, self.tokenizer)
-        self._input.max_model_len = self._client.ready.max_model_len
         self._output = OutputProcessor.from_config(self.config, self.tokenizer)
 
 

@@ -90,7 +90,7 @@ def test_a_beam_search_is_the_same(alone: LLM, staged: LLM) -> None:
 def test_preempted_rows_go_on(alone: LLM, staged: LLM) -> None:
     prompts = [f"{number} {SYSTEM}" for number in range(8)]
     params = SamplingParams(temperature=0.7, seed=11, max_tokens=60, ignore_eos=True)
-    core = staged.llm_engine._client.core
+    core = staged.llm_engine.core
     before = core.stats()["num_preemptions"]
     assert ids_of(generate(staged, params, prompts)) == ids_of(generate(alone, params, prompts))
     assert core.stats()["num_preemptions"] > before

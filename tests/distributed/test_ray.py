@@ -162,7 +162,7 @@ def shared(cluster: str, odd_model: str) -> Iterator[LLM]:
 
 
 def _executor(llm: LLM) -> MultiprocExecutor:
-    executor = llm.llm_engine._client.core._executor
+    executor = llm.llm_engine.core._executor
     assert isinstance(executor, MultiprocExecutor)
     return executor
 

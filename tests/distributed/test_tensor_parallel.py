@@ -122,7 +122,7 @@ def test_functions_of_requests_are_refused(shared: LLM) -> None:
 
 def test_a_worker_that_dies_while_nothing_happens_is_noticed(shared: LLM) -> None:
     """The last of the tests that share these workers."""
-    executor = shared.llm_engine._client.core._executor
+    executor = shared.llm_engine.core._executor
     processes = [psutil.Process(pid) for pid in executor.collective_rpc(worker_functions.process_id)]
     executor.check_health()
     processes[0].kill()

@@ -400,7 +400,7 @@ def test_two_in_a_process_and_memory_after_deletion() -> None:
         llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids for llm in (first, second, first)
     ]
     assert outputs[0] == outputs[2] != outputs[1]
-    cores = [weakref.ref(llm.llm_engine._client.core) for llm in (first, second)]
+    cores = [weakref.ref(llm.llm_engine.core) for llm in (first, second)]
     assert all(core() is not None for core in cores)
     before = tensor_bytes()
     del first, second

@@ -582,7 +582,7 @@ def test_pytorch_settings_reach_the_engine() -> None:
         assert (config.scheduler.max_num_batched_tokens, config.scheduler.enable_chunked_prefill) == (100, True)
         assert config.model.dtype == "bfloat16"
         assert pipe.llm_engine.call_utility("audit")["num_blocks"] == 20
-        assert pipe.llm_engine._client.ready.num_cpu_blocks == 50
+        assert pipe.llm_engine.core.num_cpu_blocks == 50
 
 
 @pytest.mark.parametrize("eviction_type", ["recompute", "copy"])

@@ -177,7 +177,7 @@ def test_graphs_are_in_the_account_of_memory() -> None:
             enable_prefix_caching=True,
             gpu_memory_utilization=0.3,
         )
-        sizes.append(engine._client.ready.num_gpu_blocks)
+        sizes.append(engine.core.num_blocks)
     assert sizes[1] < sizes[0]
 
 
