@@ -95,6 +95,9 @@ class FinishedRequest:
     num_preemptions: int
 
 
+_REQUEST_FIELDS = [field.name for field in dataclasses.fields(FinishedRequest)]
+
+
 @dataclasses.dataclass(slots=True)
 class StepStats:
     """Statistics of one step.
@@ -171,16 +174,16 @@ class EngineMetrics(Collector):
 
     def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int, rank: int = 0) -> None:
         """Sets a core's numbers of KV blocks, on the device and for swapping; called once it has started."""
-        self._cores[rank].set_num_blocks(num_gpu_blocks, num_cpu_blocks)
+        self._cores[rank].num_gpu_blocks, self._cores[rank].num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
 
     def set_sleep_level(self, level: int) -> None:
         """Sets the engine's sleep level; 0: awake."""
         for core in self._cores:
-            core.set_sleep_level(level)
+            core.sleep_level = level
 
     def count_rejection(self, reason: str = QUEUE_FULL) -> None:
         """Counts a refused request, for the first core; the reason is QUEUE_FULL or BACKLOG_FULL."""
-        self._cores[0].count_rejection(reason)
+        self._cores[0].num_rejections[reason] += 1
 
     def record(self, scheduler: SchedulerStats | None, step: StepStats, rank: int = 0) -> None:
         """Records a step.
@@ -194,7 +197,10 @@ class EngineMetrics(Collector):
 
     def set_idle(self, rank: int = 0) -> None:
         """Sets a core's running and waiting requests and used KV blocks to 0."""
-        self._cores[rank].set_idle()
+        core = self._cores[rank]
+        core.scheduler = msgspec.structs.replace(
+            core.scheduler, num_running=0, num_waiting=0, num_swapped=0, kv_cache_usage=0.0, cpu_cache_usage=0.0
+        )
 
     def log_if_due(self, now: float | None = None) -> None:
         """Logs each core's state if the last line is at least five seconds old and the core was active since.
@@ -230,75 +236,76 @@ class _CoreMetrics:
         self._rank = str(rank)
         self._config = config
         self._model_name = config.model.served_model_names[0]
-        self._num_gpu_blocks: int | None = None
-        self._num_cpu_blocks: int | None = None
-        self._scheduler = SchedulerStats(0, 0, 0.0, 0)
+        self.num_gpu_blocks: int | None = None
+        self.num_cpu_blocks: int | None = None
+        self.scheduler = SchedulerStats(0, 0, 0.0, 0)
+        self.num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
+        self.sleep_level = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_cached_tokens = 0
-        self._num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
         self._successes = dict.fromkeys(_FINISH_REASONS, 0)
+        self._histograms = _make_histograms(config.scheduler.max_model_len)
+        # of the last log line: prompt and generation tokens per second, and up to then
         self._throughput = (0.0, 0.0)
-        self._sleep_level = 0
-        self._make_histograms(config.scheduler.max_model_len)
-        self._log = _LogLine(config.cache.enable_prefix_caching)
-
-    def set_num_blocks(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        self._num_gpu_blocks, self._num_cpu_blocks = num_gpu_blocks, num_cpu_blocks
-
-    def set_sleep_level(self, level: int) -> None:
-        self._sleep_level = level
-
-    def count_rejection(self, reason: str) -> None:
-        self._num_rejections[reason] += 1
+        self._last_counts = (0, 0)
+        self._last_time: float | None = None
+        self._was_busy = False
 
     def record(self, scheduler: SchedulerStats | None, step: StepStats) -> None:
         """See `EngineMetrics.record`."""
+        histograms = self._histograms
         if scheduler is not None:
-            self._scheduler = scheduler
+            self.scheduler = scheduler
             num_tokens = scheduler.num_prompt_tokens + scheduler.num_generation_tokens
             if num_tokens:
-                self.iteration_tokens.observe(num_tokens)
+                histograms["step_tokens"].observe(num_tokens)
         self._num_prompt_tokens += step.num_prompt_tokens
         self._num_generation_tokens += step.num_generation_tokens
         self._num_cached_tokens += step.num_cached_tokens
-        self._num_rejections[_QUEUE_TIMEOUT] += step.num_queue_timeouts
+        self.num_rejections[_QUEUE_TIMEOUT] += step.num_queue_timeouts
         for seconds in step.first_token_s:
-            self.time_to_first_token.observe(seconds)
+            histograms["first_token_s"].observe(seconds)
         for seconds, count in step.inter_token_s:
-            self.inter_token.observe(seconds, count)
+            histograms["inter_token_s"].observe(seconds, count)
         for sequence in step.finished_sequences:
             self._successes[sequence.reason] += 1
-            self.request_generation_tokens.observe(sequence.num_generation_tokens)
+            histograms["num_generation_tokens"].observe(sequence.num_generation_tokens)
         for request in step.finished_requests:
-            self.request_prompt_tokens.observe(request.num_prompt_tokens)
-            self.request_params_n.observe(request.n)
-            self.request_params_best_of.observe(request.best_of)
-            self.request_max_num_generation_tokens.observe(request.max_num_generation_tokens)
-            self.request_num_preemptions.observe(request.num_preemptions)
-            self.request_prefill_kv_computed_tokens.observe(request.num_computed_prompt_tokens)
-            self.request_params_max_tokens.observe(request.max_tokens)
-            self.e2e_latency.observe(request.e2e_s)
-            for histogram, seconds_or_none in (
-                (self.queue_time, request.queue_s),
-                (self.prefill_time, request.prefill_s),
-                (self.decode_time, request.decode_s),
-                (self.inference_time, request.inference_s),
-                (self.time_per_output_token, request.mean_token_s),
-            ):
-                if seconds_or_none is not None:
-                    histogram.observe(seconds_or_none)
-
-    def set_idle(self) -> None:
-        self._scheduler = msgspec.structs.replace(
-            self._scheduler, num_running=0, num_waiting=0, num_swapped=0, kv_cache_usage=0.0, cpu_cache_usage=0.0
-        )
+            for field in _REQUEST_FIELDS:
+                value = getattr(request, field)
+                if value is not None:
+                    histograms[field].observe(value)
 
     def log_line(self, now: float) -> str | None:
-        """The line about its state, if it is due."""
-        line = self._log.next(now, self._num_prompt_tokens, self._num_generation_tokens, self._scheduler)
-        if line is not None:
-            self._throughput = self._log.throughput
+        """The line about the throughput since the last one; None if it is not due or nothing happened."""
+        stats = self.scheduler
+        if self._last_time is None:
+            self._last_time = now
+            return None
+        elapsed = now - self._last_time
+        if elapsed < LOG_INTERVAL_S:
+            return None
+        prompt = self._num_prompt_tokens - self._last_counts[0]
+        generation = self._num_generation_tokens - self._last_counts[1]
+        busy = bool(prompt or generation or stats.num_running or stats.num_waiting)
+        self._last_time, self._last_counts = now, (self._num_prompt_tokens, self._num_generation_tokens)
+        self._throughput = (prompt / elapsed, generation / elapsed)
+        # one more line after the last activity, which shows zeros
+        due, self._was_busy = busy or self._was_busy, busy
+        if not due:
+            return None
+        line = (
+            f"Avg prompt throughput: {self._throughput[0]:.1f} tokens/s, "
+            f"Avg generation throughput: {self._throughput[1]:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Swapped: {stats.num_swapped} reqs, "
+            f"Pending: {_num_pending(stats)} reqs, "
+            f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
+            f"CPU KV cache usage: {100 * stats.cpu_cache_usage:.1f}%."
+        )
+        if self._config.cache.enable_prefix_caching:
+            # swapped blocks are never looked up
+            line += f" Prefix cache hit rate: GPU: {100 * _hit_rate(stats):.2f}%, CPU: 0.00%"
         return line
 
     def collect(self) -> Iterator[Metric]:
@@ -306,9 +313,9 @@ class _CoreMetrics:
         yield from self._collect_gauges()
         yield from self._collect_counters()
         labels = [self._model_name, self._rank]
-        for histogram in self._histograms:
+        for key, histogram in self._histograms.items():
             names = [histogram.name]
-            if histogram is self.inter_token:  # its name until 0.10
+            if key == "inter_token_s":  # its name until 0.10
                 names.append("time_per_output_token_seconds")
             for name in names:
                 family = HistogramMetricFamily(
@@ -319,7 +326,7 @@ class _CoreMetrics:
                 yield family
 
     def _collect_gauges(self) -> Iterator[Metric]:
-        stats = self._scheduler
+        stats = self.scheduler
         prompt_throughput, generation_throughput = self._throughput
         is_caching = self._config.cache.enable_prefix_caching
         for name, documentation, value in (
@@ -347,7 +354,7 @@ class _CoreMetrics:
             GaugeMetricFamily,
             "engine_sleep_state",
             "Which of the states the engine is in: awake, asleep at level 1 (weights_offloaded) or 2 (discard_all).",
-            [((state,), level == self._sleep_level) for level, state in enumerate(_SLEEP_STATES)],
+            [((state,), level == self.sleep_level) for level, state in enumerate(_SLEEP_STATES)],
             ["sleep_state"],
         )
         yield self._cache_config_info()
@@ -368,8 +375,8 @@ class _CoreMetrics:
             "enable_prefix_caching": cache.enable_prefix_caching,
             "gpu_memory_utilization": cache.gpu_memory_utilization,
             "is_attention_free": False,
-            "num_cpu_blocks": self._num_cpu_blocks,
-            "num_gpu_blocks": self._num_gpu_blocks,
+            "num_cpu_blocks": self.num_cpu_blocks,
+            "num_gpu_blocks": self.num_gpu_blocks,
             "num_gpu_blocks_override": cache.num_gpu_blocks_override,
             "sliding_window": cache.sliding_window,
             "swap_space_bytes": int(cache.swap_space_gib * 2**30),
@@ -381,9 +388,9 @@ class _CoreMetrics:
 
     def _collect_counters(self) -> Iterator[Metric]:
         for name, documentation, value in (
-            ("num_preemptions", "Preemptions of sequences.", self._scheduler.num_preemptions),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self._scheduler.num_prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", self._scheduler.num_prefix_hits),
+            ("num_preemptions", "Preemptions of sequences.", self.scheduler.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.scheduler.num_prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", self.scheduler.num_prefix_hits),
             ("prompt_tokens", "Prompt tokens.", self._num_prompt_tokens),
             ("generation_tokens", "Generated tokens.", self._num_generation_tokens),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self._num_cached_tokens),
@@ -401,7 +408,7 @@ class _CoreMetrics:
             CounterMetricFamily,
             "admission_rejections",
             "Requests refused because the queue was full or they waited in it for too long.",
-            [((reason,), count) for reason, count in self._num_rejections.items()],
+            [((reason,), count) for reason, count in self.num_rejections.items()],
             ["reason"],
         )
 
@@ -424,7 +431,7 @@ class _CoreMetrics:
             CounterMetricFamily,
             "prompt_tokens_cached_by_source",
             "Tokens found in the prefix cache, by where it is.",
-            [(("device",), self._scheduler.num_prefix_hits), *(((name,), 0) for name in others)],
+            [(("device",), self.scheduler.num_prefix_hits), *(((name,), 0) for name in others)],
             ["source"],
         )
 
@@ -442,93 +449,50 @@ class _CoreMetrics:
             family.add_metric([self._model_name, self._rank, *values], value)
         return family
 
-    def _make_histograms(self, max_model_len: int) -> None:
-        lengths = _one_two_five(max_model_len)
-        self.time_to_first_token = Histogram(
-            "time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT_BUCKETS
-        )
-        self.inter_token = Histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a sequence.", _TOKEN_BUCKETS
-        )
-        self.time_per_output_token = Histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after a request's first.", _TOKEN_BUCKETS
-        )
-        self.e2e_latency = Histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _REQUEST_BUCKETS)
-        self.queue_time = Histogram("request_queue_time_seconds", "Time spent waiting.", _REQUEST_BUCKETS)
-        self.inference_time = Histogram(
-            "request_inference_time_seconds", "Time from first being scheduled to the last token.", _REQUEST_BUCKETS
-        )
-        self.prefill_time = Histogram(
-            "request_prefill_time_seconds", "Time from first being scheduled to the first token.", _REQUEST_BUCKETS
-        )
-        self.decode_time = Histogram(
-            "request_decode_time_seconds", "Time from the first to the last token.", _REQUEST_BUCKETS
-        )
-        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a request.", lengths)
-        self.request_generation_tokens = Histogram(
-            "request_generation_tokens", "Generated tokens of a sequence.", lengths
-        )
-        self.request_params_max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request.", lengths)
-        self.request_params_n = Histogram("request_params_n", "n of a request.", _N_BUCKETS)
-        self.request_params_best_of = Histogram("request_params_best_of", "best_of of a request.", _N_BUCKETS)
-        self.request_max_num_generation_tokens = Histogram(
-            "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence.", lengths
-        )
-        self.request_num_preemptions = Histogram(
-            "request_num_preemptions", "Preemptions of a request's sequences.", _PREEMPTION_BUCKETS
-        )
-        self.request_prefill_kv_computed_tokens = Histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache.", lengths
-        )
-        self.iteration_tokens = Histogram("iteration_tokens_total", "Tokens of a step.", _ITERATION_BUCKETS)
-        self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
 
-
-class _LogLine:
-    """Throughput since the last line.
-
-    Args:
-        is_caching: the prefix cache is on; the line has its hit rate.
-
-    Attributes:
-        throughput: prompt and generation tokens per second of the last line.
-    """
-
-    def __init__(self, is_caching: bool) -> None:
-        self._is_caching = is_caching
-        self.throughput = (0.0, 0.0)
-        self._last_time: float | None = None
-        self._last_counts = (0, 0)
-        self._was_busy = False
-
-    def next(self, now: float, num_prompt: int, num_generation: int, stats: SchedulerStats) -> str | None:
-        """The line, or None if it is not due or nothing happened."""
-        if self._last_time is None:
-            self._last_time = now
-            return None
-        elapsed = now - self._last_time
-        if elapsed < LOG_INTERVAL_S:
-            return None
-        prompt, generation = num_prompt - self._last_counts[0], num_generation - self._last_counts[1]
-        busy = bool(prompt or generation or stats.num_running or stats.num_waiting)
-        self._last_time, self._last_counts = now, (num_prompt, num_generation)
-        self.throughput = (prompt / elapsed, generation / elapsed)
-        # one more line after the last activity, which shows zeros
-        due, self._was_busy = busy or self._was_busy, busy
-        if not due:
-            return None
-        line = (
-            f"Avg prompt throughput: {self.throughput[0]:.1f} tokens/s, "
-            f"Avg generation throughput: {self.throughput[1]:.1f} tokens/s, "
-            f"Running: {stats.num_running} reqs, Swapped: {stats.num_swapped} reqs, "
-            f"Pending: {_num_pending(stats)} reqs, "
-            f"GPU KV cache usage: {100 * stats.kv_cache_usage:.1f}%, "
-            f"CPU KV cache usage: {100 * stats.cpu_cache_usage:.1f}%."
-        )
-        if self._is_caching:
-            # swapped blocks are never looked up
-            line += f" Prefix cache hit rate: GPU: {100 * _hit_rate(stats):.2f}%, CPU: 0.00%"
-        return line
+def _make_histograms(max_model_len: int) -> dict[str, Histogram]:
+    """All histograms of one core, those of requests under the field of `FinishedRequest` that they count."""
+    lengths = _one_two_five(max_model_len)
+    rows: dict[str, tuple[str, str, Sequence[float]]] = {
+        "first_token_s": ("time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT_BUCKETS),
+        "inter_token_s": ("inter_token_latency_seconds", "Time between two tokens of a sequence.", _TOKEN_BUCKETS),
+        "mean_token_s": (
+            "request_time_per_output_token_seconds",
+            "Mean time per token after a request's first.",
+            _TOKEN_BUCKETS,
+        ),
+        "e2e_s": ("e2e_request_latency_seconds", "Time from arrival to the end.", _REQUEST_BUCKETS),
+        "queue_s": ("request_queue_time_seconds", "Time spent waiting.", _REQUEST_BUCKETS),
+        "inference_s": (
+            "request_inference_time_seconds",
+            "Time from first being scheduled to the last token.",
+            _REQUEST_BUCKETS,
+        ),
+        "prefill_s": (
+            "request_prefill_time_seconds",
+            "Time from first being scheduled to the first token.",
+            _REQUEST_BUCKETS,
+        ),
+        "decode_s": ("request_decode_time_seconds", "Time from the first to the last token.", _REQUEST_BUCKETS),
+        "num_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request.", lengths),
+        "num_generation_tokens": ("request_generation_tokens", "Generated tokens of a sequence.", lengths),
+        "max_tokens": ("request_params_max_tokens", "max_tokens of a request.", lengths),
+        "n": ("request_params_n", "n of a request.", _N_BUCKETS),
+        "best_of": ("request_params_best_of", "best_of of a request.", _N_BUCKETS),
+        "max_num_generation_tokens": (
+            "request_max_num_generation_tokens",
+            "Generated tokens of a request's longest sequence.",
+            lengths,
+        ),
+        "num_preemptions": ("request_num_preemptions", "Preemptions of a request's sequences.", _PREEMPTION_BUCKETS),
+        "num_computed_prompt_tokens": (
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not in the cache.",
+            lengths,
+        ),
+        "step_tokens": ("iteration_tokens_total", "Tokens of a step.", _ITERATION_BUCKETS),
+    }
+    return {field: Histogram(*row) for field, row in rows.items()}
 
 
 def _num_pending(stats: SchedulerStats) -> int:
