@@ -178,7 +178,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
         return self.stop if isinstance(self.stop, list) else []
 
     def clone(self, **changes: Any) -> SamplingParams:
@@ -384,7 +383,6 @@ class BeamSearchParams:
         self.to_sampling_params()
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same search as `SamplingParams`."""
         return SamplingParams(
             use_beam_search=True,
             n=self.beam_width,

@@ -287,15 +287,12 @@ class AsyncLLM(AsyncControls):
         return self.errored
 
     async def get_model_config(self) -> ModelConfig:
-        """The model's section of the configuration."""
         return self.config.model
 
     async def get_scheduler_config(self) -> SchedulerConfig:
-        """The scheduler's section of the configuration."""
         return self.config.scheduler
 
     async def get_parallel_config(self) -> ParallelConfig:
-        """The section of the configuration about several devices."""
         return self.config.parallel
 
     async def get_tokenizer(self, lora_request: Any = None) -> Any:

@@ -114,7 +114,6 @@ class CoreClient:
         return [core.process.pid for core in self._cores]
 
     def start(self) -> None:
-        """Starts the processes."""
         for core in self._cores:
             core.process.start(functools.partial(self._notice_exit, core))
 
@@ -380,13 +379,11 @@ class _Core:
     def listen(
         self, loop: asyncio.AbstractEventLoop, timeout_s: float | None, on_timeout: Callable[[], None]
     ) -> None:
-        """Starts the output thread."""
         self.ready = loop.create_future()
         self.watchdog = IterationWatchdog(timeout_s, loop, self.has_activity, on_timeout)
         self.receiver.start(loop)
 
     def send(self, message: CoreInbound) -> None:
-        """Sends a message."""
         try:
             # Never waits: the queue has no limit.
             self._sender.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -406,7 +403,6 @@ class _Core:
         return future
 
     def resolve_call(self, result: UtilityResult) -> None:
-        """Sets a call's result or exception."""
         future = self._calls.get(result.call_id)
         if future is None or future.done():
             return
@@ -417,7 +413,6 @@ class _Core:
             future.set_result(result.result)
 
     def note_ready(self, message: EngineReady) -> None:
-        """Handles the EngineReady message."""
         self.process.remove_sockets()
         if self.ready is not None and not self.ready.done():
             self.ready.set_result(message)

@@ -31,11 +31,9 @@ class NoDetokenizer(IncrementalDetokenizer):
     """For requests with detokenize=False."""
 
     def push(self, token_ids: Sequence[int]) -> str:  # noqa: ARG002
-        """No text."""
         return ""
 
     def finish(self) -> str:
-        """No text."""
         return ""
 
 
@@ -55,7 +53,6 @@ class ByteDetokenizer(IncrementalDetokenizer):
         self.push(prompt_tail)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decodes the bytes of the new tokens."""
         if len(token_ids) == 1:
             return self._decode(self._token_bytes(token_ids[0]))
         return self._decode(b"".join(map(self._token_bytes, token_ids)))
@@ -108,7 +105,6 @@ class WindowDetokenizer(IncrementalDetokenizer):
         self._num_returned = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decodes the window with the new tokens."""
         window = self._window
         window.extend(token_ids)
         text = self._decode(window)
@@ -147,7 +143,6 @@ class WindowDetokenizer(IncrementalDetokenizer):
             self._window, self._prefix = tail, text
 
     def finish(self) -> str:
-        """The rest of the window's text."""
         return self._growth(self._decode(self._window))
 
     def _growth(self, text: str, end: int | None = None) -> str:

@@ -109,7 +109,6 @@ class _Draft:
     def processed(
         self, token_ids: list[int], params: SamplingParams, core_requests: list[EngineCoreRequest]
     ) -> ProcessedRequest:
-        """The finished request."""
         return ProcessedRequest(self.request_id, self.text, token_ids, params, self.arrival_time, core_requests)
 
 
@@ -331,7 +330,6 @@ class InputProcessor:
         return self._tokenizer
 
     def _check_routing(self, priority: int, cache_salt: str | None) -> None:
-        """Checks priority and cache salt."""
         if priority != 0 and not self._has_priorities:
             raise RequestError(f"Got priority {priority} but Priority scheduling is not enabled.", "priority")
         if type(priority) is not int or not _INT64_MIN <= priority <= _INT64_MAX:
@@ -520,7 +518,6 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 def _make_beam_search(params: SamplingParams) -> BeamSearchSpec | None:
-    """The request's beam search, if it is one."""
     if not params.use_beam_search:
         return None
     return BeamSearchSpec(

@@ -189,15 +189,12 @@ class LLMEngine:
         return self.tokenizer.hf
 
     def get_model_config(self) -> ModelConfig:
-        """The model's section of the configuration."""
         return self.config.model
 
     def get_scheduler_config(self) -> SchedulerConfig:
-        """The scheduler's section of the configuration."""
         return self.config.scheduler
 
     def get_parallel_config(self) -> ParallelConfig:
-        """The section of the configuration about several devices."""
         return self.config.parallel
 
     def check_health(self) -> None:

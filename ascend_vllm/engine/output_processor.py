@@ -146,7 +146,6 @@ class OutputQueue(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Adds an output, to be published."""
         if self._has_failed:
             return  # the error of an earlier output ends the stream
         if self._shape is None:
@@ -181,7 +180,6 @@ class OutputQueue(Generic[T]):
             self._waiter.set_result(None)
 
     def publish_all(self) -> None:
-        """Publishes all items that were put."""
         while self._pending:
             self.publish()
 
@@ -377,7 +375,6 @@ class _RequestState:
         return sequence.num_emitted == 0 or sequence.num_tokens - sequence.num_emitted >= self.interval
 
     def _pooled(self) -> npt.NDArray[np.float32] | None:
-        """The pooler's result, of a pooling request."""
         (first, *_) = self.sequences
         return first.data if isinstance(first, PoolingState) else None
 
@@ -454,7 +451,6 @@ class OutputProcessor:
         return request_id in self._requests
 
     def request_ids(self) -> list[str]:
-        """Ids of all requests that have not ended."""
         return list(self._requests)
 
     def queue_of(self, request_id: str) -> OutputQueue[Any] | None:
@@ -621,7 +617,6 @@ class OutputProcessor:
         return list(running)
 
     def fail_all(self, error: Exception) -> None:
-        """Ends all requests with an error."""
         with self._lock:
             states = list(self._requests.values())
             self._requests.clear()

@@ -124,11 +124,9 @@ class PoolingState:
         return False
 
     def end(self, reason: FinishReason) -> None:
-        """Ends it early, without a result."""
         self.finish_reason = reason
 
     def make_outputs(self, _kind: RequestOutputKind) -> list[CompletionOutput]:
-        """No sequences."""
         return []
 
     def summaries(self) -> list[FinishedSequence]:

@@ -113,7 +113,6 @@ class RequestRouter:
         self._engines[number].num_sequences -= width
 
     def is_idle(self, number: int) -> bool:
-        """Whether an engine has no request."""
         return self._engines[number].num_sequences == 0
 
     def take_stats(self, number: int, stats: SchedulerStats) -> None:

@@ -103,7 +103,6 @@ class SequenceState:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
         return len(self.token_ids)
 
     @property
@@ -237,7 +236,6 @@ class PromptLogprobsState:
         self._detokenizer.push(prompt_token_ids[:1])
 
     def take(self, entries: Sequence[TokenLogprobs], *, is_last: bool) -> None:
-        """Appends those of the next tokens, one entry each."""
         first = len(self.positions)
         token_ids = self._token_ids[first : first + len(entries)]
         for token_id, entry in zip(token_ids, entries, strict=True):

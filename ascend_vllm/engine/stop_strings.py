@@ -46,7 +46,6 @@ class _OneByOne:
         """Does nothing: `find` needs no state."""
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """See `StopSearch.find`."""
         for stop in self._stops:
             start = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
             if start >= 0:
@@ -163,11 +162,9 @@ class _AllAtOnce:
         self._state = 0
 
     def push(self, text: str, num_new: int) -> None:
-        """See `StopSearch.push`."""
         self.find(text, num_new)
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """See `StopSearch.find`."""
         begin = len(text) - num_new
         self._state, found = self._automaton.search(self._state, text[begin:])
         return None if found is None else (found[0], begin + found[1] - len(found[0]))

@@ -74,7 +74,6 @@ class TextThread:
 
     @property
     def num_waiting(self) -> int:
-        """Texts that wait."""
         return len(self._waiting)
 
     async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
@@ -162,7 +161,6 @@ class TextThreads:
         return self.medium if size <= MEDIUM else self.long
 
     def close(self) -> None:
-        """Ends all of them."""
         for thread in (self.short, self.medium, self.long):
             thread.close()
 

@@ -79,7 +79,6 @@ class Tokenizer:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Tokenizer:
-        """Loads the tokenizer that a model's configuration names."""
         return cls.from_directory(
             config.tokenizer, slow=config.tokenizer_mode == "slow", trust_remote_code=config.trust_remote_code
         )
@@ -100,7 +99,6 @@ class Tokenizer:
 
     @property
     def all_special_ids(self) -> frozenset[int]:
-        """Ids that skip_special_tokens hides."""
         return self._special_ids
 
     @property
@@ -505,7 +503,6 @@ def _make_byte_tables(backend: Any, special_ids: frozenset[int]) -> dict[bool, _
 
 
 def _ids_of(encoding: Any) -> list[int]:
-    """The ids of a `tokenizers.Encoding`."""
     ids: list[int] = encoding.ids
     return ids
 

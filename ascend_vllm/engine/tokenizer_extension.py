@@ -37,7 +37,6 @@ class ExtensionTokenizer(Tokenizer):
         self._extension = extension
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - the extension decides
-        """The ids that the extension's `text_to_tokens` returns."""
         return [int(token_id) for token_id in self._extension.text_to_tokens(self.hf, text)]
 
 

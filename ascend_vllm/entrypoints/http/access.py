@@ -96,7 +96,6 @@ class ApiKeyMiddleware:
         self._key_scope = key_scope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with 401."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -263,7 +263,6 @@ class _Opening:
     start: float
 
     def run(self) -> int:
-        """Serves; returns the process's exit code."""
         from ascend_vllm.entrypoints.http.server import HttpServer
 
         make_app = self.program.load_app()
@@ -303,7 +302,6 @@ class _Opening:
 
 
 def _describe_routes(app: FastAPI) -> None:
-    """Log the routes, one a line."""
     logger.info("Available routes are:")
     for route in app.routes:
         methods = getattr(route, "methods", None)

@@ -42,7 +42,6 @@ class HttpMetrics(Collector):
     def record(
         self, handler: str, method: str, status: int, num_request_bytes: int, num_response_bytes: int, seconds: float
     ) -> None:
-        """Record a request whose answer has ended."""
         key = (method, f"{status // 100}xx", handler)
         self._requests[key] = self._requests.get(key, 0) + 1
         count, received, sent = self._sizes.get(handler, (0, 0, 0))
@@ -54,7 +53,6 @@ class HttpMetrics(Collector):
         self._all_durations.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Makes the metric families; called by the registry."""
         requests = CounterMetricFamily(
             "http_requests", "HTTP requests by method, status and handler.", labels=["method", "status", "handler"]
         )
@@ -100,7 +98,6 @@ class HttpMetricsMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and measure it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -164,7 +161,6 @@ class ServerLoadMiddleware:
         self._load = load
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and count it meanwhile."""
         is_work = scope["type"] == "http" and scope["method"] == "POST"
         if not is_work or not declared_path(matched_route(scope)).startswith(_WORK):
             await self._app(scope, receive, send)

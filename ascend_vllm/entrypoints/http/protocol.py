@@ -75,7 +75,6 @@ class StartLimiter:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait to start."""
         return len(self._waiting)
 
     async def enter(self) -> None:
@@ -135,7 +134,6 @@ class _PausableFlowControl(FlowControl):
         self.pause_reading()
 
     def release(self) -> None:
-        """Resume reading."""
         self._is_held = False
         self.resume_reading()
 
@@ -185,13 +183,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout of the first request."""
         super().connection_made(transport)
         self.flow = _PausableFlowControl(transport)
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
         self._cancel_timers()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
@@ -259,12 +255,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._num_received += len(data)
 
     def on_message_begin(self) -> None:
-        """A new head."""
         super().on_message_begin()
         self._is_head, self._is_complete, self._head_bytes, self._unparsed_head_bytes = True, False, 0, 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the address."""
         self._count_head(len(url))
         super().on_url(url)
         if len(self.url) > _MAX_ADDRESS_BYTES:
@@ -287,12 +281,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
         self._num_body_bytes_left = max(self._num_body_bytes_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has arrived."""
         self._is_complete, self._num_body_bytes_left = True, 0
         super().on_message_complete()
 
@@ -318,7 +310,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self._limits.client_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop that timeout: the client has read."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()

@@ -149,7 +149,6 @@ class RequestIdClaimsMiddleware:
         self._living: set[tuple[bytes, str]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
         claims = scope[_SCOPE_KEY] = Claims(self._living)
         try:
             await self._app(scope, receive, send)
@@ -164,7 +163,6 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with the header added to its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

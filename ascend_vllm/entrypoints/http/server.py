@@ -151,7 +151,6 @@ class HttpServer(uvicorn.Server):
             end.cancel()
 
     async def _end_requests(self) -> None:
-        """Fail the requests that are open after --shutdown-timeout."""
         await asyncio.sleep(self._args.shutdown_timeout)
         if self._engine is not None and self.server_state.tasks:
             logger.warning(

@@ -97,7 +97,6 @@ class BodyLimitMiddleware:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with a limited body."""
         if scope["type"] == "http":
             receive = self._limited(Headers(scope=scope).get("content-length", ""), receive)
         await self._app(scope, receive, send)

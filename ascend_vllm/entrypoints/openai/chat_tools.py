@@ -177,7 +177,6 @@ class ChoiceParser:
 
     @property
     def content(self) -> str:
-        """The content so far."""
         return "".join(self._content)
 
     @property
@@ -195,7 +194,6 @@ class ChoiceParser:
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls so far."""
         return bool(self._calls)
 
     def feed(self, text: str, final: bool) -> list[dict[str, Any]]:

@@ -146,7 +146,6 @@ class ServingBase:
 
     @property
     def model_name(self) -> str:
-        """The model's name in answers."""
         return self.settings.model_names[0]
 
     def check_model(self, model: str | None) -> None:
@@ -207,7 +206,6 @@ class ServingBase:
         prompts: Sequence[Prompt],
         max_tokens: Sequence[int],
     ) -> list[EngineRequest]:
-        """The engine requests."""
         engine_id = make_engine_id(request, response_id, http)
         headers = self.trace_headers(http)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
