@@ -62,6 +62,8 @@ _SAMPLING: dict[str, Any] = {
 # with beam search, which ignores the server's defaults; early_stopping=None means as in vLLM 0.6.3
 _BEAM_SEARCH = _SAMPLING | {"temperature": 0.0, "early_stopping": None}
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
 _logged_fields: set[str] = set()
 # of a field's name
 _MAX_LOGGED_CHARACTERS = 100
@@ -206,22 +208,14 @@ class GenerationRequest(ApiRequest):
     truncation_side: Literal["left", "right"] | None = None
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationRequest:
+    def _check_shared_fields(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise RequestError("Stream options can only be defined when `stream=True`.", "stream_options")
-        return self
-
-    @model_validator(mode="after")
-    def _check_prompt_logprobs(self) -> GenerationRequest:
         if self.prompt_logprobs is not None:
             if self.prompt_logprobs < 0:
                 raise ValueError("`prompt_logprobs` must be a positive value.")
             if self.stream and self.prompt_logprobs > 0:
                 raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
-        return self
-
-    @model_validator(mode="after")
-    def _check_guided(self) -> GenerationRequest:
         if len(self.guided()) > 1:
             raise ValueError(
                 "You can only use one kind of guided decoding ('guided_json', 'guided_regex' or 'guided_choice')."
@@ -277,13 +271,8 @@ class GenerationRequest(ApiRequest):
 
     def guided(self) -> dict[str, Any]:
         """The `guided_*` fields of vLLM 0.6.3 that are set."""
-        values = {
-            "guided_json": self.guided_json,
-            "guided_regex": self.guided_regex,
-            "guided_choice": self.guided_choice,
-            "guided_grammar": self.guided_grammar,
-        }
-        return {name: value for name, value in values.items() if value is not None and value is not False}
+        values = ((name, getattr(self, name)) for name in _GUIDED)
+        return {name: value for name, value in values if value is not None and value is not False}
 
     def sampling_params(self, defaults: dict[str, Any], max_tokens: int, force_logprobs: bool) -> SamplingParams:
         """The request's sampling parameters for the engine.

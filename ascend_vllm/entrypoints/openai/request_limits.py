@@ -2,7 +2,8 @@
 
 The time and memory that a request costs are linear in its size, which these limits bound. They are
 far above what clients send, are checked before anything else is done with a body, and hold for the servers only:
-`LLM` and `SamplingParams` have no such limits.
+`LLM` and `SamplingParams` have no such limits. What exceeds one is refused with a `RequestError` that names the limit
+and the field.
 
 A message and each part of its content take at least one token, so that more of them than the model's length cannot be
 a prompt. What templates may print of the rest (tools, documents, arguments of past calls) is limited in its size
@@ -82,9 +83,6 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
 
     Args:
         fields: of the body, decoded from JSON.
-
-    Raises:
-        RequestError: with the limit and the field.
     """
     if len(fields) > MAX_FIELDS:
         raise RequestError(f"The request has {len(fields)} fields; it may have at most {MAX_FIELDS}.")
@@ -113,9 +111,6 @@ def check_sequences(num_prompts: int, n: int | None, best_of: int | None, limit:
         n, best_of: of the request; their ranges are checked elsewhere.
         limit: --max-sequences-per-request.
         field: of the prompts.
-
-    Raises:
-        RequestError: it names the field.
     """
     name, per_prompt = max((("n", n or 1), ("best_of", best_of or 1)), key=lambda pair: pair[1])
     if per_prompt > limit:
@@ -136,9 +131,6 @@ def check_lists(fields: Any, num_prompts: int) -> None:
     Args:
         fields: any request; it need not have all fields in `_PER_PROMPT`.
         num_prompts: number of prompts in the request.
-
-    Raises:
-        RequestError: it names the longest list.
     """
     lengths = {
         name: len(value) for name in _PER_PROMPT if isinstance(value := getattr(fields, name, None), list | dict)
@@ -162,9 +154,6 @@ def check_request(request: Any, num_prompts: int, max_sequences: int, max_n: int
         max_sequences: --max-sequences-per-request.
         max_n: most sequences of one prompt.
         field: of the prompts or conversations.
-
-    Raises:
-        RequestError: tells the limit.
     """
     check_sequences(1, request.n, request.best_of, max_n)
     check_sequences(num_prompts, request.n, request.best_of, max_sequences, field)
@@ -177,9 +166,6 @@ def check_beams(num_beams: int, num_stop_ids: int) -> None:
     Args:
         num_beams: beams of the search.
         num_stop_ids: token ids that end a beam, beside the end-of-sequence token.
-
-    Raises:
-        RequestError: it names the field.
     """
     most = MAX_ADDED_CANDIDATES // max(1, num_beams * num_beams)
     if num_stop_ids > most:
@@ -200,9 +186,6 @@ def check_repeated_prompts(
         num_choices: choices of each prompt.
         num_logprobs: most likely tokens returned per prompt token; None: no prompt logprobs.
         are_repeated: whether choices contain their prompts' texts or ids.
-
-    Raises:
-        RequestError: tells the limit.
     """
     total = num_prompt_tokens * num_choices
     if are_repeated and total > MAX_REPEATED_TOKENS:
@@ -221,31 +204,14 @@ def check_repeated_prompts(
 
 
 def check_params(params: SamplingParams, max_n: int) -> None:
-    """Refuses sampling parameters of one prompt that ask for too much.
-
-    Args:
-        params: of the request.
-        max_n: most sequences of the prompt.
-
-    Raises:
-        RequestError: it names the field.
-    """
+    """Refuses sampling parameters of one prompt that ask for too much; `max_n`: most sequences of the prompt."""
     check_sequences(1, params.n, params.best_of, max_n)
     if params.use_beam_search:
         check_beams(params.num_sequences, len(params.stop_token_ids or ()))
 
 
 def check_max_tokens(name: str, requested: int | None, limit: int) -> None:
-    """Refuses a number of output tokens above the model's length.
-
-    Args:
-        name: of the field.
-        requested: its value.
-        limit: most tokens of prompt and output together.
-
-    Raises:
-        RequestError: it is larger than the model's length.
-    """
+    """Refuses a number of output tokens above `limit`, the most tokens of prompt and output together."""
     if requested is not None and requested > limit:
         raise RequestError(
             f"{name}={requested} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
@@ -261,15 +227,12 @@ def limit_tokens(limit: int, num_prompt_tokens: int, requested: int | None, clam
         num_prompt_tokens: tokens of the prompt.
         requested: by the request; None: all that fits.
         clamp: lower `requested` to what fits instead of refusing it.
-
-    Raises:
-        RequestError: prompt and output do not fit in the model's length.
     """
     head = f"This model's maximum context length is {limit} tokens. However, you requested"
     room = limit - num_prompt_tokens
-    if room < 1 or num_prompt_tokens == 0:
-        if num_prompt_tokens == 0:
-            raise RequestError("The decoder prompt cannot be empty", param="prompt")
+    if num_prompt_tokens == 0:
+        raise RequestError("The decoder prompt cannot be empty", param="prompt")
+    if room < 1:
         raise RequestError(
             f"{head} {num_prompt_tokens} tokens in the messages, Please reduce the length of the messages."
         )
@@ -330,9 +293,6 @@ def check_number(number: int, max_model_len: int, param: str = "messages") -> No
         number: of messages, parts or tools.
         max_model_len: the model's length in tokens.
         param: their field in the request.
-
-    Raises:
-        RequestError: there are too many.
     """
     if number > max_model_len:
         what = "tools" if param == "tools" else "messages and parts of their contents"
@@ -359,9 +319,6 @@ def check_conversation(
         tools: functions that the model may call.
         template_kwargs: further variables of the template.
         any_length: the prompt is truncated or not generated from, so that it may exceed the model's length.
-
-    Raises:
-        RequestError: there is too much of it, or it is nested too deeply.
     """
     if not any_length:
         contents = (getattr(message, "content", None) for message in messages)
@@ -375,11 +332,7 @@ def check_conversation(
 
 
 def _measure(values: Iterable[Any], limit: int, param: str) -> int:
-    """Number of characters and values in a field of a request.
-
-    Raises:
-        RequestError: it has more than the limit, or is nested too deeply.
-    """
+    """Number of characters and values in a field of a request."""
     size, level = 0, list(values)
     for _ in range(_MAX_DEPTH):
         size += len(level)
