@@ -67,11 +67,10 @@ class ServingMessages:
         max_tokens = self._chat.max_tokens(chat_request, len(prompt.token_ids))
         response_id = make_response_id(chat_request, "chatcmpl", http)
         answer = _Answer(self._chat, chat_request, response_id, prompt)
+        parts = self._chat.engine_requests(chat_request, response_id, http, [prompt], [max_tokens])
         if request.stream:
-            return await self._chat.generate_stream(
-                chat_request, response_id, http, [prompt], [max_tokens], answer.encode, answer.stream
-            )
-        outputs = await self._chat.generate_whole(chat_request, response_id, http, [prompt], [max_tokens])
+            return await self._chat.generate_stream(parts, http, answer.encode, answer.stream)
+        outputs = await self._chat.generate_whole(parts, http)
         answer.usage.add(0, outputs[0])
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0].outputs[0])))
 

@@ -156,49 +156,38 @@ class ServingBase:
                 param="model",
             )
 
-    async def generate_whole(
-        self,
-        request: GenerationRequest,
-        response_id: str,
-        http: Request,
-        prompts: Sequence[Prompt],
-        max_tokens: Sequence[int],
-    ) -> list[RequestOutput]:
-        """The final outputs of one engine request per prompt, in the order of the prompts.
+    async def generate_whole(self, parts: Sequence[EngineRequest], http: Request) -> list[RequestOutput]:
+        """The final outputs of engine requests, in their order.
 
         Raises:
-            RequestError: a sampling parameter is wrong.
+            RequestError: the engine refused a request.
         """
-        parts = self._parts(request, response_id, http, prompts, max_tokens)
         generators = [self.generate(part, _unchanged) for part in parts]
         return await run_unless_disconnected(http.receive, collect(generators))
 
     async def generate_stream(
         self,
-        request: GenerationRequest,
-        response_id: str,
+        parts: Sequence[EngineRequest],
         http: Request,
-        prompts: Sequence[Prompt],
-        max_tokens: Sequence[int],
         encode: Encoder,
         shape: Callable[[Events], AsyncGenerator[bytes, None]],
     ) -> StreamResponse:
-        """Streams the events of one engine request per prompt.
+        """Streams the events of engine requests.
 
         Args:
-            request, response_id, http, prompts, max_tokens: see `generate_whole`.
+            parts: the engine requests.
+            http: the client's request.
             encode: encodes the events of an output, given its prompt's index; called as `AsyncLLM.generate_shaped`
                 says, with the outputs of several prompts at the same time perhaps, but never with two of one.
             shape: makes the response's stream of the events.
 
         Raises:
-            RequestError: a sampling parameter is wrong, or the engine refused the request.
+            RequestError: the engine refused the request.
         """
-        parts = self._parts(request, response_id, http, prompts, max_tokens)
         events = [self.generate(part, functools.partial(encode, index)) for index, part in enumerate(parts)]
         return await open_stream(http, events, shape, self.settings.keep_alive_s)
 
-    def _parts(
+    def engine_requests(
         self,
         request: GenerationRequest,
         response_id: str,
@@ -206,6 +195,11 @@ class ServingBase:
         prompts: Sequence[Prompt],
         max_tokens: Sequence[int],
     ) -> list[EngineRequest]:
+        """One engine request per prompt of a client's request, each with its own `max_tokens`.
+
+        Raises:
+            RequestError: a sampling parameter is wrong.
+        """
         engine_id = make_engine_id(request, response_id, http)
         headers = self.trace_headers(http)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)

@@ -46,11 +46,10 @@ class ServingChat(ServingBase):
         response_id = make_response_id(request, "chatcmpl", http)
         answer = ChatAnswer(self, request, response_id, prompt)
         with _naming_tools(request):
+            parts = self.engine_requests(request, response_id, http, [prompt], [max_tokens])
             if request.stream:
-                return await self.generate_stream(
-                    request, response_id, http, [prompt], [max_tokens], answer.encode, answer.stream
-                )
-            outputs = await self.generate_whole(request, response_id, http, [prompt], [max_tokens])
+                return await self.generate_stream(parts, http, answer.encode, answer.stream)
+            outputs = await self.generate_whole(parts, http)
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs[0])))
 
     async def prepare(self, request: ChatCompletionRequest, http: Request | None = None) -> Prompt:

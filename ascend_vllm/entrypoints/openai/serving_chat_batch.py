@@ -69,7 +69,8 @@ class ServingChatBatch:
         ]
         # the requests differ only in their messages
         response_id = make_response_id(requests[0], "chatcmpl", http)
-        outputs = await chat.generate_whole(requests[0], response_id, http, prompts, max_tokens)
+        parts = chat.engine_requests(requests[0], response_id, http, prompts, max_tokens)
+        outputs = await chat.generate_whole(parts, http)
 
         def make() -> Response:
             answers = [

@@ -51,11 +51,10 @@ class ServingCompletion(ServingBase):
         max_tokens = [self._max_tokens(request, prompt) for prompt in prompts]
         response_id = make_response_id(request, "cmpl", http)
         answer = _Answer(self, request, response_id, prompts)
+        parts = self.engine_requests(request, response_id, http, prompts, max_tokens)
         if request.stream:
-            return await self.generate_stream(
-                request, response_id, http, prompts, max_tokens, answer.encode, answer.stream
-            )
-        outputs = await self.generate_whole(request, response_id, http, prompts, max_tokens)
+            return await self.generate_stream(parts, http, answer.encode, answer.stream)
+        outputs = await self.generate_whole(parts, http)
         return await make_answer(num_tokens(outputs), lambda: json_response(answer.complete(outputs)))
 
     def _max_tokens(self, request: CompletionRequest, prompt: Prompt) -> int:
