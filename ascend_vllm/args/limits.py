@@ -165,7 +165,7 @@ def resolve_max_decode_pause_s(
         return _DECODE_PAUSE_S if chunked_prefill and has_default else None
     if not chunked_prefill:
         raise ConfigError(
-            "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no pieces."
+            "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no chunks."
         )
     return float(requested_ms) / 1000 or None
 

@@ -355,10 +355,10 @@ class Tokenizer:
         """`shorten` off the event loop; raises `EngineBusyError` as `encode_async`."""
         return await self._threads.of(len(text)).run(len(text), self.shorten, text, max_tokens)
 
-    async def decode_async(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
         """`decode` off the event loop; raises `EngineBusyError` as `encode_async`."""
         decode = self._decode if self._backend is not None else self.decode
-        return await self._thread_of_ids(token_ids).run(len(token_ids), decode, token_ids, skip_special_tokens)
+        return await self._thread_of_ids(token_ids).run(len(token_ids), decode, token_ids)
 
     async def convert_ids_to_tokens_async(self, token_ids: Sequence[int]) -> list[str]:
         """`convert_ids_to_tokens` off the event loop; raises `EngineBusyError` as `encode_async`."""
@@ -390,10 +390,10 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def _decode(self, token_ids: Sequence[int]) -> str:
         """`decode` of a fast tokenizer; releases the GIL."""
         known = [token_id for token_id in token_ids if token_id <= self._max_token_id]
-        (text,) = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        (text,) = self._backend.decode_batch([known], skip_special_tokens=False)
         return str(text)
 
     def _check_num_tokens(self, text: str, max_tokens: int) -> None:

@@ -703,7 +703,7 @@ MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
         ({"max_decode_pause_ms": float("nan")}, "--max-decode-pause-ms must be a number of at least 0, got nan."),
         (
             {"max_decode_pause_ms": 100},
-            "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no pieces.",
+            "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no chunks.",
         ),
         ({"queue_timeout_s": 0}, "--queue-timeout-s must be above 0, got 0."),
         ({"queue_timeout_s": float("nan")}, "--queue-timeout-s must be above 0, got nan."),
