@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.engine.pooling import POOLED, resolve_pooling_params
 from ascend_vllm.engine.stop_strings import StopAutomaton, prepare_stop_search
 from ascend_vllm.engine.tokenization import Tokenizer, truncate, truncation_limit
@@ -164,7 +163,10 @@ class InputProcessor:
         """
         draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
         if draft.token_ids is None:
-            draft.token_ids = self._encode(_need_text(draft.text), draft.params)
+            text, tokenizer = _need_text(draft.text), self._need_tokenizer()
+            if draft.params.truncate_prompt_tokens is None:
+                tokenizer.check_num_characters(text, self.max_model_len)
+            draft.token_ids = tokenizer.encode(text)
         words = _with_and_without_space(draft.params)
         return self._build(draft, [self._need_tokenizer().encode(word, add_special_tokens=False) for word in words])
 
@@ -206,8 +208,11 @@ class InputProcessor:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         if isinstance(params, PoolingParams):
             params = resolve_pooling_params(params, self._model)
+        elif self._model.pooler is not None:
+            raise RequestError(
+                "This model pools prompts and generates no text: the engine runs a pooling model (--runner pooling)."
+            )
         else:
-            _refuse_generation(self._model)
             self._check_params(params)
         self._check_routing(priority, cache_salt)
         text, token_ids = _parse_prompt(prompt)
@@ -229,7 +234,8 @@ class InputProcessor:
     ) -> ProcessedRequest:
         bad_words = self._check_bad_words(bad_words)
         if params.truncate_prompt_tokens is not None:
-            token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, from_text=draft.text is not None)
+            empty_ids = [] if draft.text is None else self._need_tokenizer().encode("")
+            token_ids = truncate(token_ids, params.truncate_prompt_tokens, "left", empty_ids)
         self._check_prompt(token_ids, self.max_model_len - 1)
         core_params = self._make_core_params(params, len(token_ids))
         eos_id = None if params.ignore_eos else self._eos_id
@@ -308,20 +314,6 @@ class InputProcessor:
             stream_interval=None,
         )
 
-    def _truncate(self, token_ids: list[int], limit: int, *, from_text: bool) -> list[int]:
-        """Keeps the last tokens, and the special tokens at the beginning of a tokenised text."""
-        return truncate(token_ids, limit, "left", self._need_tokenizer().encode("") if from_text else [])
-
-    def _limit(self, params: SamplingParams | PoolingParams) -> int | None:
-        """Most tokens of a prompt; None: it is truncated."""
-        return self.max_model_len if params.truncate_prompt_tokens is None else None
-
-    def _encode(self, text: str, params: SamplingParams | PoolingParams) -> list[int]:
-        limit = self._limit(params)
-        if limit is not None:
-            self._need_tokenizer().check_num_characters(text, limit)
-        return self._need_tokenizer().encode(text)
-
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(
@@ -343,16 +335,14 @@ class InputProcessor:
         self._check_supported(params)
         self._check_token_fields(params)
         limit = self._model.max_logprobs
-        if params.logprobs is not None and params.logprobs > limit:
-            raise RequestError(
-                f"Requested sample logprobs of {params.logprobs}, which is greater than max allowed: {limit}",
-                "logprobs",
-            )
-        if params.prompt_logprobs is not None and params.prompt_logprobs > limit:
-            raise RequestError(
-                f"Requested prompt logprobs of {params.prompt_logprobs}, which is greater than max allowed: {limit}",
-                "prompt_logprobs",
-            )
+        for name, of, count in (
+            ("logprobs", "sample", params.logprobs),
+            ("prompt_logprobs", "prompt", params.prompt_logprobs),
+        ):
+            if count is not None and count > limit:
+                raise RequestError(
+                    f"Requested {of} logprobs of {count}, which is greater than max allowed: {limit}", name
+                )
         if params.seed is not None and not _INT64_MIN <= params.seed <= _INT64_MAX:
             raise RequestError(f"seed must be a signed 64-bit integer, got {params.seed}.", "seed")
         if params.bad_words and self._tokenizer is None:
@@ -420,18 +410,6 @@ class InputProcessor:
         for extreme in (max(token_ids), min(token_ids)):
             if not 0 <= extreme < self._vocab_size:
                 raise RequestError(f"Token id {extreme} is out of vocabulary", "prompt")
-
-
-def _refuse_generation(model: ModelConfig) -> None:
-    """Refuses to generate text.
-
-    Raises:
-        RequestError: the model is a pooling model.
-    """
-    if model.pooler is not None:
-        raise RequestError(
-            "This model pools prompts and generates no text: the engine runs a pooling model (--runner pooling)."
-        )
 
 
 def refuse_adapters(**fields: Any) -> None:
