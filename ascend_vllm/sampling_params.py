@@ -161,7 +161,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             return
         self._verify_no_beam_search()
         if self.temperature < SAMPLING_EPS:
-            self._verify_greedy()
+            if self.num_sequences > 1:
+                raise ValueError(f"n must be 1 when using greedy sampling, got {self.num_sequences}.")
             self._make_greedy()
 
     @property
@@ -329,10 +330,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         for name, neutral in _NEUTRAL_FOR_BEAMS.items():
             if getattr(self, name) not in neutral:
                 raise ValueError(f"{name} cannot be used with beam search.")
-
-    def _verify_greedy(self) -> None:
-        if self.num_sequences > 1:
-            raise ValueError(f"n must be 1 when using greedy sampling, got {self.num_sequences}.")
 
     def _make_greedy(self) -> None:
         self.temperature = 0.0

@@ -223,7 +223,7 @@ class CoreClient:
     def _take(self, message: CoreOutbound, core: _Core) -> LoopTask:
         """Processes a message; called in the core's output thread."""
         if self._error is not None:
-            return _do_nothing  # all waiters have got the error
+            return lambda: None  # all waiters have got the error
         task: LoopTask
         match message:
             case EngineCoreOutputs():
@@ -527,10 +527,6 @@ class IterationWatchdog:
             self._on_timeout()
         elif self._tick_s is not None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-
-def _do_nothing() -> None:
-    """The task of messages that come after the engine's death."""
 
 
 def _bound(socket: zmq.Socket[bytes], address: str) -> zmq.Socket[bytes]:

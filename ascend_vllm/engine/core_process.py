@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -45,7 +44,9 @@ class CoreProcess:
         self._config = config_of_engine(config, rank)
         self._environment = environment_of_engine(config, rank)
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory = tempfile.mkdtemp(prefix="ascend_vllm-", dir=_short_directory())
+        self._directory = tempfile.mkdtemp(
+            prefix="ascend_vllm-", dir=None if len(tempfile.gettempdir()) <= _MAX_DIRECTORY_LENGTH else "/tmp"
+        )
         self.inbound = f"ipc://{self._directory}/inbound"
         self.outbound = f"ipc://{self._directory}/outbound"
         self._cleanup = weakref.finalize(self, _kill_and_clean, None, self._directory)
@@ -172,8 +173,3 @@ def _kill_and_clean(process: subprocess.Popen[bytes] | None, directory: str) -> 
         _signal_session(process, signal.SIGKILL)
         process.wait()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _short_directory() -> str | None:
-    """Where the sockets' directory goes; None: the system's choice."""
-    return None if len(tempfile.gettempdir()) <= _MAX_DIRECTORY_LENGTH else str(pathlib.Path("/tmp"))

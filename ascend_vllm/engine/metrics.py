@@ -166,7 +166,11 @@ class EngineMetrics(Collector):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.registry = make_process_registry()
+        self.registry = CollectorRegistry(auto_describe=False)
+        # python_gc_*, python_info, process_*
+        GCCollector(self.registry)
+        PlatformCollector(self.registry)
+        ProcessCollector(registry=self.registry)
         self._logs = config.observability.log_stats
         self._cores = [_CoreMetrics(config, rank) for rank in range(config.parallel.data_parallel_size)]
         if self._logs:
@@ -502,15 +506,6 @@ def _num_pending(stats: SchedulerStats) -> int:
 
 def _hit_rate(stats: SchedulerStats) -> float:
     return stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
-
-
-def make_process_registry() -> CollectorRegistry:
-    """A registry with the process's own metrics (python_gc_*, python_info, process_*)."""
-    registry = CollectorRegistry(auto_describe=False)
-    GCCollector(registry)
-    PlatformCollector(registry)
-    ProcessCollector(registry=registry)
-    return registry
 
 
 def _one_two_five(limit: int) -> list[float]:

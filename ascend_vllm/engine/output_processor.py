@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.input_processor import ProcessedRequest
@@ -38,10 +38,6 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, TokenLogprobs
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 logger = init_logger(__name__)
 
@@ -247,19 +243,25 @@ def _merge_deltas(older: RequestOutput, newer: RequestOutput) -> None:
     older.num_cached_tokens = newer.num_cached_tokens
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ProcessedOutputs:
-    """Results of a step.
+    """A step while it is processed, and its results.
 
     Attributes:
+        stats: filled in.
+        now: seconds of time.monotonic().
         request_outputs: of requests without a queue.
         stopped_ids: core requests that a stop string ended; to be aborted in the core.
         queues: one entry per item that was put into a queue.
+        changed: requests of several sequences of which some were updated, and no output was delivered yet.
     """
 
+    stats: StepStats
+    now: float
     request_outputs: list[RequestOutput] = dataclasses.field(default_factory=list)
     stopped_ids: list[str] = dataclasses.field(default_factory=list)
     queues: list[OutputQueue[Any]] = dataclasses.field(default_factory=list)
+    changed: list[_RequestState] = dataclasses.field(default_factory=list)
 
     def publish(self) -> None:
         """Publishes the items put into the queues; called on the event loop."""
@@ -356,6 +358,7 @@ class _RequestState:
                 outputs = self._choose(outputs, finished)
         if self.kind is RequestOutputKind.DELTA:
             self.prompt_logprobs = None
+        first = self.sequences[0]
         return RequestOutput(
             self.request.request_id,
             self.request.prompt,
@@ -365,7 +368,7 @@ class _RequestState:
             finished,
             self.metrics,
             num_cached_tokens=self.num_cached_tokens,
-            pooled=self._pooled(),
+            pooled=first.data if isinstance(first, PoolingState) else None,
         )
 
     def _is_due(self, sequence: AnySequence) -> bool:
@@ -373,10 +376,6 @@ class _RequestState:
         if not isinstance(sequence, SequenceState) or sequence.finish_reason is not None:
             return True
         return sequence.num_emitted == 0 or sequence.num_tokens - sequence.num_emitted >= self.interval
-
-    def _pooled(self) -> npt.NDArray[np.float32] | None:
-        (first, *_) = self.sequences
-        return first.data if isinstance(first, PoolingState) else None
 
     def _choose(self, outputs: list[CompletionOutput], finished: bool) -> list[CompletionOutput]:
         """Sorts finished outputs best first; of best_of sequences it returns the best n, numbered by rank."""
@@ -491,16 +490,16 @@ class OutputProcessor:
             stats: filled in.
             now: seconds of time.monotonic(); None: now.
         """
-        step = _Step(stats, time.monotonic() if now is None else now)
+        step = ProcessedOutputs(stats, time.monotonic() if now is None else now)
         try:
             self._process(outputs.outputs, step)
         except BaseException:
             # published by `fail_all`: requests that ended in this step still get their outputs
-            self._unpublished += step.processed.queues
+            self._unpublished += step.queues
             raise
-        return step.processed
+        return step
 
-    def _process(self, outputs: Sequence[EngineCoreOutput], step: _Step) -> None:
+    def _process(self, outputs: Sequence[EngineCoreOutput], step: ProcessedOutputs) -> None:
         # outputs of several tokens that are to be emitted one by one
         several: list[EngineCoreOutput] = []
         for output in outputs:
@@ -528,7 +527,7 @@ class OutputProcessor:
             state.prompt_logprobs.take(entries, is_last=is_last)
 
     def _take_output(
-        self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step
+        self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: ProcessedOutputs
     ) -> bool:
         """Updates a sequence; True: not done, since the caller is to emit its several tokens one by one."""
         if output.finish_reason is FinishReason.ERROR and state.queue is not None:
@@ -544,40 +543,42 @@ class OutputProcessor:
         self._take(state, sequence, output, step)
         return False
 
-    def _take(self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
+    def _take(
+        self, state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: ProcessedOutputs
+    ) -> None:
         """Updates a sequence, finishes it if it has ended, and delivers or schedules its output."""
         if output.new_logprobs and state.queue is not None and state.kind is not RequestOutputKind.DELTA:
             num_kept = len(output.new_logprobs) * len(output.new_logprobs[0].token_ids)
             state.num_kept_logprobs += num_kept
             self._num_kept_logprobs += num_kept
         if sequence.update(output) and output.finish_reason is None:
-            step.processed.stopped_ids.append(output.request_id)
+            step.stopped_ids.append(output.request_id)
         if sequence.finish_reason is not None:
             if output.error is not None:
                 logger.warning("Request %s failed: %s", state.request.request_id, output.error)
             del self._sequences[output.request_id]
             self._finish_sequence(state, sequence, step)
         if len(state.sequences) == 1:
-            _deliver(state, (sequence,), step.processed)
+            _deliver(state, (sequence,), step)
         else:
             if not state.changed:
                 step.changed.append(state)
             state.changed.append(sequence)
 
-    def _deliver_changed(self, step: _Step) -> None:
+    def _deliver_changed(self, step: ProcessedOutputs) -> None:
         """Delivers one output for each request of several sequences that changed in this step."""
         for state in step.changed:
             with self._lock:
                 # empty: the request has failed, or was aborted, which delivered them
                 if state.changed:
-                    _deliver(state, state.changed, step.processed)
+                    _deliver(state, state.changed, step)
                     state.changed = []
         step.changed.clear()
 
-    def _take_one_by_one(self, outputs: list[EngineCoreOutput], step: _Step) -> None:
+    def _take_one_by_one(self, outputs: list[EngineCoreOutput], step: ProcessedOutputs) -> None:
         """Adds the first token of each of the outputs, then the second, and so on, as steps of their own."""
         ends = {output.request_id for output in outputs if output.finish_reason is not None}
-        stopped_ids = step.processed.stopped_ids
+        stopped_ids = step.stopped_ids
         num_stopped = len(stopped_ids)
         for position in range(max(len(output.new_token_ids) for output in outputs)):
             for output in outputs:
@@ -600,7 +601,7 @@ class OutputProcessor:
             state = self._requests.get(request_id)
             if state is None:
                 return []
-            step = _Step(stats, time.monotonic())
+            step = ProcessedOutputs(stats, time.monotonic())
             running = {
                 core_id: self._sequences.pop(core_id)[1] for core_id in state.core_ids if core_id in self._sequences
             }
@@ -610,7 +611,7 @@ class OutputProcessor:
             # with those whose output the current step has not delivered yet
             changed = [sequence for sequence in state.changed if sequence not in running.values()]
             state.changed = []
-            _deliver(state, [*changed, *running.values()], step.processed)
+            _deliver(state, [*changed, *running.values()], step)
         if state.queue is not None:
             # after the items that were put before
             state.queue.publish_all()
@@ -637,7 +638,7 @@ class OutputProcessor:
         if tracer is not None:
             tracer.shutdown()
 
-    def _fail_largest(self, step: _Step) -> None:
+    def _fail_largest(self, step: ProcessedOutputs) -> None:
         """Ends the request that keeps the most log-probabilities."""
         state = max(self._requests.values(), key=lambda state: state.num_kept_logprobs)
         self._fail(
@@ -652,7 +653,7 @@ class OutputProcessor:
             step,
         )
 
-    def _fail(self, state: _RequestState, output: EngineCoreOutput, step: _Step) -> None:
+    def _fail(self, state: _RequestState, output: EngineCoreOutput, step: ProcessedOutputs) -> None:
         """Ends a request, and all its sequences, with the core's error."""
         state.changed = []
         for core_id, sequence in zip(state.core_ids, state.sequences, strict=True):
@@ -661,16 +662,16 @@ class OutputProcessor:
             sequence.end(FinishReason.ERROR)
             self._finish_sequence(state, sequence, step)
             if core_id != output.request_id:
-                step.processed.stopped_ids.append(core_id)
+                step.stopped_ids.append(core_id)
         if state.queue is not None:
             error = _ERRORS.get(output.error_class or "", RequestError)
             # the core sends EngineBusyError only for requests that waited for too long
             step.stats.num_queue_timeouts += error is EngineBusyError
             text = output.error or "the engine could not run the request"
             state.queue.put_error(error(text, output.error_param) if issubclass(error, RequestError) else error(text))
-            step.processed.queues.append(state.queue)
+            step.queues.append(state.queue)
 
-    def _finish_sequence(self, state: _RequestState, sequence: AnySequence, step: _Step) -> None:
+    def _finish_sequence(self, state: _RequestState, sequence: AnySequence, step: ProcessedOutputs) -> None:
         state.num_unfinished -= 1
         summaries = sequence.summaries()
         step.stats.finished_sequences += summaries
@@ -689,36 +690,21 @@ class OutputProcessor:
                 self._tracer.record(request.request_id, request.params, finished, num_tokens, request.trace_headers)
 
 
-@dataclasses.dataclass(slots=True)
-class _Step:
-    """A step while it is processed.
-
-    Attributes:
-        stats: filled in.
-        now: seconds of time.monotonic().
-        processed: results so far.
-        changed: requests of several sequences of which some were updated.
-    """
-
-    stats: StepStats
-    now: float
-    processed: ProcessedOutputs = dataclasses.field(default_factory=ProcessedOutputs)
-    changed: list[_RequestState] = dataclasses.field(default_factory=list)
-
-
-def _deliver(state: _RequestState, changed: Sequence[AnySequence], processed: ProcessedOutputs) -> None:
-    """Puts the output that is due, if any, into the request's queue or `processed.request_outputs`."""
+def _deliver(state: _RequestState, changed: Sequence[AnySequence], step: ProcessedOutputs) -> None:
+    """Puts the output that is due, if any, into the request's queue or `step.request_outputs`."""
     output = state.make_output(changed)
     if output is None:
         return
     if state.queue is not None:
         state.queue.put(output)
-        processed.queues.append(state.queue)
+        step.queues.append(state.queue)
     else:
-        processed.request_outputs.append(output)
+        step.request_outputs.append(output)
 
 
-def _record_tokens(state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: _Step) -> None:
+def _record_tokens(
+    state: _RequestState, sequence: AnySequence, output: EngineCoreOutput, step: ProcessedOutputs
+) -> None:
     """Updates times and counts for a sequence's new tokens, or for a step of a beam search."""
     metrics, stats, now = state.metrics, step.stats, step.now
     if output.first_scheduled_time is not None:

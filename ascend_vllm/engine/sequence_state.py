@@ -311,11 +311,6 @@ class BeamSearchState:
         """Tokens of the longest sequence."""
         return max((len(beam.token_ids) for beam in self._beams), default=0)
 
-    @property
-    def num_generation_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(len(beam.token_ids) for beam in self._beams)
-
     def update(self, output: EngineCoreOutput) -> bool:
         """Replaces the sequences by those of a step.
 

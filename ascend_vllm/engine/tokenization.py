@@ -71,7 +71,11 @@ class Tokenizer:
         # characters of the longest token; byte-level vocabularies have at least one character per byte
         self._longest_token = max(map(len, vocabulary), default=1)
         self._special_ids = frozenset(self._find_special_ids())
-        self._byte_tables = _make_byte_tables(self._backend, self._special_ids)
+        # by skip_special_tokens; None: the vocabulary is not byte-level
+        self._byte_tables: dict[bool, _ByteTable] | None = None
+        if self._backend is not None and is_byte_level(self._backend):
+            hidden = {True: self._special_ids, False: frozenset[int]()}
+            self._byte_tables = {skip: _ByteTable(self._backend, ids) for skip, ids in hidden.items()}
         self._token_texts: dict[int, str] = {}
         self._one_thread = one_thread or not self.is_fast
         self._threads = TextThreads("tokenizer", one=self._one_thread)
@@ -493,13 +497,6 @@ class _ByteTable(dict[int, bytes]):
         value = b"" if hidden else bytes_of_token(token)
         self[token_id] = value
         return value
-
-
-def _make_byte_tables(backend: Any, special_ids: frozenset[int]) -> dict[bool, _ByteTable] | None:
-    """Tables by skip_special_tokens, or None if the vocabulary is not byte-level."""
-    if backend is None or not is_byte_level(backend):
-        return None
-    return {True: _ByteTable(backend, special_ids), False: _ByteTable(backend, frozenset())}
 
 
 def _ids_of(encoding: Any) -> list[int]:

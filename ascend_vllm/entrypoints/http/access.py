@@ -189,11 +189,7 @@ def keep_slot(scope: Scope) -> Callable[[], None]:
     """Makes a request count against its client's limit beyond its answer.
 
     Returns:
-        A function that releases the slot; to be called once.
+        A function that releases the slot; to be called once. It does nothing if the request does not count.
     """
-    leave: Callable[[], None] = scope.pop(_SLOT, _nothing)
+    leave: Callable[[], None] = scope.pop(_SLOT, lambda: None)
     return leave
-
-
-def _nothing() -> None:
-    """Releases the slot of a request that does not count."""

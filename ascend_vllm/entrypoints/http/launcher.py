@@ -236,12 +236,6 @@ def exit_code_of(program: Callable[[], int]) -> int:
         return EXIT_FAILURE
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Opening:
     """A server that starts while its engine loads the model.
@@ -263,11 +257,13 @@ class _Opening:
     start: float
 
     def run(self) -> int:
+        import uvloop
+
         from ascend_vllm.entrypoints.http.server import HttpServer
 
         make_app = self.program.load_app()
         self.stop.hold_back()
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(self._serve(make_app, HttpServer))
 
     async def _serve(self, make_app: Callable[[AsyncLLM], FastAPI], server_class: type[HttpServer]) -> int:

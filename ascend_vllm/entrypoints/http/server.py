@@ -10,6 +10,7 @@ import math
 import pathlib
 import signal
 import socket
+import ssl
 from collections.abc import Collection, Generator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -136,7 +137,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address, which uvicorn does not do for sockets that it is passed."""
         if self.config.ssl is not None:
-            tls.refuse_old_versions(self.config.ssl)
+            # whatever the system's default is
+            self.config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
         await super().startup(sockets)
         if self.started:
             self._log_started_message((sockets or [])[:1])

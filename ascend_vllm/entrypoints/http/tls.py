@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 DEFAULT_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
-def refuse_old_versions(context: ssl.SSLContext) -> None:
-    """Require TLS 1.2 or later, whatever the system's default is."""
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-
-
 def load_files(context: ssl.SSLContext, certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
     """Load certificate, key and CA certificates into a server's TLS context.
 

@@ -10,7 +10,6 @@ name instead of being ignored: see `ApiRequest.REFUSALS`.
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -82,11 +81,6 @@ def log_unknown_fields(names: Iterable[str]) -> None:
     if unknown:
         _logged_fields.update(unknown)
         logger.warning("Ignored fields of a request that this server does not know: %s", unknown)
-
-
-def random_id(prefix: str) -> str:
-    """`prefix` and 16 hexadecimal digits, e.g. ``cmpl-0123456789abcdef``."""
-    return f"{prefix}-{secrets.token_hex(8)}"
 
 
 def unix_time() -> int:

@@ -84,10 +84,6 @@ def _logged(shape: Callable[[RequestOutput], T], engine_id: str) -> Callable[[Re
     return log_and_shape
 
 
-def _unchanged(output: RequestOutput) -> RequestOutput:
-    return output
-
-
 async def _name_constraint(outputs: AsyncGenerator[T, None], field: str) -> AsyncGenerator[T, None]:
     """Passes outputs on; errors about the constraint name the field that the client sent."""
     async with contextlib.aclosing(outputs):
@@ -162,7 +158,7 @@ class ServingBase:
         Raises:
             RequestError: the engine refused a request.
         """
-        generators = [self.generate(part, _unchanged) for part in parts]
+        generators = [self.generate(part, lambda output: output) for part in parts]
         return await run_unless_disconnected(http.receive, collect(generators))
 
     async def generate_stream(
