@@ -259,7 +259,7 @@ class CoreClient:
     def _release(self, core: _Core, request_ids: Sequence[str]) -> None:
         if request_ids:
             core.open_ids.difference_update(request_ids)
-            core.stop_watchdog_if_idle()
+            core.update_watchdog()
             if self._router is not None:
                 for request_id in request_ids:
                     self._router.release(request_id)
@@ -345,7 +345,7 @@ class _Core:
         ready: resolved with the EngineReady message; None before `listen`.
         open_ids: requests that were sent and have not ended.
         expects_steps: False while the core is paused.
-        watchdog: None before `listen`.
+        watchdog: None before `listen`, and once the core is gone.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class _Core:
         future.add_done_callback(functools.partial(self._end_call, call.call_id))
         try:
             self.send(call)
-            self._start_watchdog()
+            self.update_watchdog()
         except EngineDeadError as error:
             future.set_exception(error)
         return future
@@ -428,21 +428,19 @@ class _Core:
         return has_come or self.receiver.is_busy
 
     def update_watchdog(self) -> None:
-        """Runs the watchdog while the core has requests and is not paused."""
-        if self.open_ids and self.expects_steps:
-            self._start_watchdog()
+        """Runs the watchdog while an output or a call's result is due; a paused core need not send outputs."""
+        if self.watchdog is None:
+            return
+        if self._calls or (self.open_ids and self.expects_steps):
+            self.watchdog.start()
         else:
-            self.stop_watchdog_if_idle()
-
-    def stop_watchdog_if_idle(self) -> None:
-        """Stops the watchdog if no output and no call's result is due."""
-        if self.watchdog is not None and not (self.open_ids and self.expects_steps) and not self._calls:
             self.watchdog.stop()
 
     def fail(self, error: AscendVllmError, dead: EngineDeadError) -> None:
         """Fails `ready` with `error`, and pending calls with `dead`."""
         if self.watchdog is not None:
             self.watchdog.stop()
+            self.watchdog = None
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # retrieved: whether anyone waits or not is not an error of its own
@@ -466,13 +464,9 @@ class _Core:
         self._sender.close(linger=0)
         self.receiver.close(self._context)
 
-    def _start_watchdog(self) -> None:
-        if self.watchdog is not None:
-            self.watchdog.start()
-
     def _end_call(self, call_id: int, _future: asyncio.Future[Any]) -> None:
         del self._calls[call_id]
-        self.stop_watchdog_if_idle()
+        self.update_watchdog()
 
 
 class IterationWatchdog:

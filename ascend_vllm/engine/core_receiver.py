@@ -67,14 +67,14 @@ class CoreReceiver:
             self._thread.join()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # until the context or the event loop is closed
-        with contextlib.suppress(zmq.ContextTerminated, _LoopClosedError):
-            while True:
-                self._handle(self._socket.recv(), loop)
+        with contextlib.suppress(zmq.ContextTerminated):
+            while self._handle(self._socket.recv(), loop):
+                pass
         self.is_busy = False
         self._socket.close(linger=0)
 
-    def _handle(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    def _handle(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> bool:
+        """Processes a message; False: the event loop is closed."""
         # in this order, so that `_Core.has_activity` sees the message at any time
         self.is_busy = True
         self.num_received += 1
@@ -85,9 +85,6 @@ class CoreReceiver:
         try:
             loop.call_soon_threadsafe(task)
         except RuntimeError:
-            raise _LoopClosedError from None
+            return False
         self.is_busy = False
-
-
-class _LoopClosedError(Exception):
-    """The event loop is closed."""
+        return True

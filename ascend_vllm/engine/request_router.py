@@ -85,8 +85,7 @@ class RequestRouter:
     def __init__(self, num_engines: int, block_size: int, *, by_prefix: bool) -> None:
         self._engines = [_Engine() for _ in range(num_engines)]
         self._block_size = block_size
-        # one engine needs no choice
-        self._by_prefix = by_prefix and num_engines > 1
+        self._by_prefix = by_prefix
         # request id → its engine and the number of its sequences
         self._routes: dict[str, tuple[int, int]] = {}
         # where round-robin among equals begins
@@ -127,8 +126,6 @@ class RequestRouter:
 
     def _choose(self, request: EngineCoreRequest) -> int:
         count = len(self._engines)
-        if count == 1:
-            return 0
         hashes = self._hash_prefixes(request) if self._by_prefix else []
         loads = [0.0 if self.is_idle(number) else engine.load for number, engine in enumerate(self._engines)]
         worth = max(_PREFIX_WORTH, _PREFIX_WORTH_SHARE * min(loads)) / max(1, len(hashes))

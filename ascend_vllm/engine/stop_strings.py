@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 # up to this many are searched one by one with str.find, which is faster than an automaton in Python
 _FEW = 4
@@ -18,11 +18,14 @@ _CODES = 0x110000
 _NONE = -1
 
 
-class StopSearch(Protocol):
-    """Searches the growing text of one sequence for a request's stop strings."""
+class _OneByOne:
+    """Searches the growing text of one sequence for a few stop strings, the request's."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
 
     def push(self, text: str, num_new: int) -> None:
-        """Skips new characters, in which no stop string may end.
+        """Skips new characters, in which no stop string may end; `find` needs no state here.
 
         Args:
             text: all of it.
@@ -34,18 +37,6 @@ class StopSearch(Protocol):
 
         If it occurs several times, the first occurrence. Arguments as in `push`.
         """
-
-
-class _OneByOne:
-    """Search of a few strings."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-
-    def push(self, text: str, num_new: int) -> None:
-        """Does nothing: `find` needs no state."""
-
-    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
         for stop in self._stops:
             start = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
             if start >= 0:
@@ -155,7 +146,7 @@ class StopAutomaton:
 
 
 class _AllAtOnce:
-    """Search of many strings in the text of one sequence."""
+    """The same search of many strings."""
 
     def __init__(self, automaton: StopAutomaton) -> None:
         self._automaton = automaton
@@ -169,6 +160,8 @@ class _AllAtOnce:
         self._state, found = self._automaton.search(self._state, text[begin:])
         return None if found is None else (found[0], begin + found[1] - len(found[0]))
 
+
+StopSearch: TypeAlias = _OneByOne | _AllAtOnce
 
 # shared, since the sequences and prompts of a request, and requests of one client, have the same strings
 _automata: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = weakref.WeakValueDictionary()

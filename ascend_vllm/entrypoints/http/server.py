@@ -165,16 +165,13 @@ class HttpServer(uvicorn.Server):
     def _show_example(self) -> None:
         if self._example is None:
             return
+        command = self._example
         if self.config.uds is not None:
-            command = self._example.replace("curl ", f"curl --unix-socket {self.config.uds} ", 1)
-            print(
-                f"\nThe demo model is ready. Try:\n\n  {command.replace('{url}', 'http://localhost')}\n", flush=True
-            )
-            return
-        host = self.config.host if self.config.host != "0.0.0.0" else "localhost"
-        scheme = "https" if self.config.is_ssl else "http"
-        url = f"{scheme}://{host}:{self.config.port}"
-        print(f"\nThe demo model is ready. Try:\n\n  {self._example.replace('{url}', url)}\n", flush=True)
+            command, url = command.replace("curl ", f"curl --unix-socket {self.config.uds} ", 1), "http://localhost"
+        else:
+            host = self.config.host if self.config.host != "0.0.0.0" else "localhost"
+            url = f"{'https' if self.config.is_ssl else 'http'}://{host}:{self.config.port}"
+        print(f"\nThe demo model is ready. Try:\n\n  {command.replace('{url}', url)}\n", flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
