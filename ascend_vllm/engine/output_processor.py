@@ -272,25 +272,6 @@ class ProcessedOutputs:
 class _RequestState:
     """One request: its sequences, or its beam search as if it were one, and its times."""
 
-    __slots__ = (
-        "changed",
-        "core_ids",
-        "holds_back",
-        "interval",
-        "kind",
-        "max_tokens",
-        "metrics",
-        "num_cached_tokens",
-        "num_kept_logprobs",
-        "num_preemptions",
-        "num_returned",
-        "num_unfinished",
-        "prompt_logprobs",
-        "queue",
-        "request",
-        "sequences",
-    )
-
     def __init__(
         self, request: ProcessedRequest, tokenizer: Tokenizer | None, queue: OutputQueue[Any] | None, interval: int
     ) -> None:

@@ -103,8 +103,6 @@ class PoolingState:
         num_tokens: always 0: nothing is generated.
     """
 
-    __slots__ = ("data", "finish_reason", "last_token_time")
-
     num_tokens = 0
 
     def __init__(self) -> None:

@@ -35,28 +35,6 @@ class SequenceState:
         last_token_time: seconds of time.monotonic(); None before the first token.
     """
 
-    __slots__ = (
-        "_cumulative_logprob",
-        "_detokenizer",
-        "_held_back",
-        "_include_stop",
-        "_is_scored",
-        "_logprobs",
-        "_make_detokenizer",
-        "_min_tokens",
-        "_num_logprobs",
-        "_num_sent_chars",
-        "_num_sent_tokens",
-        "_stops",
-        "_tokenizer",
-        "finish_reason",
-        "index",
-        "last_token_time",
-        "stop_reason",
-        "text",
-        "token_ids",
-    )
-
     def __init__(
         self,
         index: int,
@@ -222,8 +200,6 @@ class PromptLogprobsState:
         is_awaited: the last chunk has not come yet.
     """
 
-    __slots__ = ("_detokenizer", "_num_logprobs", "_token_ids", "_tokenizer", "is_awaited", "positions")
-
     def __init__(self, prompt_token_ids: Sequence[int], num_logprobs: int, tokenizer: Tokenizer | None) -> None:
         self.positions: list[PositionLogprobs | None] = [None]
         self.is_awaited = True
@@ -285,16 +261,6 @@ class BeamSearchState:
         finish_reason: of the search; None while it runs.
         last_token_time: seconds of time.monotonic(); None before the first sequences came.
     """
-
-    __slots__ = (
-        "_beams",
-        "_cumulative_logprobs",
-        "_params",
-        "_prompt_token_ids",
-        "_tokenizer",
-        "finish_reason",
-        "last_token_time",
-    )
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         self.finish_reason: FinishReason | None = None
