@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from ascend_vllm.args.engine_args import EngineArgs
     from ascend_vllm.engine.async_llm import AsyncLLM
-    from ascend_vllm.entrypoints.http.server import HttpServer
 
 logger = init_logger(__name__)
 
@@ -191,8 +190,7 @@ def serve(program: Program) -> int:
             # the engine core starts here, in its own process; meanwhile this one imports the web framework
             engine = AsyncLLM.from_engine_args(engine_args)
         try:
-            opening = _Opening(program, engine, sock, stop, program.demo_example if is_demo else None, start)
-            return opening.run()
+            return _open(program, engine, sock, stop, program.demo_example if is_demo else None, start)
         finally:
             stop.hold_back()
             engine.shutdown()
@@ -236,11 +234,12 @@ def exit_code_of(program: Callable[[], int]) -> int:
         return EXIT_FAILURE
 
 
-@dataclasses.dataclass(frozen=True)
-class _Opening:
-    """A server that starts while its engine loads the model.
+def _open(
+    program: Program, engine: AsyncLLM, sock: socket.socket, stop: StopSignals, example: str | None, start: float
+) -> int:
+    """Serves a program while its engine loads the model, and after that; returns the process's exit code.
 
-    Attributes:
+    Args:
         program: what is served.
         engine: started.
         sock: bound.
@@ -248,44 +247,31 @@ class _Opening:
         example: a command to show once the server is ready.
         start: time.monotonic() at the program's start.
     """
+    import uvloop
 
-    program: Program
-    engine: AsyncLLM
-    sock: socket.socket
-    stop: StopSignals
-    example: str | None
-    start: float
+    from ascend_vllm.entrypoints.http.server import HttpServer
 
-    def run(self) -> int:
-        import uvloop
+    make_app = program.load_app()
 
-        from ascend_vllm.entrypoints.http.server import HttpServer
-
-        make_app = self.program.load_app()
-        self.stop.hold_back()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(self._serve(make_app, HttpServer))
-
-    async def _serve(self, make_app: Callable[[AsyncLLM], FastAPI], server_class: type[HttpServer]) -> int:
-        program, engine = self.program, self.engine
+    async def serve_app() -> int:
         try:
-            with self.stop.cancelling():
+            with stop.cancelling():
                 await engine.ready()
                 app = make_app(engine)
                 _describe_routes(app)
-                server = server_class(
+                server = HttpServer(
                     app,
                     program.http_args,
-                    self.sock,
+                    sock,
                     log_level=program.log_level,
                     access_log=program.access_log,
-                    example=self.example,
+                    example=example,
                 )
                 # objects that exist now are permanent: exclude them from garbage collections
                 gc.collect()
                 gc.freeze()
                 sys.setswitchinterval(_SWITCH_INTERVAL_S)
-                logger.info("server launch time cost: %.2f s", time.monotonic() - self.start)
+                logger.info("server launch time cost: %.2f s", time.monotonic() - start)
                 return EXIT_OK if await server.serve_engine(engine) else EXIT_FAILURE
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -295,6 +281,10 @@ class _Opening:
         finally:
             # here, since it must run on the loop
             engine.shutdown()
+
+    stop.hold_back()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve_app())
 
 
 def _describe_routes(app: FastAPI) -> None:

@@ -247,12 +247,9 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
 class ChatChunkWriter(ChunkWriter):
     """Events of a /v1/chat/completions stream."""
 
-    def __init__(
-        self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int, usage_follows: bool
-    ) -> None:
-        kind = "chat.completion.chunk"
-        super().__init__(kind, response_id, created, model, fingerprint, num_choices, usage_follows, usage_follows)
-        self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail(None)
+    OBJECT = "chat.completion.chunk"
+    NULL_USAGE = False
+    PLAIN_END = b'},"logprobs":null,"finish_reason":null}'
 
     def text_event(self, index: int, text: str) -> bytes:
         """A chunk with text only, of a choice that goes on."""

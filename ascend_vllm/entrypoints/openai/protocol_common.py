@@ -405,30 +405,31 @@ class ChunkWriter:
     serialised for each token.
 
     Args:
-        object_type: the chunks' `object`.
+        response_id, created, model, fingerprint: fields of all chunks.
         num_choices: choices of the whole request.
-        usage_key: chunks without usage have ``"usage": null``.
         usage_follows: the stream ends with a usage chunk, which has the fingerprint; otherwise each choice's last
             chunk has it.
+
+    Attributes:
+        OBJECT: the chunks' `object`.
+        NULL_USAGE: chunks without usage always have ``"usage": null``, not only before a usage chunk.
+        PLAIN_END: the end of a choice with text only, which goes on.
     """
 
+    OBJECT: ClassVar[str]
+    NULL_USAGE: ClassVar[bool]
+    PLAIN_END: ClassVar[bytes]
+
     def __init__(
-        self,
-        object_type: str,
-        response_id: str,
-        created: int,
-        model: str,
-        fingerprint: str,
-        num_choices: int,
-        usage_key: bool,
-        usage_follows: bool,
+        self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int, usage_follows: bool
     ) -> None:
-        head = {"id": response_id, "object": object_type, "created": created, "model": model}
+        head = {"id": response_id, "object": self.OBJECT, "created": created, "model": model}
         self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
         self._choice_heads = [b'%b{"index":%d,' % (self._head, index) for index in range(num_choices)]
         self._fingerprint = b',"system_fingerprint":' + encode_json(fingerprint)
         self._end = b"]" if usage_follows else b"]" + self._fingerprint
-        self._no_usage = b',"usage":null' if usage_key else b""
+        self._no_usage = b',"usage":null' if self.NULL_USAGE or usage_follows else b""
+        self._plain_tail = self.PLAIN_END + self._tail(None)
 
     def _tail(self, usage: Usage | None, finished: bool = False) -> bytes:
         """The end of a chunk, after the last choice's closing brace."""

@@ -92,13 +92,9 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 class CompletionChunkWriter(ChunkWriter):
     """Events of a /v1/completions stream."""
 
-    def __init__(
-        self, response_id: str, created: int, model: str, fingerprint: str, num_choices: int, usage_follows: bool
-    ) -> None:
-        super().__init__(
-            "text_completion", response_id, created, model, fingerprint, num_choices, True, usage_follows
-        )
-        self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail(None)
+    OBJECT = "text_completion"
+    NULL_USAGE = True
+    PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
     def text_event(self, index: int, text: str) -> bytes:
         """A chunk with text only, of a choice that goes on."""
