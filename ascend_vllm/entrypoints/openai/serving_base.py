@@ -120,8 +120,9 @@ async def event_stream(
 class ServingBase:
     """Shared steps of the serving classes.
 
-    All methods that answer a request raise `EngineDeadError` if the engine has died, and `ClientDisconnectedError` if
-    the client has disconnected, which aborts its engine requests; their docstrings do not repeat this.
+    All methods that answer a request raise `RequestError` if it is wrong or the engine refuses it, `EngineDeadError`
+    if the engine has died, and `ClientDisconnectedError` if the client has disconnected, which aborts its engine
+    requests; their docstrings do not repeat this.
 
     Args:
         engine: generates the outputs.
@@ -153,11 +154,7 @@ class ServingBase:
             )
 
     async def generate_whole(self, parts: Sequence[EngineRequest], http: Request) -> list[RequestOutput]:
-        """The final outputs of engine requests, in their order.
-
-        Raises:
-            RequestError: the engine refused a request.
-        """
+        """The final outputs of engine requests, in their order."""
         generators = [self.generate(part, lambda output: output) for part in parts]
         return await run_unless_disconnected(http.receive, collect(generators))
 
@@ -176,9 +173,6 @@ class ServingBase:
             encode: encodes the events of an output, given its prompt's index; called as `AsyncLLM.generate_shaped`
                 says, with the outputs of several prompts at the same time perhaps, but never with two of one.
             shape: makes the response's stream of the events.
-
-        Raises:
-            RequestError: the engine refused the request.
         """
         events = [self.generate(part, functools.partial(encode, index)) for index, part in enumerate(parts)]
         return await open_stream(http, events, shape, self.settings.keep_alive_s)
@@ -191,11 +185,7 @@ class ServingBase:
         prompts: Sequence[Prompt],
         max_tokens: Sequence[int],
     ) -> list[EngineRequest]:
-        """One engine request per prompt of a client's request, each with its own `max_tokens`.
-
-        Raises:
-            RequestError: a sampling parameter is wrong.
-        """
+        """One engine request per prompt of a client's request, each with its own `max_tokens`."""
         engine_id = make_engine_id(request, response_id, http)
         headers = self.trace_headers(http)
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)

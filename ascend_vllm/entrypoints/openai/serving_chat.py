@@ -36,11 +36,7 @@ class ServingChat(ServingBase):
     """Answers chat requests."""
 
     async def create(self, request: ChatCompletionRequest, http: Request) -> Response:
-        """The answer to one request.
-
-        Raises:
-            RequestError: the request is wrong.
-        """
+        """The answer to one request."""
         prompt = await self.prepare(request, http)
         max_tokens = self.max_tokens(request, len(prompt.token_ids))
         response_id = make_response_id(request, "chatcmpl", http)
@@ -58,9 +54,6 @@ class ServingChat(ServingBase):
         Args:
             request: of a client.
             http: preparing stops when its client disconnects; None: it does not stop.
-
-        Raises:
-            RequestError: the request is wrong.
         """
         self.check_model(request.model)
         request.check_supported()
@@ -84,11 +77,7 @@ class ServingChat(ServingBase):
         return Prompt(token_ids, text)
 
     def max_tokens(self, request: ChatCompletionRequest, num_prompt_tokens: int) -> int:
-        """Maximum number of tokens for a prepared request.
-
-        Raises:
-            RequestError: prompt and output do not fit in the model's length.
-        """
+        """Maximum number of tokens for a prepared request, which must fit in the model's length with its prompt."""
         requested = request.effective_max_tokens
         limit = self.settings.max_model_len
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"

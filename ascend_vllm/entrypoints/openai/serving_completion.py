@@ -40,11 +40,7 @@ class ServingCompletion(ServingBase):
         self.forces_logprobs = settings.enable_cum_log_probs
 
     async def create(self, request: CompletionRequest, http: Request) -> Response:
-        """The answer to one request.
-
-        Raises:
-            RequestError: the request is wrong.
-        """
+        """The answer to one request."""
         self.check_model(request.model)
         request.check_supported()
         prompts = await self._prompts(request, http)
