@@ -34,7 +34,7 @@ class _Engine:
 
     @property
     def load(self) -> float:
-        return self.num_sequences + self.penalty
+        return self.num_sequences + self.penalty if self.num_sequences else 0.0
 
     def count_known(self, hashes: Sequence[int]) -> int:
         """Length in blocks of the longest prefix that was sent to it before."""
@@ -111,9 +111,6 @@ class RequestRouter:
         number, width = self._routes.pop(request_id, (0, 0))
         self._engines[number].num_sequences -= width
 
-    def is_idle(self, number: int) -> bool:
-        return self._engines[number].num_sequences == 0
-
     def take_stats(self, number: int, stats: SchedulerStats) -> None:
         """Updates an engine's penalty from its scheduler's state after a step."""
         pressure = max(0.0, stats.kv_cache_usage - 0.5)
@@ -127,7 +124,7 @@ class RequestRouter:
     def _choose(self, request: EngineCoreRequest) -> int:
         count = len(self._engines)
         hashes = self._hash_prefixes(request) if self._by_prefix else []
-        loads = [0.0 if self.is_idle(number) else engine.load for number, engine in enumerate(self._engines)]
+        loads = [engine.load for engine in self._engines]
         worth = max(_PREFIX_WORTH, _PREFIX_WORTH_SHARE * min(loads)) / max(1, len(hashes))
         scores = [
             load - worth * engine.count_known(hashes) for load, engine in zip(loads, self._engines, strict=True)

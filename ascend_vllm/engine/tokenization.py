@@ -70,11 +70,11 @@ class Tokenizer:
         self._max_token_id = _UINT32_MAX if self.is_fast else max(vocabulary.values(), default=-1)
         # characters of the longest token; byte-level vocabularies have at least one character per byte
         self._longest_token = max(map(len, vocabulary), default=1)
-        self._special_ids = frozenset(self._find_special_ids())
+        self.all_special_ids = frozenset(self._find_special_ids())
         # by skip_special_tokens; None: the vocabulary is not byte-level
         self._byte_tables: dict[bool, _ByteTable] | None = None
         if self._backend is not None and is_byte_level(self._backend):
-            hidden = {True: self._special_ids, False: frozenset[int]()}
+            hidden = {True: self.all_special_ids, False: frozenset[int]()}
             self._byte_tables = {skip: _ByteTable(self._backend, ids) for skip, ids in hidden.items()}
         self._token_texts: dict[int, str] = {}
         self._one_thread = one_thread or not self.is_fast
@@ -100,10 +100,6 @@ class Tokenizer:
             ModelLoadError: there is no tokenizer, a file is broken, or it needs trust_remote_code.
         """
         return cls(load_hf_tokenizer(directory, slow=slow, trust_remote_code=trust_remote_code))
-
-    @property
-    def all_special_ids(self) -> frozenset[int]:
-        return self._special_ids
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
