@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -353,22 +353,18 @@ class _CoreMetrics:
                 generation_throughput,
             ),
         ):
-            yield self._family(GaugeMetricFamily, name, documentation, [((), value)])
+            yield self._family(GaugeMetricFamily, name, documentation, value)
         yield self._family(
             GaugeMetricFamily,
             "engine_sleep_state",
             "Which of the states the engine is in: awake, asleep at level 1 (weights_offloaded) or 2 (discard_all).",
-            [((state,), level == self.sleep_level) for level, state in enumerate(_SLEEP_STATES)],
-            ["sleep_state"],
+            {state: level == self.sleep_level for level, state in enumerate(_SLEEP_STATES)},
+            "sleep_state",
         )
         yield self._cache_config_info()
-        yield self._family(
-            GaugeMetricFamily,
-            "num_requests_waiting_by_reason",
-            "Sequences that wait, by what for.",
-            [(("capacity",), _num_pending(stats)), (("deferred",), 0)],
-            ["reason"],
-        )
+        waiting = {"capacity": _num_pending(stats), "deferred": 0}
+        name, documentation = "num_requests_waiting_by_reason", "Sequences that wait, by what for."
+        yield self._family(GaugeMetricFamily, name, documentation, waiting, "reason")
 
     def _cache_config_info(self) -> Metric:
         cache = self._config.cache
@@ -385,72 +381,63 @@ class _CoreMetrics:
             "sliding_window": cache.sliding_window,
             "swap_space_bytes": int(cache.swap_space_gib * 2**30),
         }
-        values = tuple(str(value) for value in info.values())
-        return self._family(
-            GaugeMetricFamily, "cache_config_info", "The KV cache's configuration.", [(values, 1)], list(info)
-        )
+        labels = ["model_name", "engine", *info]
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration.", labels=labels)
+        family.add_metric([self._model_name, self._rank, *map(str, info.values())], 1)
+        return family
 
     def _collect_counters(self) -> Iterator[Metric]:
-        for name, documentation, value in (
-            ("num_preemptions", "Preemptions of sequences.", self.scheduler.num_preemptions),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", self.scheduler.num_prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", self.scheduler.num_prefix_hits),
-            ("prompt_tokens", "Prompt tokens.", self._num_prompt_tokens),
-            ("generation_tokens", "Generated tokens.", self._num_generation_tokens),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self._num_cached_tokens),
-        ):
-            yield self._family(CounterMetricFamily, name, documentation, [((), value)])
-        yield from self._collect_sources()
-        yield self._family(
-            CounterMetricFamily,
-            "request_success",
-            "Sequences that ended, by reason.",
-            [((reason,), count) for reason, count in self._successes.items()],
-            ["finished_reason"],
-        )
-        yield self._family(
-            CounterMetricFamily,
-            "admission_rejections",
-            "Requests refused because the queue was full or they waited in it for too long.",
-            [((reason,), count) for reason, count in self.num_rejections.items()],
-            ["reason"],
-        )
-
-    def _collect_sources(self) -> Iterator[Metric]:
-        """Prompt tokens by where they came from; nothing comes from other engines or from a disk here."""
         cached = self._num_cached_tokens
-        yield self._family(
-            CounterMetricFamily,
-            "prompt_tokens_by_source",
-            "Prompt tokens by how they were had.",
-            [
-                (("local_compute",), max(0, self._num_prompt_tokens - cached)),
-                (("local_cache_hit",), cached),
-                (("external_kv_transfer",), 0),
-            ],
-            ["source"],
+        # nothing comes from other engines or from a disk here
+        sources = {
+            "local_compute": max(0, self._num_prompt_tokens - cached),
+            "local_cache_hit": cached,
+            "external_kv_transfer": 0,
+        }
+        places = {"device": self.scheduler.num_prefix_hits}
+        places |= dict.fromkeys(("host", "p2p", "disk", "external_unspecified"), 0)
+        rejected = "Requests refused because the queue was full or they waited in it for too long."
+        rows: tuple[tuple[str, str, float | Mapping[str, float], str | None], ...] = (
+            ("num_preemptions", "Preemptions of sequences.", self.scheduler.num_preemptions, None),
+            (
+                "prefix_cache_queries",
+                "Tokens looked up in the prefix cache.",
+                self.scheduler.num_prefix_queries,
+                None,
+            ),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", self.scheduler.num_prefix_hits, None),
+            ("prompt_tokens", "Prompt tokens.", self._num_prompt_tokens, None),
+            ("generation_tokens", "Generated tokens.", self._num_generation_tokens, None),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached, None),
+            ("prompt_tokens_by_source", "Prompt tokens by how they were had.", sources, "source"),
+            (
+                "prompt_tokens_cached_by_source",
+                "Tokens found in the prefix cache, by where it is.",
+                places,
+                "source",
+            ),
+            ("request_success", "Sequences that ended, by reason.", self._successes, "finished_reason"),
+            ("admission_rejections", rejected, self.num_rejections, "reason"),
         )
-        others = ("host", "p2p", "disk", "external_unspecified")
-        yield self._family(
-            CounterMetricFamily,
-            "prompt_tokens_cached_by_source",
-            "Tokens found in the prefix cache, by where it is.",
-            [(("device",), self.scheduler.num_prefix_hits), *(((name,), 0) for name in others)],
-            ["source"],
-        )
+        for row in rows:
+            yield self._family(CounterMetricFamily, *row)
 
     def _family(
         self,
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         documentation: str,
-        samples: Iterable[tuple[tuple[str, ...], float]],
-        extra_labels: Sequence[str] = (),
+        value: float | Mapping[str, float],
+        label: str | None = None,
     ) -> Metric:
-        """A family labelled with the model's name and the core's number."""
-        family = kind(f"vllm:{name}", documentation, labels=["model_name", "engine", *extra_labels])
-        for values, value in samples:
-            family.add_metric([self._model_name, self._rank, *values], value)
+        """A family labelled with the model's name and the core's number; several values by one more label."""
+        labels = ["model_name", "engine"] if label is None else ["model_name", "engine", label]
+        family = kind(f"vllm:{name}", documentation, labels=labels)
+        if isinstance(value, Mapping):
+            for one, count in value.items():
+                family.add_metric([self._model_name, self._rank, one], count)
+        else:
+            family.add_metric([self._model_name, self._rank], value)
         return family
 
 
