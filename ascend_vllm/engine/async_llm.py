@@ -258,9 +258,24 @@ class AsyncLLM(AsyncControls):
         shape: Callable[[RequestOutput], T] | None,
         is_further: bool = False,
     ) -> AsyncGenerator[T, None]:
-        """Sends a request and yields its outputs; aborts it if the generator is closed before its end."""
-        queue = await self._add_request(request_id, process, num_sequences, shape, is_further)
+        """Sends a request, once `process` has checked and tokenised it, and yields its outputs.
+
+        The request is aborted if the generator is closed before its end.
+        """
+        await self.check_health()
+        if not self._is_ready:
+            await self.ready()
+        if request_id in self._output or request_id in self._limits:
+            raise DuplicateRequestError(f"Request {request_id} already exists.", "request_id")
+        with self._limits.admit(request_id, num_sequences):
+            request = await process()
+        if self._refusal is not None:
+            raise self._refusal
+        queue = self._output.make_queue(request.params.output_kind, shape)
+        self._output.add(request, queue)
         try:
+            request.core_requests[0].is_further |= is_further
+            self._client.add_requests(request.core_requests)
             while not queue.has_ended:
                 yield await queue.get()
         finally:
@@ -328,34 +343,6 @@ class AsyncLLM(AsyncControls):
             self._log_task.cancel()
         if self.tokenizer is not None:
             self.tokenizer.close()
-
-    async def _add_request(
-        self,
-        request_id: str,
-        process: Callable[[], Awaitable[ProcessedRequest]],
-        num_sequences: int,
-        shape: Callable[[RequestOutput], T] | None,
-        is_further: bool,
-    ) -> OutputQueue[T]:
-        """Sends a request, once `process` has checked and tokenised it."""
-        await self.check_health()
-        if not self._is_ready:
-            await self.ready()
-        if request_id in self._output or request_id in self._limits:
-            raise DuplicateRequestError(f"Request {request_id} already exists.", "request_id")
-        with self._limits.admit(request_id, num_sequences):
-            request = await process()
-        if self._refusal is not None:
-            raise self._refusal
-        queue = self._output.make_queue(request.params.output_kind, shape)
-        self._output.add(request, queue)
-        try:
-            request.core_requests[0].is_further |= is_further
-            self._client.add_requests(request.core_requests)
-        except EngineDeadError:
-            self._abort(request_id)
-            raise
-        return queue
 
     def _abort(self, request_id: str, queue: OutputQueue[Any] | None = None) -> None:
         """Ends a request; with a queue, only if it is still the one with this queue."""
