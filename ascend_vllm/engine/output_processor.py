@@ -406,7 +406,8 @@ class OutputProcessor:
         """Makes one with the flags of multi-step streaming, stream interval and tracing."""
         scheduler = config.scheduler
         stream_each_token = scheduler.num_scheduler_steps > 1 and scheduler.multi_step_stream_outputs
-        tracer = RequestTracer.from_config(config.observability)
+        endpoint = config.observability.otlp_traces_endpoint
+        tracer = None if endpoint is None else RequestTracer(endpoint)
         return cls(tokenizer, stream_each_token, scheduler.stream_interval, tracer)
 
     @property

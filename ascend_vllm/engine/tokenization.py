@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.engine.detokenization import (
     ByteDetokenizer,
     IncrementalDetokenizer,
@@ -80,12 +79,6 @@ class Tokenizer:
         self._one_thread = one_thread or not self.is_fast
         self._threads = TextThreads("tokenizer", one=self._one_thread)
         self._templates = TextThread("chat-template", max_waiting=MAX_WAITING)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> Tokenizer:
-        return cls.from_directory(
-            config.tokenizer, slow=config.tokenizer_mode == "slow", trust_remote_code=config.trust_remote_code
-        )
 
     @classmethod
     def from_directory(cls, directory: str, *, slow: bool = False, trust_remote_code: bool = False) -> Tokenizer:

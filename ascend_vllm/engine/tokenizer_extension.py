@@ -74,4 +74,5 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
     """
     if config.tokenizer_extension_path is not None:
         return load_extension(config.tokenizer_extension_path, config.tokenizer)
-    return Tokenizer.from_config(config)
+    slow = config.tokenizer_mode == "slow"
+    return Tokenizer.from_directory(config.tokenizer, slow=slow, trust_remote_code=config.trust_remote_code)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ascend_vllm import envs
-from ascend_vllm.config.engine import ObservabilityConfig
 from ascend_vllm.engine.metrics import FinishedRequest
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -44,11 +43,6 @@ class RequestTracer:
         self._provider = TracerProvider(shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(_make_exporter(endpoint)))
         self._tracer = self._provider.get_tracer("ascend_vllm.llm_engine")
-
-    @classmethod
-    def from_config(cls, config: ObservabilityConfig) -> RequestTracer | None:
-        """The tracer for --otlp-traces-endpoint; None without it."""
-        return None if config.otlp_traces_endpoint is None else cls(config.otlp_traces_endpoint)
 
     def record(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.input_processor import InputProcessor
-from ascend_vllm.engine.tokenization import Tokenizer
+from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.loader import load_model
@@ -47,7 +47,7 @@ def start(directory: pathlib.Path, **flags: Any) -> None:
     """Reads a model's files as both processes of a server do, in this one."""
     defaults = {"model": str(directory), "device": "cpu", "dtype": "float32", "use_tqdm_on_load": False}
     config = EngineArgs(**defaults | flags).create_engine_config()
-    InputProcessor(config, Tokenizer.from_config(config.model))
+    InputProcessor(config, tokenizer_of(config.model))
     load_model(config.model, config.load, BuildContext(torch.float32, torch.device("cpu")))
 
 
