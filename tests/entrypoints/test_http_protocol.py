@@ -7,14 +7,13 @@ from typing import Any
 import pydantic
 import pytest
 
-from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.entrypoints.http.errors import BodyError, to_http_error
 from ascend_vllm.entrypoints.http.validation import decode_json
 from ascend_vllm.entrypoints.openai import protocol_common
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import GenerationRequest, parse_logit_bias
 from ascend_vllm.entrypoints.openai.protocol_completion import CompletionRequest
-from ascend_vllm.entrypoints.openai.request_limits import check_request
+from ascend_vllm.entrypoints.openai.request_limits import check_request, n_limit
 from ascend_vllm.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -211,16 +210,14 @@ def test_max_completion_tokens_wins() -> None:
 
 
 def test_n_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = FrontendArgs(max_sequences_per_request=8)
-    assert (args.sequence_limit, args.n_limit) == (8, 8)
+    assert n_limit(8) == 8
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "4")
-    assert (args.sequence_limit, args.n_limit) == (8, 4)
-    assert (FrontendArgs().sequence_limit, FrontendArgs(max_sequences_per_request=3).n_limit) == (4, 3)
-    check_request(completion(n=4), 2, args.sequence_limit, args.n_limit)
+    assert (n_limit(8), n_limit(3)) == (4, 3)
+    check_request(completion(n=4), 2, 8, n_limit(8))
     for fields in ({"n": 5}, {"best_of": 10**9}):
         ((name, value),) = fields.items()
         with pytest.raises(RequestError, match=f"^{name} must be at most 4, got {value}") as caught:
-            check_request(chat(**fields), 1, args.sequence_limit, args.n_limit)
+            check_request(chat(**fields), 1, 8, n_limit(8))
         assert caught.value.param == name
 
 

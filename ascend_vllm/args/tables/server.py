@@ -132,11 +132,6 @@ class HttpArgs:
         """Most sequences of a request, by flag, variable or default."""
         return self.max_sequences_per_request or envs.max_n_sequences() or DEFAULT_MAX_SEQUENCES
 
-    @property
-    def n_limit(self) -> int:
-        """Most sequences of a prompt: `sequence_limit`, or less if the variable says less."""
-        return min(self.sequence_limit, envs.max_n_sequences() or self.sequence_limit)
-
     def check(self) -> None:
         """Checks what can be known before anything is started.
 

@@ -31,7 +31,7 @@ from ascend_vllm.entrypoints.http.streaming import (
     run_unless_disconnected,
 )
 from ascend_vllm.entrypoints.http.validation import read_by, read_json
-from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes
+from ascend_vllm.entrypoints.openai.request_limits import check_params, check_sizes, n_limit
 from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
@@ -197,9 +197,9 @@ def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     """The application: /generate, /health and the documentation pages."""
     app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__)
     app.root_path = (args.root_path or "").rstrip("/")
-    form: GenerateFormat = VllmFormat(args.n_limit)
+    form: GenerateFormat = VllmFormat(n_limit(args.sequence_limit))
     if args.generate_format == "mindie":
-        form = MindieFormat(engine.config.model.vocab_size, engine.max_model_len, args.n_limit)
+        form = MindieFormat(engine.config.model.vocab_size, engine.max_model_len, n_limit(args.sequence_limit))
 
     @app.get("/health")
     async def health() -> Response:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ascend_vllm import envs
 from ascend_vllm.errors import RequestError
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -76,6 +77,11 @@ LIMITS: dict[str, _Limit] = {
 }
 # fields that are sent to the engine with each prompt
 _PER_PROMPT = ("stop", "bad_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
+
+
+def n_limit(max_sequences: int) -> int:
+    """Most sequences of a prompt: of a request (--max-sequences-per-request), or less by VLLM_MAX_N_SEQUENCES."""
+    return min(max_sequences, envs.max_n_sequences() or max_sequences)
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:

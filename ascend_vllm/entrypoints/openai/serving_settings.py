@@ -11,6 +11,7 @@ import ascend_vllm
 from ascend_vllm import log_lines
 from ascend_vllm.args.tables.server import DEFAULT_MAX_SEQUENCES
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+from ascend_vllm.entrypoints.openai.request_limits import n_limit
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat
 from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
 
@@ -100,5 +101,5 @@ class ServingSettings:
             log_outputs=args.enable_log_outputs,
             trace=config.observability.otlp_traces_endpoint is not None,
             max_sequences=args.sequence_limit,
-            max_n=args.n_limit,
+            max_n=n_limit(args.sequence_limit),
         )
