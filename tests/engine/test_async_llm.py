@@ -311,46 +311,48 @@ async def test_a_dead_core_ends_all_requests() -> None:
         engine.shutdown()
 
 
-async def test_a_core_that_works_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def limited() -> AsyncIterator[AsyncLLM]:
+    """Its core may be silent for a second while it has work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
+        engine = make_engine(max_num_seqs=4)
+        try:
+            await engine.ready()
+            yield engine
+        finally:
+            engine.shutdown()
+
+
+async def test_a_core_that_works_does_not_time_out(limited: AsyncLLM) -> None:
     """Nor does an idle one."""
-    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
-    engine = make_engine(max_num_seqs=4)
-    try:
-        await engine.ready()
-        for turn in range(4):
-            many = (final(engine, f"{turn}-{i}", params(60 if i else 240)) for i in range(40))
-            assert all(output.finished for output in await asyncio.gather(*many))
-            assert engine._client._cores[0].watchdog._timer is None
-        async with contextlib.aclosing(engine.generate("Hello!", params(LONG), "gone")) as gone:
-            await anext(gone)
-            assert engine._client._cores[0].watchdog._timer is not None
-        assert engine._client._cores[0].watchdog._timer is None
-        await asyncio.sleep(1.2)  # longer than the limit
-        assert engine.is_running
-        assert (await final(engine, "last", params())).finished
-    finally:
-        engine.shutdown()
+    for turn in range(4):
+        many = (final(limited, f"{turn}-{i}", params(60 if i else 240)) for i in range(40))
+        assert all(output.finished for output in await asyncio.gather(*many))
+        assert limited._client._cores[0].watchdog._timer is None
+    async with contextlib.aclosing(limited.generate("Hello!", params(LONG), "gone")) as gone:
+        await anext(gone)
+        assert limited._client._cores[0].watchdog._timer is not None
+    assert limited._client._cores[0].watchdog._timer is None
+    await asyncio.sleep(1.2)  # longer than the limit
+    assert limited.is_running
+    assert (await final(limited, "last", params())).finished
 
 
-async def test_a_core_that_hangs_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.5")
-    engine = make_engine(max_num_seqs=1)
-    try:
-        await engine.ready()
-        running = engine.generate("Hello!", params(LONG), "running")
-        await anext(running)
-        os.kill(engine.core_pid, signal.SIGSTOP)
-        requests = [asyncio.create_task(final(engine, f"h{i}", params(240))) for i in range(3)]
-        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
-            async for _ in running:
-                pass
-        for result in await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30):
-            assert isinstance(result, EngineDeadError) and "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(result)
-        assert engine.errored
-        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
-            await engine.check_health()
-    finally:
-        engine.shutdown()
+async def test_a_core_that_hangs_ends_all_requests(limited: AsyncLLM) -> None:
+    """The last of the tests that share this engine."""
+    running = limited.generate("Hello!", params(LONG), "running")
+    await anext(running)
+    os.kill(limited.core_pid, signal.SIGSTOP)
+    requests = [asyncio.create_task(final(limited, f"h{i}", params(240))) for i in range(3)]
+    with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+        async for _ in running:
+            pass
+    for result in await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 30):
+        assert isinstance(result, EngineDeadError) and "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(result)
+    assert limited.errored
+    with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+        await limited.check_health()
 
 
 async def test_the_prefix_cache_is_forgotten(engine: AsyncLLM) -> None:

@@ -147,19 +147,6 @@ async def test_a_killed_core_is_noticed() -> None:
         client.shutdown()
 
 
-async def test_a_call_to_a_core_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
-    client = CoreClient(tiny_config(), ignore, ignore)
-    client.start()
-    try:
-        await client.ready()
-        os.kill(client.pids[0], signal.SIGSTOP)
-        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
-            await asyncio.wait_for(client.call_utility("audit"), 30)
-    finally:
-        client.shutdown()
-
-
 async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
@@ -187,7 +174,7 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
     assert "set VLLM_ENGINE_ITERATION_TIMEOUT_S to more seconds" in log.text
 
 
-async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_core_may_be_silent_and_one_that_is_called_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
     client = CoreClient(tiny_config(), ignore, ignore)
     client.start()
@@ -206,10 +193,15 @@ async def test_an_idle_core_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> No
         client.abort_requests(["s"])
         assert client._cores[0].watchdog._timer is not None
         # from now on the core may be slow
-        client._cores[0].watchdog._tick_s = 60.0
+        tick_s, client._cores[0].watchdog._tick_s = client._cores[0].watchdog._tick_s, 60.0
         os.kill(client.pids[0], signal.SIGCONT)
         assert await call is None
         assert client._cores[0].watchdog._timer is None
+        # a call alone has the limit too
+        client._cores[0].watchdog._tick_s = tick_s
+        os.kill(client.pids[0], signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):
+            await asyncio.wait_for(client.call_utility("audit"), 30)
     finally:
         client.shutdown()
 
