@@ -405,6 +405,13 @@ def test_a_sliding_window_keeps_few_blocks() -> None:
 # ---- room for others --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[httpx.Client]:
+    """Eight sequences at a time."""
+    with client_of([*LONG_FLAGS, "--max-num-seqs", "8", "--num-gpu-blocks-override", "2048"]) as client:
+        yield client
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -413,16 +420,17 @@ def test_a_sliding_window_keeps_few_blocks() -> None:
         ("/v1/chat/completions/batch", {"messages": [[{"role": "user", "content": "Hello"}]] * 40}),
     ],
 )
-def test_a_request_of_many_sequences_lets_another_one_pass(path: str, fields: dict[str, Any]) -> None:
-    with client_of([*LONG_FLAGS, "--max-num-seqs", "8", "--num-gpu-blocks-override", "2048"]) as client:
-        body = {"model": "tiny", "temperature": 1, "ignore_eos": True, "max_tokens": 400, **fields}
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            large = pool.submit(client.post, path, json=body)
-            # the first sequence, which may have ended by now, and six others
-            assert wait_until(lambda: metric(client, "num_requests_running") >= 6)
-            small = client.post("/v1/completions", json=GREEDY | {"prompt": "Hello", "max_tokens": 4})
-            assert small.status_code == 200
-            # and five times as many sequences waited before it
-            assert not large.done() and metric(client, "num_requests_waiting") > 0
-            answer = large.result()
-        assert answer.status_code == 200 and len(answer.json()["choices"]) == 40, answer.text
+def test_a_request_of_many_sequences_lets_another_one_pass(
+    narrow: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    body = {"model": "tiny", "temperature": 1, "ignore_eos": True, "max_tokens": 400, **fields}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        large = pool.submit(narrow.post, path, json=body)
+        # the first sequence, which may have ended by now, and six others
+        assert wait_until(lambda: metric(narrow, "num_requests_running") >= 6)
+        small = narrow.post("/v1/completions", json=GREEDY | {"prompt": "Hello", "max_tokens": 4})
+        assert small.status_code == 200
+        # and five times as many sequences waited before it
+        assert not large.done() and metric(narrow, "num_requests_waiting") > 0
+        answer = large.result()
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 40, answer.text
