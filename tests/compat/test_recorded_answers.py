@@ -30,11 +30,20 @@ _TIMEOUT_S = 180.0
 _MAIN, *_OTHERS = arrangements()
 # refusals come from the API server and do not depend on workers
 _OF_THE_MODEL = {"tools": ("completions", "chat", "structured", "routes", "agents")}
+# what workers are asked for in all of these; the others differ in how the API server writes it
+_OF_THE_WORKERS = ("completions", "structured")
+
+
+def _marks(arrangement: str, table: str) -> list[pytest.MarkDecorator]:
+    is_repeated = arrangement != _MAIN and table not in _OF_THE_WORKERS
+    return arrangement_marks(arrangement) or [pytest.mark.exhaustive] * is_repeated
+
+
 _CASES = [
     pytest.param(
         *(arrangement, server, table, case),
         id=case.name if arrangement == _MAIN else f"{arrangement}-{case.name}",
-        marks=arrangement_marks(arrangement),
+        marks=_marks(arrangement, table),
     )
     for arrangement in (_MAIN, *_OTHERS)
     for server, spec in SERVERS.items()
