@@ -64,7 +64,6 @@ def _run_server(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Parse the command line and serve."""
     sys.exit(run_server(make_parser().parse_args()))
 
 

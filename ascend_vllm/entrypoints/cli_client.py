@@ -74,7 +74,6 @@ class Client:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error answer."""
     try:
         content = json.loads(body)
         return str(content["error"]["message"] if isinstance(content.get("error"), dict) else content)
@@ -83,13 +82,11 @@ def _message(body: bytes) -> str:
 
 
 def add_complete_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the arguments of `complete`."""
     parser.description = "Continues each line that you type, with a running server."
     _add_arguments(parser)
 
 
 def add_chat_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the arguments of `chat`."""
     parser.description = "A conversation with the model of a running server; the end of the input ends it."
     _add_arguments(parser)
     parser.add_argument("--system-prompt", help="what the model is told before the conversation")

@@ -89,6 +89,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command gets its namespace
-    """Prints the report; returns the exit code."""
     print(describe())
     return 0

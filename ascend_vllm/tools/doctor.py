@@ -309,7 +309,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the arguments of `ascend-vllm doctor`."""
     parser.description = (
         "Checks what a model on an Ascend NPU needs: Python packages, driver, CANN, devices and variables. Ends with"
         " exit code 1 if something is in the way."

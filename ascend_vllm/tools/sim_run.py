@@ -22,7 +22,6 @@ TORCH_NPU = pathlib.Path(sys.prefix) / "npu"
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the arguments of `ascend-vllm sim-run`."""
     parser.description = (
         "Runs a command on simulated Ascend devices, for tests on machines without one. It shows that the calls to"
         " the device are right, and nothing about its kernels, its speed or its numbers."

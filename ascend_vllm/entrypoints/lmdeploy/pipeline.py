@@ -461,7 +461,6 @@ class WordTokens:
         self._found: dict[str, list[int]] = {}
 
     def encode(self, word: str) -> list[int]:
-        """Ids of a word alone."""
         return self._tokenizer.encode(word, add_special_tokens=False)
 
     def find(self, word: str) -> list[int]:

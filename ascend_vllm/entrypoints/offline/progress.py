@@ -32,7 +32,6 @@ class Progress:
             )
 
     def count(self, output: RequestOutput) -> None:
-        """Adds a finished request."""
         if self._bar is None:
             return
         self._num_input += len(output.prompt_token_ids)
@@ -42,7 +41,6 @@ class Progress:
         self._bar.update(1)
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 

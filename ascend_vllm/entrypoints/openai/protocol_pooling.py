@@ -87,7 +87,6 @@ class VectorsRequest(PromptsRequest):
     dimensions: int | None = None
 
     def pooling_params(self) -> PoolingParams:
-        """See `PoolingApiRequest.pooling_params`."""
         return PoolingParams(use_activation=self.use_activation, dimensions=self.dimensions)
 
 

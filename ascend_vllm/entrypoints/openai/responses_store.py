@@ -80,7 +80,6 @@ class EventLog:
         self._notify()
 
     def end(self) -> None:
-        """Mark the log as complete."""
         self._ended = True
         self._notify()
 
@@ -102,7 +101,6 @@ class EventLog:
             await changed.wait()
 
     def _notify(self) -> None:
-        """Wake all followers."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -310,7 +308,6 @@ class ResponseStore:
         return self._num_responses
 
     def has(self, response_id: str, caller: bytes = b"") -> bool:
-        """Whether the caller has a response of this id."""
         return self._find(response_id, caller) is not None
 
     def begin(self, entry: StoredResponse) -> None:

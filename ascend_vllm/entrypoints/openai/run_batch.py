@@ -229,7 +229,6 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Parse the command line and answer the file."""
     parser = FlexibleArgumentParser()
     add_arguments(parser)
     sys.exit(run(parser.parse_args()))

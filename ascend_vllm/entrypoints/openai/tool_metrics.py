@@ -49,7 +49,6 @@ class ToolCallCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Makes the metric family; called by the registry."""
         family = CounterMetricFamily(
             "vllm:tool_call_parser_invocations", "Texts in which tool calls were looked for.", labels=_LABELS
         )
@@ -81,7 +80,6 @@ class CountedToolParser(ToolParser):
         self._parser.advance(text, final)
 
     def feed(self, text: str) -> ToolDelta:
-        """Parse the next chunk of the text."""
         delta = self._parser.feed(text)
         if self._is_stream:
             self._counts.add(True, self._request_type, bool(delta.calls))
@@ -89,7 +87,6 @@ class CountedToolParser(ToolParser):
         return delta
 
     def finish(self) -> ToolDelta:
-        """Emit buffered text at the end."""
         delta = self._parser.finish()
         if not self._is_stream:
             self._counts.add(False, self._request_type, self._found or bool(delta.calls))

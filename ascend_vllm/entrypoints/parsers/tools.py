@@ -111,7 +111,6 @@ class ToolParser(abc.ABC):
         return self._pop_delta()
 
     def make_id(self) -> str:
-        """An id for a new call."""
         return f"chatcmpl-tool-{secrets.token_hex(16)}"
 
     def add_content(self, content: str) -> None:
@@ -176,7 +175,6 @@ class MarkedToolParser(ToolParser):
         """
 
     def advance(self, text: str, final: bool) -> None:
-        """See `ToolParser.advance`."""
         self._unread.append(text)
         self._read_chunks()
         if final:

@@ -40,7 +40,6 @@ class NamedToolParser(ToolParser):
         self._name = name
 
     def advance(self, text: str, final: bool) -> None:  # noqa: ARG002 - nothing is buffered
-        """See `ToolParser.advance`."""
         if self.num_calls == 0 and text:
             self.open_call(self._name)
         self.add_arguments(text)

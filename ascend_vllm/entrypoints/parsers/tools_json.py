@@ -87,7 +87,6 @@ class JsonToolParser(MarkedToolParser):
         self._in_object = False  # the arguments are a member of an object, which must be closed too
 
     def read_call(self, final: bool) -> bool:
-        """See `MarkedToolParser.read_call`."""
         return self._state(final)
 
     def _read_head(self, final: bool) -> bool:

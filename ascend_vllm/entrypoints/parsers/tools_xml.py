@@ -36,7 +36,6 @@ class Qwen3XmlToolParser(MarkedToolParser):
         self._is_malformed = False  # behind a parameter's tag that never ends
 
     def read_call(self, final: bool) -> bool:
-        """See `MarkedToolParser.read_call`."""
         if self._is_malformed:
             self.rest = ""
             return False

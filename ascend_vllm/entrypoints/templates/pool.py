@@ -75,7 +75,6 @@ class TemplatePool:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes that there are."""
         return self._pool.pids
 
     async def render(self, special_tokens: Mapping[str, str], options: Mapping[str, Any]) -> str:

@@ -220,7 +220,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
         return dict.fromkeys(keys, value)
 
 

@@ -97,7 +97,6 @@ class Backend:
     takes_ids: bool
 
     def body(self, args: argparse.Namespace, model: str, request: SampleRequest) -> bytes:
-        """A request's body."""
         fields = self.make_body(args, model, request)
         if args.ignore_eos:
             fields["ignore_eos"] = True

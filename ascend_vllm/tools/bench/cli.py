@@ -24,7 +24,6 @@ _COMMANDS: dict[
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the subcommands."""
     parser.description = "Measures a running server, or the engine without one."
     subparsers = parser.add_subparsers(dest="bench_type", metavar="BENCHMARK", required=True)
     for name, (text, add, _) in _COMMANDS.items():

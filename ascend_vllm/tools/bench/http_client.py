@@ -37,7 +37,6 @@ class Connection:
 
     @classmethod
     async def open(cls, url: urllib.parse.SplitResult, verify: bool) -> Connection:
-        """Connect to the host of a URL."""
         context = None
         if url.scheme == "https":
             context = ssl.create_default_context() if verify else ssl._create_unverified_context()
@@ -45,7 +44,6 @@ class Connection:
         return cls(*await asyncio.open_connection(url.hostname, port, ssl=context, limit=2**24))
 
     def close(self) -> None:
-        """Close the connection."""
         self.writer.close()
 
 
@@ -104,7 +102,6 @@ class HttpClient:
         return [chunk async for chunk in self._request("POST", path, body, headers)]
 
     def close(self) -> None:
-        """Close idle connections."""
         while self._idle:
             self._idle.pop().close()
 

@@ -35,7 +35,6 @@ _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_throughput_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the options of `bench throughput`."""
     parser.description = "Tokens per second that the engine makes of many prompts, without a server."
     group = parser.add_argument_group("benchmark")
     backend_help = "LLM.generate with the prompts, or LLM.chat with them as messages (default: %(default)s)"
@@ -51,7 +50,6 @@ def add_throughput_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def add_latency_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the options of `bench latency`."""
     parser.description = "The time that one batch of prompts takes, again and again."
     group = parser.add_argument_group("benchmark")
     group.add_argument("--input-len", type=int, default=32, help="tokens of a prompt (default: %(default)s)")

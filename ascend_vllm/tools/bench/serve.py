@@ -48,7 +48,6 @@ def _key_value(word: str) -> tuple[str, str]:
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
-    """Adds the options of `bench serve`."""
     parser.description = "Sends requests to a running server and measures what its clients see."
     _add_server_arguments(parser)
     _add_load_arguments(parser)
