@@ -109,7 +109,7 @@ _ANSWERS = {
     "Repeat ok.": "ok ok ok ok ok ok ok ok ok ok ok ok ok ok ok ok",
 }
 _SYSTEM_PROMPTS = ("You are a helpful assistant.", "Be brief.")
-_THOUGHTS = {
+_REASONING = {
     "Hello!": "The user greets me. I greet the user.",
     "What is the capital of France?": "France is a country. Its capital is Paris.",
 }
@@ -169,8 +169,8 @@ def _conversations() -> Iterator[tuple[list[dict[str, object]], list[dict[str, o
             yield [{"role": "system", "content": system}, _user(question)], None, False, answer
         hello = _ANSWERS["Hello!"]
         yield [_user("Hello!"), {"role": "assistant", "content": hello}, _user(question)], None, False, answer
-    for question, thoughts in _THOUGHTS.items():
-        yield [_user(question)], None, True, f"{thoughts}\n</think>\n\n{_ANSWERS[question]}"
+    for question, reasoning in _REASONING.items():
+        yield [_user(question)], None, True, f"{reasoning}\n</think>\n\n{_ANSWERS[question]}"
     for tools in (both, both[:1]):
         for question in ("Hello!", "Who are you?", "What is the capital of France?"):
             yield [_user(question)], tools, False, _ANSWERS[question]
@@ -221,7 +221,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         *_ANSWERS,
         *_ANSWERS.values(),
         *_SYSTEM_PROMPTS,
-        *_THOUGHTS.values(),
+        *_REASONING.values(),
         *_CALLS,
     ]
     texts += [json.dumps(tool) for tool in (WEATHER_TOOL, TIME_TOOL)] * 2

@@ -232,7 +232,7 @@ def _chat_messages_of(message: Message) -> list[ChatMessage]:
     """The chat messages of a message: tool results become messages of their own, before the others."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
-    results, parts, calls, thoughts = [], [], [], []
+    results, parts, calls, reasoning = [], [], [], []
     for block in message.content:
         if block.type == "tool_result":
             content = block.content if isinstance(block.content, str) else _parts_of(block.content or [])
@@ -242,16 +242,16 @@ def _chat_messages_of(message: Message) -> list[ChatMessage]:
             function = {"name": block.name, "arguments": msgspec.json.encode(block.input or {}).decode()}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "thinking":
-            thoughts.append(block.thinking or "")
+            reasoning.append(block.thinking or "")
         elif block.type != "redacted_thinking":  # encrypted by Anthropic
             parts.append(block.as_part())
-    if not parts and not calls and not thoughts:
+    if not parts and not calls and not reasoning:
         return results
     fields = {"role": message.role, "content": parts}
     if calls:
         fields["tool_calls"] = calls
-    if thoughts:
-        fields["reasoning"] = fields["reasoning_content"] = "".join(thoughts)
+    if reasoning:
+        fields["reasoning"] = fields["reasoning_content"] = "".join(reasoning)
     return [*results, ChatMessage.model_validate(fields)]
 
 

@@ -37,8 +37,8 @@ _NOT_VARIABLES = frozenset(
     }
 )
 _NEEDS_TOKENS = ("return_assistant_tokens_mask", "sanitize_control_tokens")
-# where messages have a model's thoughts, the name that templates read first
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# keys of a message's reasoning; templates read the first that is there
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # stands at the end of the message that is continued
 _MARK = "END_OF_THE_CONTINUED_MESSAGE "
 
@@ -164,11 +164,11 @@ class TemplateRenderer:
 
 
 def _as_templates_see_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without nulls, and with its thoughts under the names that templates know."""
+    """A message without nulls, and with its reasoning under the names that templates know."""
     seen = {key: value for key, value in message.items() if value is not None}
-    thoughts = next((seen[name] for name in _THOUGHTS if name in seen), None)
+    reasoning = next((seen[name] for name in _REASONING_KEYS if name in seen), None)
     # the order matters to templates that print whole messages
-    return seen if thoughts is None else {"thinking": thoughts} | seen | {"reasoning_content": thoughts}
+    return seen if reasoning is None else {"thinking": reasoning} | seen | {"reasoning_content": reasoning}
 
 
 def _mark_last(messages: Sequence[dict[str, Any]], chat_template: str) -> str:
