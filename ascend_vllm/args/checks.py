@@ -12,7 +12,7 @@ from ascend_vllm.args import feature_checks, hf_checks
 from ascend_vllm.args.fields import Flag, Kind, flags_of
 from ascend_vllm.args.parser import AUTO_LENGTH
 from ascend_vllm.args.tables.engine import EngineFlags
-from ascend_vllm.config.engine import EngineConfig, ObservabilityConfig
+from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
@@ -143,19 +143,6 @@ def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
     return requested
 
 
-def check_detailed_traces(value: str | None, endpoint: str | None) -> None:
-    """Raise `ConfigError` unless --collect-detailed-traces has valid names, and there is an endpoint for traces."""
-    if not value:
-        return
-    for part in value.split(","):
-        if part not in _TRACED_PARTS:
-            raise ConfigError(
-                f"Invalid module {part} in collect_detailed_traces. Valid modules are {', '.join(_TRACED_PARTS)}."
-            )
-    if not endpoint:
-        raise ConfigError("--collect-detailed-traces needs --otlp-traces-endpoint.")
-
-
 def check_config(config: EngineConfig) -> None:
     """Checks that concern several sections of a finished configuration.
 
@@ -230,9 +217,20 @@ def _check_partial_prefills(scheduler: SchedulerConfig) -> None:
         )
 
 
-def check_tracing(config: ObservabilityConfig) -> None:
-    """Raise `ConfigError` if traces are requested and OpenTelemetry is not installed."""
-    if config.otlp_traces_endpoint is None:
+def check_tracing(parts: str | None, endpoint: str | None) -> None:
+    """Checks --collect-detailed-traces and --otlp-traces-endpoint.
+
+    Raises:
+        ConfigError: a part is unknown, there is no endpoint for them, or OpenTelemetry is not installed.
+    """
+    for part in parts.split(",") if parts else ():
+        if part not in _TRACED_PARTS:
+            raise ConfigError(
+                f"Invalid module {part} in collect_detailed_traces. Valid modules are {', '.join(_TRACED_PARTS)}."
+            )
+    if not endpoint:
+        if parts:
+            raise ConfigError("--collect-detailed-traces needs --otlp-traces-endpoint.")
         return
     if not _is_installed("opentelemetry.sdk") or not _is_installed("opentelemetry.exporter.otlp"):
         raise ConfigError(

@@ -99,7 +99,13 @@ class EngineArgs(EngineFlags):
 
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
         # the raw file is used only for checks and for the heads of pooling models; all else comes from `arch`
-        hf_config = self._read_hf_config(directory)
+        hf_config = hf_files.read_hf_config(
+            directory,
+            trust_remote_code=self.trust_remote_code,
+            overrides=self.hf_overrides,
+            rope_scaling=self.rope_scaling,
+            rope_theta=self.rope_theta,
+        )
         arch = ArchConfig.from_hf(hf_config, self.quantization)
         is_auto = max_model_len == AUTO_LENGTH
         longest = limits.resolve_max_model_len(
@@ -121,9 +127,12 @@ class EngineArgs(EngineFlags):
             scheduler=self._scheduler_config(arch, longest, block_size),
             parallel=parallel,
             device=DeviceConfig(device=facts.name),
-            observability=self._observability_config(),
+            observability=ObservabilityConfig(
+                not self.disable_log_stats, self.otlp_traces_endpoint or None, not self.disable_log_requests
+            ),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )
+        checks.check_tracing(self.collect_detailed_traces, self.otlp_traces_endpoint)
         hf_checks.check_size(config, hf_config, hf_files.weight_bytes(directory))
         checks.check_config(config)
         hf_checks.check_head_size(hf_config)
@@ -132,28 +141,11 @@ class EngineArgs(EngineFlags):
             longest = self.max_context_len_to_capture
         return msgspec.structs.replace(config, graphs=resolve_graph_config(config, longest))
 
-    def _observability_config(self) -> ObservabilityConfig:
-        checks.check_detailed_traces(self.collect_detailed_traces, self.otlp_traces_endpoint)
-        config = ObservabilityConfig(
-            not self.disable_log_stats, self.otlp_traces_endpoint or None, not self.disable_log_requests
-        )
-        checks.check_tracing(config)
-        return config
-
     def _served_names(self) -> tuple[str, ...]:
         names = self.served_model_name
         if isinstance(names, str):
             return (names,)
         return tuple(names) if names else (self.model,)
-
-    def _read_hf_config(self, directory: str) -> dict[str, Any]:
-        return hf_files.read_hf_config(
-            directory,
-            trust_remote_code=self.trust_remote_code,
-            overrides=self.hf_overrides,
-            rope_scaling=self.rope_scaling,
-            rope_theta=self.rope_theta,
-        )
 
     def _model_config(
         self, directory: str, hf_config: dict[str, Any], arch: ArchConfig, dtype: str, longest: int
@@ -187,10 +179,7 @@ class EngineArgs(EngineFlags):
         )
 
     def _load_config(self) -> LoadConfig:
-        config = LoadConfig(load_format=self.load_format, use_tqdm=self.use_tqdm_on_load)
-        if not self.ignore_patterns:
-            return config
-        patterns = self.ignore_patterns
+        patterns = self.ignore_patterns or LoadConfig().ignore_patterns
         listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         return LoadConfig(load_format=self.load_format, ignore_patterns=listed, use_tqdm=self.use_tqdm_on_load)
 

@@ -43,7 +43,9 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
             logger.info("Decoding runs without graphs: %s", reason)
         if max_seq_len_to_capture != DEFAULT_MAX_SEQ_LEN_TO_CAPTURE:
             logger.warning("--max-seq-len-to-capture has no effect: %s", reason)
-        return GraphConfig(GraphMode.RECORDED) if is_cpu and _may_record(config) else GraphConfig()
+        # tapes of a CPU's kernels cannot contain communication between workers
+        records = not config.model.enforce_eager and config.model.pooler is None and config.parallel.world_size == 1
+        return GraphConfig(GraphMode.RECORDED) if is_cpu and records else GraphConfig()
     mode = GraphMode.COMPILED if asks else GraphMode.CAPTURED
     sizes = _resolve_capture_sizes(config.scheduler.max_num_seqs, asks=asks)
     max_seq_len = min(max_seq_len_to_capture, config.scheduler.max_model_len)
@@ -54,12 +56,6 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
         max_seq_len,
     )
     return GraphConfig(mode, sizes, max_seq_len)
-
-
-def _may_record(config: EngineConfig) -> bool:
-    """Whether decoding on CPU replays tapes, which cannot contain communication between workers."""
-    model = config.model
-    return not model.enforce_eager and model.pooler is None and config.parallel.world_size == 1
 
 
 def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:

@@ -233,26 +233,18 @@ def check_hf_config(path: pathlib.Path, config: Mapping[str, Any], *, is_known: 
     _check(path, required | dict(config), _COMMON)
     if is_known:
         _check(path, config, _OF_FAMILIES)
-        _check_layer_types(path, config)
+        kinds, count = config.get("layer_types"), config["num_hidden_layers"]
+        if kinds is not None and len(kinds) < count:
+            raise ModelLoadError(f"{path}: 'layer_types' names {len(kinds)} layers of {count}")
     rope = config.get("rope_parameters")
     if rope:
         _check(path, rope, _ROPE, "rope_parameters.")
-        _check_ramp(path, rope)
-
-
-def _check_layer_types(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    kinds, count = config.get("layer_types"), config["num_hidden_layers"]
-    if kinds is not None and len(kinds) < count:
-        raise ModelLoadError(f"{path}: 'layer_types' names {len(kinds)} layers of {count}")
-
-
-def _check_ramp(path: pathlib.Path, rope: Mapping[str, Any]) -> None:
-    """Checks the range in which the scaling of frequencies changes; the layer reports missing values."""
-    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
-    if low is not None and high is not None and high <= low:
-        raise ModelLoadError(
-            f"{path}: 'rope_parameters.high_freq_factor' ({high}) must be above low_freq_factor ({low})"
-        )
+        # the range in which the scaling of frequencies changes; the layer reports missing values
+        low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+        if low is not None and high is not None and high <= low:
+            raise ModelLoadError(
+                f"{path}: 'rope_parameters.high_freq_factor' ({high}) must be above low_freq_factor ({low})"
+            )
 
 
 def check_generation_config(where: object, values: Mapping[str, Any]) -> None:

@@ -46,9 +46,11 @@ def parallel_config(args: EngineFlags, arch: ArchConfig, device: str) -> Paralle
     if config.world_size == 1 and backend != "ray":
         return ParallelConfig(data_parallel_size=engines)
     if backend == "uni":
-        raise ConfigError(
-            f"--distributed-executor-backend uni runs one worker, and {_sizes(tp_size, pp_size)}: use mp."
-        )
+        sizes = f"--tensor-parallel-size is {tp_size}"
+        if pp_size > 1:
+            product = config.world_size
+            sizes = f"--tensor-parallel-size {tp_size} with --pipeline-parallel-size {pp_size} needs {product}"
+        raise ConfigError(f"--distributed-executor-backend uni runs one worker, and {sizes}: use mp.")
     num_kv_heads = arch.num_kv_heads
     if num_kv_heads % tp_size and tp_size % num_kv_heads:
         raise ConfigError(
@@ -130,13 +132,6 @@ def _backend(args: EngineFlags) -> str:
             "with this server: `pip install 'ascend-vllm[ray]'`."
         )
     return backend or "mp"
-
-
-def _sizes(tp_size: int, pp_size: int) -> str:
-    """The sizes above 1, as flags, for messages."""
-    if pp_size == 1:
-        return f"--tensor-parallel-size is {tp_size}"
-    return f"--tensor-parallel-size {tp_size} with --pipeline-parallel-size {pp_size} needs {tp_size * pp_size}"
 
 
 def _flags_of_workers(config: ParallelConfig) -> str:

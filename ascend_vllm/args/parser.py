@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import decimal
+import functools
 import json
 import pathlib
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -75,28 +77,18 @@ def length(value: str) -> int:
     return int(scaled)
 
 
-def _json_of(value: str, expected: type, what: str) -> Any:
+def _json_of(expected: type | types.UnionType, what: str, value: str) -> Any:
     try:
         parsed = json.loads(value)
     except ValueError as err:
         raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {err}") from err
-    if parsed is not None and not isinstance(parsed, expected):
+    if not isinstance(parsed, expected):
         raise argparse.ArgumentTypeError(f"{value!r} is not a JSON {what}")
     return parsed
 
 
-def json_object(value: str) -> dict[str, Any] | None:
-    """A JSON object, or null."""
-    parsed: dict[str, Any] | None = _json_of(value, dict, "object")
-    return parsed
-
-
-def json_list(value: str) -> list[Any]:
-    """A JSON list."""
-    parsed: list[Any] | None = _json_of(value, list, "list")
-    if parsed is None:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON list")
-    return parsed
+json_object: Callable[[str], dict[str, Any] | None] = functools.partial(_json_of, dict | None, "object")
+json_list: Callable[[str], list[Any]] = functools.partial(_json_of, list, "list")
 
 
 def kvs(value: str) -> dict[str, Any] | None:
