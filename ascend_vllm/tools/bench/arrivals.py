@@ -10,6 +10,8 @@ import numpy as np
 
 from ascend_vllm.errors import ConfigError
 
+RateEvent = dict[str, int | str]
+
 
 def check_arrivals(args: argparse.Namespace) -> None:
     """Checks the options of this module.
@@ -65,18 +67,8 @@ def send_times(args: argparse.Namespace, count: int, seed: int) -> tuple[list[fl
     return times.tolist(), rates.tolist()
 
 
-class RateChanges:
-    """Records the times at which a growing rate reached the next whole number.
-
-    Attributes:
-        events: these numbers and the times of day.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, int | str]] = []
-
-    def note(self, rate: float) -> None:
-        """Records the rate at which a request is sent now."""
-        now = datetime.datetime.now().isoformat()
-        first = int(self.events[-1]["rps"]) + 1 if self.events else int(rate)
-        self.events += [{"rps": rps, "timestamp": now} for rps in range(first, int(rate) + 1)]
+def note_rate(events: list[RateEvent], rate: float) -> None:
+    """Adds the whole numbers that a growing rate has reached now, and the time of day."""
+    now = datetime.datetime.now().isoformat()
+    first = int(events[-1]["rps"]) + 1 if events else int(rate)
+    events += [{"rps": rps, "timestamp": now} for rps in range(first, int(rate) + 1)]

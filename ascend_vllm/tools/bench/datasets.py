@@ -296,6 +296,23 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None, seed:
     return _OF_TEXT[args.dataset_name](args, tokenizer, chooser)
 
 
+# option → default, lowest value, help
+_LENGTHS: dict[str, tuple[int | None, int, str]] = {
+    "random_input_len": (1024, 1, "random: tokens of a prompt (default: 1024)"),
+    "random_output_len": (128, 1, "random: tokens to generate (default: 128)"),
+    "random_prefix_len": (0, 0, "random: tokens before them that all share (default: 0)"),
+    "sharegpt_output_len": (None, 1, "sharegpt: tokens to generate; default: as in the conversation"),
+    "sonnet_input_len": (550, 1, "sonnet: tokens of a prompt (default: 550)"),
+    "sonnet_output_len": (150, 1, "sonnet: tokens to generate (default: 150)"),
+    "sonnet_prefix_len": (200, 0, "sonnet: tokens that all prompts share (default: 200)"),
+    "prefix_repetition_num_prefixes": (10, 1, "beginnings (default: 10)"),
+    "prefix_repetition_prefix_len": (256, 0, "tokens of each beginning (default: 256)"),
+    "prefix_repetition_suffix_len": (256, 1, "tokens after it (default: 256)"),
+    "prefix_repetition_output_len": (128, 1, "tokens to generate (default: 128)"),
+    "custom_output_len": (256, 1, "custom: tokens to generate, -1: the file's (256)"),
+}
+
+
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the dataset and its lengths."""
     add = parser.add_argument_group("dataset").add_argument
@@ -307,9 +324,8 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-oversample", action="store_true", help="send fewer requests where the dataset holds fewer")
     add("--skip-chat-template", action="store_true", help="custom: send prompts as they are")
     add("--vocab-size", type=int, default=2000, help="random ids without a tokenizer are below it (default: 2000)")
-    add("--random-input-len", type=int, default=1024, help="random: tokens of a prompt (default: 1024)")
-    add("--random-output-len", type=int, default=128, help="random: tokens to generate (default: 128)")
-    add("--random-prefix-len", type=int, default=0, help="random: tokens before them that all share (default: 0)")
+    for name, (default, _, text) in _LENGTHS.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=text)
     add(
         "--random-range-ratio",
         default="0.0",
@@ -317,32 +333,6 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         help='random: lengths are drawn within 1 - R and 1 + R of these; {"input": A, "output": B} for each '
         "(default: 0.0)",
     )
-    add("--sharegpt-output-len", type=int, help="sharegpt: tokens to generate; default: as in the conversation")
-    add("--sonnet-input-len", type=int, default=550, help="sonnet: tokens of a prompt (default: 550)")
-    add("--sonnet-output-len", type=int, default=150, help="sonnet: tokens to generate (default: 150)")
-    add("--sonnet-prefix-len", type=int, default=200, help="sonnet: tokens that all prompts share (default: 200)")
-    add("--prefix-repetition-num-prefixes", type=int, default=10, help="beginnings (default: 10)")
-    add("--prefix-repetition-prefix-len", type=int, default=256, help="tokens of each beginning (default: 256)")
-    add("--prefix-repetition-suffix-len", type=int, default=256, help="tokens after it (default: 256)")
-    add("--prefix-repetition-output-len", type=int, default=128, help="tokens to generate (default: 128)")
-    add("--custom-output-len", type=int, default=256, help="custom: tokens to generate, -1: the file's (256)")
-
-
-_LENGTHS = (
-    "random_prefix_len",
-    "sonnet_prefix_len",
-    "prefix_repetition_num_prefixes",
-    "prefix_repetition_prefix_len",
-    "prefix_repetition_suffix_len",
-)
-_INPUT_LENGTHS = ("random_input_len", "sonnet_input_len")
-_OUTPUT_LENGTHS = (
-    "random_output_len",
-    "sharegpt_output_len",
-    "sonnet_output_len",
-    "prefix_repetition_output_len",
-    "custom_output_len",
-)
 
 
 def apply_general_lengths(args: argparse.Namespace) -> None:
@@ -351,12 +341,11 @@ def apply_general_lengths(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: a length is out of range.
     """
-    for value, names in ((args.input_len, _INPUT_LENGTHS), (args.output_len, _OUTPUT_LENGTHS)):
-        for name in names if value is not None else ():
-            setattr(args, name, value)
-    zero_allowed = ("random_prefix_len", "prefix_repetition_prefix_len", "sonnet_prefix_len")
-    for name in (*_LENGTHS, *_INPUT_LENGTHS, *_OUTPUT_LENGTHS):
-        value, lowest = getattr(args, name), 0 if name in zero_allowed else 1
+    for name, (_, lowest, _) in _LENGTHS.items():
+        for general in ("input_len", "output_len"):
+            if name.endswith(f"_{general}") and getattr(args, general) is not None:
+                setattr(args, name, getattr(args, general))
+        value = getattr(args, name)
         is_of_file = name == "custom_output_len" and value == -1
         if value is not None and value < lowest and not is_of_file:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {lowest}, got {value}.")

@@ -11,7 +11,7 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class HttpError(Exception):
@@ -28,23 +28,11 @@ class HttpError(Exception):
         self.body = body
 
 
-class Connection:
-    """One connection, which is used for one request at a time."""
+class Connection(NamedTuple):
+    """The streams of a connection, which is used for one request at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    @classmethod
-    async def open(cls, url: urllib.parse.SplitResult, verify: bool) -> Connection:
-        context = None
-        if url.scheme == "https":
-            context = ssl.create_default_context() if verify else ssl._create_unverified_context()
-        port = url.port or (443 if context else 80)
-        return cls(*await asyncio.open_connection(url.hostname, port, ssl=context, limit=2**24))
-
-    def close(self) -> None:
-        self.writer.close()
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
 
 class HttpClient:
@@ -103,27 +91,32 @@ class HttpClient:
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().close()
+            self._idle.pop().writer.close()
 
-    def _take_idle(self) -> Connection | None:
-        """An idle connection that the server has not closed, as servers do after some seconds."""
+    async def _connect(self) -> Connection:
+        """An idle connection that the server has not closed, as servers do after some seconds, or a new one."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.reader.at_eof():
                 return connection
-            connection.close()
-        return None
+            connection.writer.close()
+        context = None
+        if self._url.scheme == "https":
+            context = ssl.create_default_context() if self._verify else ssl._create_unverified_context()
+        port = self._url.port or (443 if context else 80)
+        return Connection(*await asyncio.open_connection(self._url.hostname, port, ssl=context, limit=2**24))
 
     async def _request(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[tuple[float, bytes]]:
-        connection = self._take_idle() or await Connection.open(self._url, self._verify)
+        connection = await self._connect()
+        reader, writer = connection
         finished = False
         try:
             lines = f"{self._head}{_header_lines(headers or {})}Content-Length: {len(body)}\r\n\r\n"
-            connection.writer.write(f"{method} {self._url.path}{path} HTTP/1.1\r\n{lines}".encode() + body)
-            status, answered = await _read_head(connection.reader)
-            chunks = _read_body(connection.reader, answered)
+            writer.write(f"{method} {self._url.path}{path} HTTP/1.1\r\n{lines}".encode() + body)
+            status, answered = await _read_head(reader)
+            chunks = _read_body(reader, answered)
             if status != 200:
                 text = b"".join([data async for _, data in chunks]).decode(errors="replace")
                 raise HttpError(status, text)
@@ -134,7 +127,7 @@ class HttpClient:
             if finished:
                 self._idle.append(connection)
             else:
-                connection.close()
+                writer.close()
 
 
 def _header_lines(headers: Mapping[str, str]) -> str:

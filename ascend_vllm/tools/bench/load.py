@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ascend_vllm import envs
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.errors import AscendVllmError
-from ascend_vllm.tools.bench.arrivals import RateChanges, send_times
+from ascend_vllm.tools.bench.arrivals import RateEvent, note_rate, send_times
 from ascend_vllm.tools.bench.backends import BACKENDS
 from ascend_vllm.tools.bench.datasets import SampleRequest
 from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
@@ -66,14 +66,14 @@ class Run:
     Attributes:
         outcomes: of the requests, in order.
         duration_s: from the first request to the last answer.
-        rate_changes: recorded if the rate grows.
+        rate_events: when a growing rate reached the next whole number; empty if it does not grow.
         probe_latencies_s: of the successful probes.
         probes_failed: number of failed probes.
     """
 
     outcomes: list[Outcome]
     duration_s: float
-    rate_changes: RateChanges
+    rate_events: list[RateEvent]
     probe_latencies_s: list[float]
     probes_failed: int
 
@@ -103,7 +103,7 @@ class LoadGenerator:
         gate = asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else contextlib.nullcontext()
         bodies = self._bodies(requests)
         times, rates = send_times(args, len(requests), args.seed)
-        changes = RateChanges()
+        events: list[RateEvent] = []
         sent: list[asyncio.Task[tuple[Outcome, list[tuple[float, bytes]]]]] = []
         bar = tqdm(total=len(requests), disable=args.disable_tqdm, file=sys.stderr)
         async with self._probes() as (latencies_s, failures):
@@ -113,7 +113,7 @@ class LoadGenerator:
                     if (wait := start + times[number] - time.perf_counter()) > 0:
                         await asyncio.sleep(wait)
                     if args.ramp_up_strategy is not None:
-                        changes.note(rates[number])
+                        note_rate(events, rates[number])
                     task = asyncio.create_task(self._send(gate, request, body, f"{args.request_id_prefix}{number}"))
                     task.add_done_callback(lambda _: bar.update())
                     sent.append(task)
@@ -121,7 +121,7 @@ class LoadGenerator:
             duration_s = time.perf_counter() - start
         for (outcome, chunks), request in zip(answers, requests, strict=True):
             self._read(outcome, chunks, request)
-        return Run([outcome for outcome, _ in answers], duration_s, changes, latencies_s, len(failures))
+        return Run([outcome for outcome, _ in answers], duration_s, events, latencies_s, len(failures))
 
     async def one(self, request: SampleRequest) -> Outcome:
         """Sends a request that is not measured."""

@@ -241,8 +241,8 @@ def _report(args: argparse.Namespace, run: Run, model_id: str, tokenizer_id: str
     )
     if args.probe_request_rate > 0:
         result |= probe_figures(run.probe_latencies_s, run.probes_failed)
-    if run.rate_changes.events:
-        result["rps_change_events"] = run.rate_changes.events
+    if run.rate_events:
+        result["rps_change_events"] = run.rate_events
     errors = [outcome.error for outcome in run.outcomes if outcome.error][:_MAX_ERRORS_SHOWN]
     lines = [f"Error {number}: {error}" for number, error in enumerate(errors)]
     return result, lines + list(table(result, metrics, percentiles, args.request_rate))
