@@ -176,17 +176,14 @@ class LLM(PoolingMethods):
 
         Args:
             messages: a conversation (a list of {"role", "content"}) or a list of conversations.
-            sampling_params: for all conversations, or one for each; None: the model's defaults.
-            use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, mm_processor_kwargs, tokenization_kwargs: not supported in this version.
             chat_template: a template's text for this call.
             add_generation_prompt: begin a new message.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions the model may call.
             chat_template_content_format: "auto", "string" or "openai".
             chat_template_kwargs: further variables of the template.
-            priority: one for each conversation, lower is served first; other than 0 only under
-                scheduling_policy="priority".
+            sampling_params, use_tqdm, priority, lora_request, mm_processor_kwargs, tokenization_kwargs: as for
+                `generate`.
 
         Returns:
             One output per conversation.
@@ -246,8 +243,7 @@ class LLM(PoolingMethods):
         Args:
             prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             params: width and length of the search.
-            lora_request: not supported in this version.
-            use_tqdm: show a progress bar, or a callable that makes one.
+            lora_request, use_tqdm: as for `generate`.
             concurrency_limit: most prompts that are searched at once; None: as many as fit.
 
         Returns:

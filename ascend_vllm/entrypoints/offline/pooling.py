@@ -62,10 +62,8 @@ class PoolingMethods(EngineControls):
         Args:
             prompts: a prompt or a list of prompts: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
             pooling_params: for all prompts, or one for each; None: the model's defaults.
-            prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
-            use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, prompt_adapter_request, tokenization_kwargs: not supported in this version.
             pooling_task: the task; None: the one that the engine serves.
+            prompt_token_ids, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs: as for `generate`.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -148,9 +146,9 @@ class PoolingMethods(EngineControls):
         Args:
             data_1: one text, or as many as in `data_2`.
             data_2: one text or several.
-            use_tqdm: show a progress bar, or a callable that makes one.
             pooling_params: for all texts.
-            lora_request, tokenization_kwargs, chat_template: not supported in this version.
+            use_tqdm, lora_request, tokenization_kwargs: as for `generate`.
+            chat_template: not supported in this version.
 
         Returns:
             One output per pair.
