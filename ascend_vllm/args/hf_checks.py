@@ -182,7 +182,7 @@ _ROPE: Mapping[str, _Kind] = {
     "attention_factor": _FACTOR,
     "truncate": _SWITCH,
 }
-_GENERATION: Mapping[str, _Kind] = {
+GENERATION: Mapping[str, _Kind] = {
     "temperature": _number(0) | _NULL,
     "top_p": _number(0, 1, above=True) | _NULL,
     "top_k": _whole(-1, _MAX_INT) | _NULL,
@@ -193,8 +193,12 @@ _GENERATION: Mapping[str, _Kind] = {
 }
 
 
-def _check(where: object, values: Mapping[str, Any], kinds: Mapping[str, _Kind], prefix: str = "") -> None:
-    """Raises for the first field with an invalid value."""
+def check_fields(where: object, values: Mapping[str, Any], kinds: Mapping[str, _Kind], prefix: str = "") -> None:
+    """Checks the fields of a file, with overrides applied, by a table.
+
+    Raises:
+        ModelLoadError: names the file, `where`, and the first field with an invalid value.
+    """
     for name, kind in kinds.items():
         if name in values and not kind.test(values[name]):
             raise ModelLoadError(
@@ -208,9 +212,9 @@ def check_rope_spellings(path: pathlib.Path, config: Mapping[str, Any]) -> None:
     Raises:
         ModelLoadError: names the file and the field.
     """
-    _check(path, config, _ROPE_SPELLINGS)
+    check_fields(path, config, _ROPE_SPELLINGS)
     for name in ("rope_parameters", "rope_scaling"):
-        _check(path, config.get(name) or {}, {"rope_theta": _ROPE_SPELLINGS["rope_theta"]}, f"{name}.")
+        check_fields(path, config.get(name) or {}, {"rope_theta": _ROPE_SPELLINGS["rope_theta"]}, f"{name}.")
 
 
 def check_hf_config(path: pathlib.Path, config: Mapping[str, Any], *, is_known: bool) -> None:
@@ -230,30 +234,21 @@ def check_hf_config(path: pathlib.Path, config: Mapping[str, Any], *, is_known: 
             f"{path}: 'architectures' must name the model's class, for example [\"Qwen2ForCausalLM\"]"
         )
     required = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"))
-    _check(path, required | dict(config), _COMMON)
+    check_fields(path, required | dict(config), _COMMON)
     if is_known:
-        _check(path, config, _OF_FAMILIES)
+        check_fields(path, config, _OF_FAMILIES)
         kinds, count = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is not None and len(kinds) < count:
             raise ModelLoadError(f"{path}: 'layer_types' names {len(kinds)} layers of {count}")
     rope = config.get("rope_parameters")
     if rope:
-        _check(path, rope, _ROPE, "rope_parameters.")
+        check_fields(path, rope, _ROPE, "rope_parameters.")
         # the range in which the scaling of frequencies changes; the layer reports missing values
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         if low is not None and high is not None and high <= low:
             raise ModelLoadError(
                 f"{path}: 'rope_parameters.high_freq_factor' ({high}) must be above low_freq_factor ({low})"
             )
-
-
-def check_generation_config(where: object, values: Mapping[str, Any]) -> None:
-    """Check the fields of generation_config.json, with overrides applied.
-
-    Raises:
-        ModelLoadError: names the file and the field.
-    """
-    _check(where, values, _GENERATION)
 
 
 def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascend_vllm import envs
-from ascend_vllm.args.hf_checks import check_generation_config, check_hf_config, check_rope_spellings
+from ascend_vllm.args.hf_checks import GENERATION, check_fields, check_hf_config, check_rope_spellings
 from ascend_vllm.config.hf_defaults import DEFAULTS, WITHOUT_ROPE
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, one_line, read_json, shown
@@ -206,7 +206,7 @@ def read_generation_config(source: str, model_directory: str, overrides: Mapping
         values = {name: values[name] for name in _GENERATION_IDS if name in values}
     kept = {name: value for name, value in values.items() if name not in _GENERATION_META}
     kept |= dict(overrides or {})
-    check_generation_config(f"{path} or --override-generation-config" if overrides else path, kept)
+    check_fields(f"{path} or --override-generation-config" if overrides else path, kept, GENERATION)
     return kept
 
 

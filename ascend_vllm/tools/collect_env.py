@@ -48,13 +48,6 @@ def collect() -> dict[str, str]:
     return facts
 
 
-def describe() -> str:
-    """The facts as text, one per line."""
-    facts = collect()
-    width = max(map(len, facts))
-    return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
-
-
 def _cpu() -> tuple[set[str], str]:
     """Name and feature flags of the processor, as far as the system reports them."""
     try:
@@ -89,5 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:  # noqa: ARG001 - every command gets its namespace
-    print(describe())
+    facts = collect()
+    width = max(map(len, facts))
+    print("\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items()))
     return 0

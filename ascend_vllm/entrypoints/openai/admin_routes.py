@@ -28,7 +28,11 @@ _CONFIG_FORMATS = ("text", "json")
 
 def add_development_routes(app: FastAPI, engine: AsyncLLM) -> None:
     """Adds the routes of development mode."""
-    _add_cache_routes(app, engine)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return json_response({"success": await engine.reset_prefix_cache()})
+
     _add_pausing_routes(app, engine)
     _add_sleeping_routes(app, engine)
     _add_inspection_routes(app, engine)
@@ -46,12 +50,6 @@ def add_profiling_routes(app: FastAPI, engine: AsyncLLM) -> None:
     async def stop_profile() -> Response:
         await engine.stop_profile()
         return Response(status_code=200)
-
-
-def _add_cache_routes(app: FastAPI, engine: AsyncLLM) -> None:
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        return json_response({"success": await engine.reset_prefix_cache()})
 
 
 def _add_pausing_routes(app: FastAPI, engine: AsyncLLM) -> None:
