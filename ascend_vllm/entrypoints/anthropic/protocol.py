@@ -1,4 +1,4 @@
-"""Requests and answers of POST /v1/messages and /v1/messages/count_tokens.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens.
 
 A request is checked here in Anthropic's form and becomes a chat request, which everything else works on. The names
 are those of Anthropic's Messages API.
@@ -260,31 +260,6 @@ def _parts_of(blocks: list[ContentBlock]) -> list[dict[str, Any]]:
     if wrong:
         raise RequestError(f"A tool's result cannot hold a block of type {wrong[0]}.", param="messages")
     return [block.as_part() for block in blocks]
-
-
-# ---- answers -------------------------------------------------------------------------------------------------
-
-
-class MessageUsage(msgspec.Struct, omit_defaults=True):
-    """Tokens of a message; with --enable-prompt-tokens-details cached ones are counted separately."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    cache_read_input_tokens: int | msgspec.UnsetType = msgspec.UNSET
-
-
-class MessageResponse(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/messages, also sent in the first event of a stream."""
-
-    id: str
-    type: str = "message"
-    role: str = "assistant"
-    content: list[dict[str, Any]]
-    model: str
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    usage: MessageUsage
 
 
 def error_of(body: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from starlette.responses import Response
 
 from ascend_vllm.entrypoints.anthropic.protocol import (
     CountTokensRequest,
-    MessageResponse,
     MessagesRequest,
-    MessageUsage,
     error_of,
 )
 from ascend_vllm.entrypoints.http.errors import json_response, to_http_error
@@ -109,17 +107,26 @@ class _Answer:
         self._writer = _BlockWriter()
         self.usage = UsageCounter(1, shows_cached=True)
 
-    def complete(self, generated: CompletionOutput) -> MessageResponse:
+    def complete(self, generated: CompletionOutput) -> dict[str, Any]:
         """The whole answer of a final output."""
         self.usage.completion_tokens[0] += len(generated.token_ids)
-        return MessageResponse(
-            id=self._id,
-            content=self._blocks(generated.text),
-            model=self._model,
-            stop_reason=self._stop_reason(generated),
-            stop_sequence=_stop_sequence(generated),
-            usage=self._message_usage(),
-        )
+        content = self._blocks(generated.text)
+        return self._message(content, self._stop_reason(generated), _stop_sequence(generated))
+
+    def _message(
+        self, content: list[dict[str, Any]], stop_reason: str | None = None, stop_sequence: str | None = None
+    ) -> dict[str, Any]:
+        """The whole answer, also sent in the first event of a stream."""
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self._model,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": self._message_usage(),
+        }
 
     def _blocks(self, text: str) -> list[dict[str, Any]]:
         parser = self._parser
@@ -141,15 +148,20 @@ class _Answer:
             return "stop_sequence"
         return "tool_use" if self._parser is not None and self._parser.has_called else "end_turn"
 
-    def _message_usage(self) -> MessageUsage:
-        """Tokens so far; as in Anthropic's API, input tokens do not include cached ones."""
+    def _message_usage(self) -> dict[str, int]:
+        """Tokens so far; with --enable-prompt-tokens-details cached ones are counted separately."""
         total = self.usage.total()
-        usage = MessageUsage(total.prompt_tokens, total.completion_tokens)
-        if self._shows_cached and total.prompt_tokens_details is not None:
-            usage.cache_creation_input_tokens = 0
-            usage.cache_read_input_tokens = total.prompt_tokens_details.cached_tokens
-            usage.input_tokens -= usage.cache_read_input_tokens
-        return usage
+        num_input, num_output = total.prompt_tokens, total.completion_tokens
+        if not self._shows_cached or total.prompt_tokens_details is None:
+            return {"input_tokens": num_input, "output_tokens": num_output}
+        num_cached = total.prompt_tokens_details.cached_tokens
+        return {
+            # as in Anthropic's API, without the cached ones
+            "input_tokens": num_input - num_cached,
+            "output_tokens": num_output,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+        }
 
     def encode(self, _prompt_index: int, output: RequestOutput) -> bytes:
         """The events of the next output; none while a parser holds back text. See `ServingBase.generate_stream`."""
@@ -179,8 +191,7 @@ class _Answer:
             yield _event("error", error_of(to_http_error(error).body))
 
     def _start_event(self) -> bytes:
-        message = MessageResponse(id=self._id, content=[], model=self._model, usage=self._message_usage())
-        return _event("message_start", {"type": "message_start", "message": message})
+        return _event("message_start", {"type": "message_start", "message": self._message([])})
 
     def _end_events(self, generated: CompletionOutput) -> bytes:
         delta = {"stop_reason": self._stop_reason(generated), "stop_sequence": _stop_sequence(generated)}
