@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
-from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.offline.arguments import refuse, refuse_lora
-from ascend_vllm.entrypoints.templates.chat_template import render_chat
 from ascend_vllm.errors import RequestError
 
 Prompts = PromptType | list[int] | Sequence[PromptType | list[int]]
@@ -54,27 +52,6 @@ def _pair_texts_and_ids(
     if len(texts) != len(ids):
         raise RequestError("The lengths of prompts and prompt_token_ids must be the same.", "prompt_token_ids")
     return [TokensPrompt(prompt=text, prompt_token_ids=one) for text, one in zip(texts, ids, strict=True)]
-
-
-def render_conversations(
-    tokenizer: Tokenizer, messages: Messages | Sequence[Messages], **options: Any
-) -> list[PromptType]:
-    """Prompts that the chat template makes of one conversation or of each of a list.
-
-    Args:
-        tokenizer: the model's.
-        messages: a list of {"role", "content"}, or a list of such lists.
-        options: further arguments of `render_chat`.
-
-    Raises:
-        RequestError: messages or an option are wrong.
-    """
-    is_one = not messages or isinstance(messages[0], Mapping)
-    conversations: Sequence[Any] = [messages] if is_one else messages
-    texts = [render_chat(tokenizer, conversation, **options) for conversation in conversations]
-    return [
-        TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False)) for text in texts
-    ]
 
 
 def _as_list(prompts: Any) -> list[Any]:

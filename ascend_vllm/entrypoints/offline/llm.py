@@ -23,10 +23,10 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.entrypoints.offline.arguments import refuse_lora, without_defaults
 from ascend_vllm.entrypoints.offline.guided_options import with_guided_options
-from ascend_vllm.entrypoints.offline.inputs import Messages, Prompts, collect_prompts, render_conversations
+from ascend_vllm.entrypoints.offline.inputs import Messages, Prompts, collect_prompts
 from ascend_vllm.entrypoints.offline.pooling import PoolingMethods
 from ascend_vllm.entrypoints.offline.progress import Progress, UseTqdm
-from ascend_vllm.entrypoints.templates.chat_template import ContentFormat, load_chat_template
+from ascend_vllm.entrypoints.templates.chat_template import ContentFormat, load_chat_template, render_chat
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
@@ -353,9 +353,15 @@ class LLM(PoolingMethods):
         self._finalizer()
 
     def _render(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
-        """The prompts of conversations."""
-        name = self.llm_engine.config.model.served_model_names[0]
-        return render_conversations(self._need_tokenizer(), messages, model_name=name, **options)
+        """The prompts that the chat template makes of one conversation, or of each of a list; see `render_chat`."""
+        tokenizer, name = self._need_tokenizer(), self.llm_engine.config.model.served_model_names[0]
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        texts = [render_chat(tokenizer, conversation, model_name=name, **options) for conversation in conversations]
+        return [
+            TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False))
+            for text in texts
+        ]
 
     def _check_beams(self, params: Sequence[SamplingParams | PoolingParams]) -> None:
         """Refuses searches that could never run, before anything does."""
