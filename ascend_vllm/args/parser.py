@@ -337,20 +337,17 @@ def expand_config_file(args: Sequence[str], flags: Sequence[Flag]) -> list[str]:
 
 def _take_config_path(args: Sequence[str]) -> tuple[list[str], str | None]:
     """The words without --config, and its value."""
-    words, paths = list(args), []
-    index = 0
-    while index < len(words):
-        word = words[index]
+    words, paths, rest = [], [], iter(args)
+    for word in rest:
         if word.startswith("--config="):
             paths.append(word.removeprefix("--config="))
-            del words[index]
         elif word == "--config":
-            if index + 1 == len(words):
+            path = next(rest, None)
+            if path is None:
                 raise ConfigError("--config needs the path of a YAML file.")
-            paths.append(words[index + 1])
-            del words[index : index + 2]
+            paths.append(path)
         else:
-            index += 1
+            words.append(word)
     if len(paths) > 1:
         raise ConfigError("No more than one --config can be given.")
     return words, paths[0] if paths else None

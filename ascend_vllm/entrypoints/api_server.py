@@ -35,12 +35,8 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return EngineArgs.add_cli_args(parser)
 
 
-def run_server(args: argparse.Namespace) -> int:
-    """Serve until a signal stops the process or the engine dies; returns the exit code."""
-    return launcher.exit_code_of(lambda: _run_server(args))
-
-
 def _run_server(args: argparse.Namespace) -> int:
+    """Serves until a signal stops the process or the engine dies; returns the exit code."""
     server_args = GenerateServerArgs(**fields_from_namespace(GenerateServerArgs, args))
     engine_args = EngineArgs.from_cli_args(args)
 
@@ -64,7 +60,8 @@ def _run_server(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    sys.exit(run_server(make_parser().parse_args()))
+    args = make_parser().parse_args()
+    sys.exit(launcher.exit_code_of(lambda: _run_server(args)))
 
 
 if __name__ == "__main__":
