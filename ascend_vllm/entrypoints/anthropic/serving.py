@@ -44,11 +44,7 @@ def error_response(error: BaseException) -> Response:
 
 
 class ServingMessages:
-    """Answers requests for messages.
-
-    Args:
-        chat: serves the chat requests.
-    """
+    """Answers requests for messages as chat requests."""
 
     def __init__(self, chat: ServingChat) -> None:
         self._chat = chat

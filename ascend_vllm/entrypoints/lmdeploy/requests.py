@@ -16,9 +16,6 @@ from ascend_vllm.sampling_params import SamplingParams
 class SharedRequests:
     """Requests of several callers on one engine.
 
-    Args:
-        engine: shared by the callers.
-
     Attributes:
         numbers: of the prompts.
     """
@@ -39,11 +36,7 @@ class SharedRequests:
 
 
 class Inbox:
-    """The requests of one call; a context manager that aborts unfinished ones at its end.
-
-    Args:
-        requests: of all calls.
-    """
+    """The requests of one call; a context manager that aborts unfinished ones at its end."""
 
     def __init__(self, requests: SharedRequests) -> None:
         self._requests = requests

@@ -35,10 +35,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def run_server(args: argparse.Namespace) -> int:
-    """Serve until SIGINT, SIGTERM or the engine's death.
-
-    Args:
-        args: parsed by `make_parser`.
+    """Serves until SIGINT, SIGTERM or the engine's death.
 
     Returns:
         The process's exit code: 0 after SIGINT or SIGTERM, 2 for a wrong flag, 1 for anything else.

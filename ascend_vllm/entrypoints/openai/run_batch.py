@@ -189,14 +189,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers a file of requests.
-
-    Args:
-        args: parsed with the flags of `add_arguments`.
-
-    Returns:
-        The process's exit code: 0, 2 for a wrong flag or input, 1 if the engine fails.
-    """
+    """Answers a file of requests; returns the exit code: 0, 2 for a wrong flag or input, 1 if the engine fails."""
     return launcher.exit_code_of(lambda: asyncio.run(_run(args)))
 
 

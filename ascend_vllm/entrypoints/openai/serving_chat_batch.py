@@ -43,11 +43,7 @@ class ChatBatchRequest(ApiRequest):
 
 
 class ServingChatBatch:
-    """Answers batches.
-
-    Args:
-        chat: answers the conversations.
-    """
+    """Answers batches as chat requests."""
 
     def __init__(self, chat: ServingChat) -> None:
         self._chat = chat

@@ -62,13 +62,7 @@ class UnsupportedApiError(RequestError):
 
 
 class ServingPooling(ServingBase):
-    """Answers pooling requests.
-
-    Args:
-        engine: of a pooling model.
-        settings: flags that shape answers.
-        pooler: configuration of the model's pooler.
-    """
+    """Answers pooling requests."""
 
     def __init__(self, engine: AsyncLLM, settings: ServingSettings, pooler: PoolerConfig) -> None:
         super().__init__(engine, settings)

@@ -37,12 +37,7 @@ class ToolCallCounts:
 
 
 class ToolCallCollector(Collector):
-    """Exports `ToolCallCounts` to Prometheus.
-
-    Args:
-        counts: to export.
-        model_name: label of all samples.
-    """
+    """Exports `ToolCallCounts` to Prometheus, all with the label `model_name`."""
 
     def __init__(self, counts: ToolCallCounts, model_name: str) -> None:
         self._counts = counts

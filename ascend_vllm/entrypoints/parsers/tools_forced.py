@@ -28,12 +28,7 @@ class RequiredToolParser(JsonToolParser):
 
 
 class NamedToolParser(ToolParser):
-    """Parses the arguments of one function.
-
-    Args:
-        tools: the request's tools.
-        name: the function's name.
-    """
+    """Parses the arguments of the function of this name."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], name: str) -> None:
         super().__init__(tools)
