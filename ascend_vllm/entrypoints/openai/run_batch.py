@@ -59,23 +59,6 @@ class BatchRequest(msgspec.Struct):
     body: dict[str, Any]
 
 
-class BatchResponse(msgspec.Struct):
-    """The response's status and body; no body if it is an error."""
-
-    status_code: int
-    request_id: str
-    body: Any = None
-
-
-class BatchOutput(msgspec.Struct):
-    """A line of the output."""
-
-    id: str
-    custom_id: str
-    response: BatchResponse | None
-    error: Any = None
-
-
 def read_requests(path: pathlib.Path) -> list[BatchRequest]:
     """Reads the requests of a file; empty lines are skipped.
 
@@ -141,32 +124,29 @@ async def post(app: FastAPI, url: str, body: bytes) -> tuple[int, bytes]:
     return status, b"".join(chunks)
 
 
-async def answer(app: FastAPI, request: BatchRequest) -> BatchOutput:
-    """The output of one request."""
-    output = BatchOutput(f"vllm-{secrets.token_hex(16)}", request.custom_id, None)
-    request_id = f"vllm-batch-{secrets.token_hex(16)}"
+async def answer(app: FastAPI, request: BatchRequest) -> dict[str, Any]:
+    """The line of the output for a request."""
+    response: dict[str, Any] = {"status_code": 400, "request_id": f"vllm-batch-{secrets.token_hex(16)}", "body": None}
+    output = {"id": f"vllm-{secrets.token_hex(16)}", "custom_id": request.custom_id, "response": response}
     if request.url not in URLS:
-        output.response = BatchResponse(400, request_id)
-        output.error = f"Only {', '.join(URLS[:-1])} and {URLS[-1]} are supported in the batch endpoint."
-        return output
+        error = f"Only {', '.join(URLS[:-1])} and {URLS[-1]} are supported in the batch endpoint."
+        return output | {"error": error}
     if request.body.get("stream"):
-        output.error = "Request must not be sent in stream mode"
-        return output
-    status, body = await post(app, request.url, msgspec.json.encode(request.body))
+        return output | {"response": None, "error": "Request must not be sent in stream mode"}
+    response["status_code"], body = await post(app, request.url, msgspec.json.encode(request.body))
     decoded = json.loads(body)
-    if status == 200:
-        output.response = BatchResponse(status, request_id, decoded)
-    else:
-        output.response, output.error = BatchResponse(status, request_id), decoded
-    return output
+    if response["status_code"] != 200:
+        return output | {"error": decoded}
+    response["body"] = decoded
+    return output | {"error": None}
 
 
-async def answer_all(app: FastAPI, requests: Sequence[BatchRequest]) -> list[BatchOutput]:
+async def answer_all(app: FastAPI, requests: Sequence[BatchRequest]) -> list[dict[str, Any]]:
     """The outputs of all requests in order; shows a progress bar."""
     room = asyncio.Semaphore(_MAX_OPEN)
     with tqdm.tqdm(total=len(requests), desc="Running batch", dynamic_ncols=True) as bar:
 
-        async def one(request: BatchRequest) -> BatchOutput:
+        async def one(request: BatchRequest) -> dict[str, Any]:
             async with room:
                 output = await answer(app, request)
             bar.update(1)
