@@ -92,7 +92,11 @@ class EngineArgs(EngineFlags):
         if device == "npu" and (reason := npu_unusable_reason()):
             raise ConfigError(reason)
         facts = device_facts(device)
-        limits.check_device(self.dtype, facts)
+        if facts.refusal is not None:
+            if self.dtype != "auto":
+                # an invalid one is reported first
+                limits.resolve_dtype(self.dtype, None, facts)
+            raise ConfigError(facts.refusal)
         block_size = checks.check_block_size(self.block_size, facts)
         max_model_len = _as_length(self.max_model_len)
         checks.check_length("--max-model-len", max_model_len, auto_allowed=True)

@@ -27,23 +27,6 @@ _SCORED_LOGITS = 1 << 23
 _MIN_SCORED_TOKENS = 16
 
 
-def check_device(dtype: str, facts: DeviceFacts) -> None:
-    """Refuses unsupported devices before a model is downloaded or read.
-
-    Args:
-        dtype: value of --dtype; if it is invalid, that is reported instead.
-        facts: of the device.
-
-    Raises:
-        ConfigError: the device, or the dtype on it, is not supported.
-    """
-    if facts.refusal is None:
-        return
-    if dtype != "auto":
-        resolve_dtype(dtype, None, facts)
-    raise ConfigError(facts.refusal)
-
-
 def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str:
     """The dtype of weights and activations.
 
