@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ascend_vllm.entrypoints.http.request_ids import ChosenId
 from ascend_vllm.entrypoints.http.validation import validated
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
 from ascend_vllm.entrypoints.openai.protocol_common import INT64_MAX, INT64_MIN, ApiRequest, unsupported_fields
+from ascend_vllm.entrypoints.openai.structured_fields import OpenModel
 from ascend_vllm.errors import RequestError
 from ascend_vllm.refusals import Refusal
 from ascend_vllm.sampling_params import SamplingParams
@@ -33,19 +34,15 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 _OTHER_IN_CHAT = {"chat_template_kwargs", "request_id", "stream_options", "tool_choice", "tools", "top_logprobs"}
 
 
-class Reasoning(BaseModel):
+class Reasoning(OpenModel):
     """`reasoning`: the effort of reasoning, a variable of the chat template."""
-
-    model_config = ConfigDict(extra="allow")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
 
 
-class TextFormat(BaseModel):
+class TextFormat(OpenModel):
     """`text.format`: a constraint on the text."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -68,10 +65,8 @@ class TextFormat(BaseModel):
         return {"type": "json_schema", "json_schema": schema}
 
 
-class TextConfig(BaseModel):
+class TextConfig(OpenModel):
     """`text`: format and, without effect, verbosity."""
-
-    model_config = ConfigDict(extra="allow")
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

@@ -24,10 +24,14 @@ _GUIDED = {
 }
 
 
-class StructuredOutputs(BaseModel):
-    """`structured_outputs` of a request; see `StructuredOutputsParams`."""
+class OpenModel(BaseModel):
+    """A part of a request with further fields, which are kept apart (`model_extra`)."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class StructuredOutputs(OpenModel):
+    """`structured_outputs` of a request; see `StructuredOutputsParams`."""
 
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
     regex: str | None = None
@@ -41,10 +45,8 @@ class StructuredOutputs(BaseModel):
     backend: str | None = None
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(OpenModel):
     """`json_schema` of a `response_format`."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     description: str | None = None
@@ -52,19 +54,15 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(OpenModel):
     """`response_format`: text, any JSON object, or JSON of a schema."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuralTagFormat(BaseModel):
+class StructuralTagFormat(OpenModel):
     """`response_format` with schemas that apply between a begin and an end tag."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["structural_tag"]
 
