@@ -216,25 +216,14 @@ def _structural_tags() -> list[bytes]:
 # ---- many sequences, much text, many ids -------------------------------------------------------------------------
 
 
-def _one_word() -> list[bytes]:
-    return [post("/tokenize", {"model": MODEL, "prompt": "ab" * 2_000_000})]
+def _tokenize(prompt: str, **fields: Any) -> list[bytes]:
+    return [post("/tokenize", {"model": MODEL, "prompt": prompt, **fields})]
 
 
-def _many_words() -> list[bytes]:
-    return [post("/tokenize", {"model": MODEL, "prompt": "some word " * 400_000, "return_token_strs": True})]
-
-
-def _long_prompts(**fields: Any) -> Make:
-    def make() -> list[bytes]:
-        text = "some word " * 400_000
-        said = {"role": "user", "content": text}
-        return [
-            completion(prompt=text, **fields),
-            completion(prompt="ab" * 2_000_000, **fields),
-            chat(said, **fields),
-        ]
-
-    return make
+def _long_prompts(**fields: Any) -> list[bytes]:
+    text = "some word " * 400_000
+    said = {"role": "user", "content": text}
+    return [completion(prompt=text, **fields), completion(prompt="ab" * 2_000_000, **fields), chat(said, **fields)]
 
 
 def _bad_ids() -> list[bytes]:
@@ -332,11 +321,6 @@ def _response_chains() -> list[bytes]:
     return found
 
 
-def _background_responses() -> list[bytes]:
-    fields = {"background": True, "stream": True, "max_output_tokens": 3000, "ignore_eos": True}
-    return [response(**fields)]
-
-
 # ---- pooling -----------------------------------------------------------------------------------------------------
 
 
@@ -431,10 +415,10 @@ ATTACKS = (
     Attack(
         "n-1024", lambda: [completion(n=1024, max_tokens=16), chat(n=1024, stream=True, max_tokens=16)], clients=2
     ),
-    Attack("tokenize-words", _many_words),
-    Attack("tokenize-one-word", _one_word),
-    Attack("prompt-4mb", _long_prompts()),
-    Attack("prompt-4mb-cut", _long_prompts(truncate_prompt_tokens=64)),
+    Attack("tokenize-words", lambda: _tokenize("some word " * 400_000, return_token_strs=True)),
+    Attack("tokenize-one-word", lambda: _tokenize("ab" * 2_000_000)),
+    Attack("prompt-4mb", _long_prompts),
+    Attack("prompt-4mb-cut", lambda: _long_prompts(truncate_prompt_tokens=64)),
     Attack("prompts", _many_prompts),
     Attack("bad-ids", _bad_ids),
     Attack("good-ids", _good_ids),
@@ -456,7 +440,13 @@ ATTACKS = (
     Attack("echo-logprobs", lambda: [completion(prompt=[5] * 4000, echo=True, logprobs=20)], clients=2),
     Attack("large-responses", _large_responses),
     Attack("response-chains", _response_chains, clients=1),
-    Attack("background", _background_responses, clients=8, how="leave", leaves_work=True),
+    Attack(
+        "background",
+        lambda: [response(background=True, stream=True, max_output_tokens=3000, ignore_eos=True)],
+        clients=8,
+        how="leave",
+        leaves_work=True,
+    ),
     Attack(
         "abandoned",
         lambda: [completion(stream=True, max_tokens=2000, ignore_eos=True), completion(max_tokens=2000)],
