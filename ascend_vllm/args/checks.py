@@ -10,7 +10,6 @@ import psutil
 from ascend_vllm import envs
 from ascend_vllm.args import feature_checks, hf_checks
 from ascend_vllm.args.fields import Flag, Kind, flags_of
-from ascend_vllm.args.parser import AUTO_LENGTH
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
@@ -117,16 +116,6 @@ def check_flags(args: EngineFlags) -> None:
     if args.preemption_mode == "swap" and not args.swap_space:
         raise ConfigError("--preemption-mode swap needs --swap-space above 0.")
     hf_checks.check_flags(args)
-
-
-def check_length(name: str, value: int | None, *, auto_allowed: bool = False) -> None:
-    """Checks that the value of a flag of kind "length" is positive, or "auto" if allowed.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if value is not None and value < 1 and not (auto_allowed and value == AUTO_LENGTH):
-        raise ConfigError(f"{name} must be at least 1, got {value}.")
 
 
 def check_block_size(requested: int | None, facts: DeviceFacts) -> int:

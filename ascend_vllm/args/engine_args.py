@@ -98,8 +98,7 @@ class EngineArgs(EngineFlags):
                 limits.resolve_dtype(self.dtype, None, facts)
             raise ConfigError(facts.refusal)
         block_size = checks.check_block_size(self.block_size, facts)
-        max_model_len = _as_length(self.max_model_len)
-        checks.check_length("--max-model-len", max_model_len, auto_allowed=True)
+        max_model_len = self._length("max_model_len", auto_allowed=True)
 
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
         # the raw file is used only for checks and for the heads of pooling models; all else comes from `arch`
@@ -145,6 +144,22 @@ class EngineArgs(EngineFlags):
             longest = self.max_context_len_to_capture
         return msgspec.structs.replace(config, graphs=resolve_graph_config(config, longest))
 
+    def _length(self, field: str, *, auto_allowed: bool = False) -> int | None:
+        """The value of a flag of kind "length", which Python callers may write as "4k", too.
+
+        Raises:
+            ConfigError: it is neither positive nor "auto", if that is allowed.
+        """
+        value: int | str | None = getattr(self, field)
+        if isinstance(value, str):
+            try:
+                value = length(value)
+            except argparse.ArgumentTypeError as err:
+                raise ConfigError(str(err)) from err
+        if value is not None and value < 1 and not (auto_allowed and value == AUTO_LENGTH):
+            raise ConfigError(f"--{field.replace('_', '-')} must be at least 1, got {value}.")
+        return value
+
     def _served_names(self) -> tuple[str, ...]:
         names = self.served_model_name
         if isinstance(names, str):
@@ -188,12 +203,10 @@ class EngineArgs(EngineFlags):
         return LoadConfig(load_format=self.load_format, ignore_patterns=listed, use_tqdm=self.use_tqdm_on_load)
 
     def _cache_config(self, block_size: int, arch: ArchConfig) -> CacheConfig:
-        kv_cache_bytes = _as_length(self.kv_cache_memory_bytes)
-        checks.check_length("--kv-cache-memory-bytes", kv_cache_bytes)
         return CacheConfig(
             block_size=block_size,
             gpu_memory_utilization=self.gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_bytes,
+            kv_cache_memory_bytes=self._length("kv_cache_memory_bytes"),
             num_gpu_blocks_override=self.num_gpu_blocks_override,
             swap_space_gib=float(self.swap_space),
             cache_dtype=self.kv_cache_dtype,
@@ -203,10 +216,7 @@ class EngineArgs(EngineFlags):
 
     def _scheduler_config(self, arch: ArchConfig, longest: int, block_size: int) -> SchedulerConfig:
         chunked = limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, arch)
-        requested = _as_length(self.max_num_batched_tokens)
-        checks.check_length("--max-num-batched-tokens", requested)
-        queued_tokens = _as_length(self.max_num_queued_tokens)
-        checks.check_length("--max-num-queued-tokens", queued_tokens)
+        requested, queued_tokens = self._length("max_num_batched_tokens"), self._length("max_num_queued_tokens")
         budget = limits.resolve_max_num_batched_tokens(
             requested,
             chunked_prefill=chunked,
@@ -247,16 +257,6 @@ class EngineArgs(EngineFlags):
 
 # vLLM's name for the arguments of asynchronous engines
 AsyncEngineArgs = EngineArgs
-
-
-def _as_length(value: int | str | None) -> int | None:
-    """Parses lengths such as "4k" from Python callers, as the command line's parser does."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return length(value)
-    except argparse.ArgumentTypeError as err:
-        raise ConfigError(str(err)) from err
 
 
 def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str) -> int:
