@@ -31,6 +31,7 @@ _OLDEST_CANN_MAJOR = 8
 _DRIVER_FOR_GRAPHS = (25, 5, 1)
 _HCCL_EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
 _HCCL_SECONDS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
+_TOOLKITS = ("ascend-toolkit", "cann", "ascend-toolkit/latest", "latest")
 _DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
@@ -182,7 +183,8 @@ def _cards(machine: Machine) -> list[pathlib.Path]:
 
 def _cann(machine: Machine) -> Iterator[Finding]:
     toolkit = machine.toolkit
-    script = next((path for path in _scripts(machine.ascend) if path.exists()), None)
+    paths = [machine.ascend / name / "set_env.sh" for name in _TOOLKITS]
+    script = next((path for path in paths if path.exists()), None)
     source = f"source {script or 'set_env.sh of CANN'} in the shell that starts the server"
     if toolkit is None:
         advice = source if script else f"install CANN's toolkit and kernels below {machine.ascend}, then {source}"
@@ -203,11 +205,6 @@ def _cann(machine: Machine) -> Iterator[Finding]:
         yield Finding("CANN runtime", "problem", error, advice)
     else:
         yield Finding("CANN runtime", "ok", str(machine.library("libascendcl.so") or "loaded"))
-
-
-def _scripts(ascend: pathlib.Path) -> Iterator[pathlib.Path]:
-    for directory in ("ascend-toolkit", "cann", "ascend-toolkit/latest", "latest"):
-        yield ascend / directory / "set_env.sh"
 
 
 def _cann_version(toolkit: pathlib.Path) -> str | None:

@@ -40,17 +40,6 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument("command_line", nargs="+", metavar="COMMAND", help="what to run, after two dashes")
 
 
-def _variables(namespace: argparse.Namespace) -> dict[str, str]:
-    options = {
-        "ASCEND_SIM_DEVICES": namespace.devices,
-        "ASCEND_SIM_MEMORY": namespace.memory,
-        "ASCEND_SIM_SOC": namespace.soc,
-        "ASCEND_SIM_TRACE": namespace.trace and pathlib.Path(namespace.trace).resolve(),
-        "ASCEND_SIM_SYNC_TIMEOUT": namespace.sync_timeout,
-    }
-    return {name: str(value) for name, value in options.items() if value is not None}
-
-
 def run(namespace: argparse.Namespace) -> int:
     """Replaces this process by the command.
 
@@ -62,7 +51,15 @@ def run(namespace: argparse.Namespace) -> int:
     torch_npu = namespace.torch_npu.resolve()
     if not (torch_npu / "torch_npu").is_dir():
         raise ConfigError(f"--torch-npu {torch_npu} has no torch_npu in it; make npu installs it.")
-    envs.export(_variables(namespace), {"LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": torch_npu})
+    options = {
+        "ASCEND_SIM_DEVICES": namespace.devices,
+        "ASCEND_SIM_MEMORY": namespace.memory,
+        "ASCEND_SIM_SOC": namespace.soc,
+        "ASCEND_SIM_TRACE": namespace.trace and pathlib.Path(namespace.trace).resolve(),
+        "ASCEND_SIM_SYNC_TIMEOUT": namespace.sync_timeout,
+    }
+    variables = {name: str(value) for name, value in options.items() if value is not None}
+    envs.export(variables, {"LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": torch_npu})
     words = namespace.command_line
     try:
         os.execvp(words[0], words)

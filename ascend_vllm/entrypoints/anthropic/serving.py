@@ -164,7 +164,7 @@ class _Answer:
         events = []
         if not self.usage.started:
             self.usage.add(0, output)
-            events.append(self._start_event())
+            events.append(_event("message_start", {"type": "message_start", "message": self._message([])}))
         for generated in output.outputs:
             self.usage.completion_tokens[0] += len(generated.token_ids)
             finished = generated.finish_reason is not None
@@ -185,9 +185,6 @@ class _Answer:
                     yield data
         except Exception as error:
             yield _event("error", error_of(to_http_error(error).body))
-
-    def _start_event(self) -> bytes:
-        return _event("message_start", {"type": "message_start", "message": self._message([])})
 
     def _end_events(self, generated: CompletionOutput) -> bytes:
         delta = {"stop_reason": self._stop_reason(generated), "stop_sequence": _stop_sequence(generated)}

@@ -30,6 +30,8 @@ Includable = Literal[
 ]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
+# the keys that clients expect of every function
+_FUNCTION = {"name": None, "parameters": None, "strict": None, "type": "function", "description": None}
 # fields of a chat request with another meaning, or that are converted
 _OTHER_IN_CHAT = {"chat_template_kwargs", "request_id", "stream_options", "tool_choice", "tools", "top_logprobs"}
 
@@ -369,7 +371,7 @@ class ResponsesResponse(msgspec.Struct, kw_only=True):
             parallel_tool_calls=request.parallel_tool_calls is not False,
             temperature=params.temperature,
             tool_choice=_raw(request.effective_tool_choice, "tool_choice"),
-            tools=_raw([_shown_tool(tool) for tool in request.tools], "tools"),
+            tools=_raw([_FUNCTION | tool for tool in request.tools], "tools"),
             top_p=params.top_p,
             background=bool(request.background),
             max_output_tokens=params.max_tokens,
@@ -401,8 +403,3 @@ def encode_part(value: Any, field: str) -> bytes:
 
 def _raw(value: Any, field: str) -> msgspec.Raw:
     return msgspec.Raw(encode_part(value, field))
-
-
-def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with the keys that clients expect of every function."""
-    return {"name": None, "parameters": None, "strict": None, "type": "function", "description": None} | tool

@@ -101,7 +101,15 @@ class OutputItems:
             )
             return events
         self._logprobs.extend(logprobs)
-        shown = [_delta_logprob(entry) for entry in logprobs]
+        # in a delta event they have no `bytes`
+        shown = [
+            {
+                "token": entry.token,
+                "logprob": entry.logprob,
+                "top_logprobs": [{"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs],
+            }
+            for entry in logprobs
+        ]
         events.append(self._event(_TEXT_DELTA, content_index=0, delta=text, logprobs=shown))
         return events
 
@@ -160,9 +168,3 @@ def _item_id(prefix: str) -> str:
 
 def _text_part(text: str, logprobs: list[ChatTokenLogprob] | None) -> dict[str, Any]:
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
-
-
-def _delta_logprob(entry: ChatTokenLogprob) -> dict[str, Any]:
-    """A token's log-probabilities in a delta event, which has no `bytes`."""
-    top = [{"token": other.token, "logprob": other.logprob} for other in entry.top_logprobs]
-    return {"token": entry.token, "logprob": entry.logprob, "top_logprobs": top}
