@@ -11,7 +11,9 @@ Example::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import random
@@ -36,7 +38,7 @@ from ascend_vllm.entrypoints.lmdeploy.config import (
     Response,
     TurbomindEngineConfig,
 )
-from ascend_vllm.entrypoints.lmdeploy.requests import Inbox, SharedRequests
+from ascend_vllm.entrypoints.lmdeploy.requests import SharedRequests
 from ascend_vllm.entrypoints.lmdeploy.templates import ChatTemplateConfig, PromptTemplate, choose_template
 from ascend_vllm.entrypoints.offline.guided_options import from_response_format
 from ascend_vllm.errors import ConfigError, RequestError
@@ -148,6 +150,7 @@ class Pipeline:
             for id_ in self._words.find(word)
         ]
         self._requests = SharedRequests(engine)
+        self._numbers = itertools.count()
         self._finalizer = weakref.finalize(self, engine.shutdown)
 
     def __call__(
@@ -253,13 +256,10 @@ class Pipeline:
 
     def _run(self, jobs: list[_Job]) -> Iterator[Response]:
         """The engine's outputs, as they come."""
-        by_id: dict[str, _Job] = {}
-        with Inbox(self._requests) as inbox:
-            for job in jobs:
-                if not job.is_too_long:
-                    inbox.add(str(job.number), job.prompt, job.params)
-                    by_id[str(job.number)] = job
-            for output in inbox.outputs():
+        by_id = {str(job.number): job for job in jobs if not job.is_too_long}
+        requests = {request_id: (job.prompt, job.params) for request_id, job in by_id.items()}
+        with contextlib.closing(self._requests.run(requests)) as outputs:
+            for output in outputs:
                 yield by_id[output.request_id].make_response(output)
 
     def _make_jobs(
@@ -287,7 +287,7 @@ class Pipeline:
             jobs.append(
                 _Job(
                     index,
-                    next(self._requests.numbers),
+                    next(self._numbers),
                     self._make_prompt(prompt, do_preprocess),
                     params[id(config)].clone(seed=None if config.is_greedy else seed),
                     self.session_len,

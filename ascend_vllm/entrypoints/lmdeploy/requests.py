@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 
 from ascend_vllm.engine.input_processor import TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
@@ -14,73 +13,57 @@ from ascend_vllm.sampling_params import SamplingParams
 
 
 class SharedRequests:
-    """Requests of several callers on one engine.
-
-    Attributes:
-        numbers: of the prompts.
-    """
+    """Requests of several callers on one engine."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self.lock = threading.Lock()
+        self._engine = engine
+        self._lock = threading.Lock()
         # request id → where its outputs go
-        self.inboxes: dict[str, collections.deque[RequestOutput]] = {}
-        self.numbers = itertools.count()
+        self._inboxes: dict[str, collections.deque[RequestOutput]] = {}
 
-    def step(self) -> None:
+    def run(
+        self, requests: Mapping[str, tuple[TokensPrompt, SamplingParams]]
+    ) -> Generator[RequestOutput, None, None]:
+        """The outputs of new requests, by id, until all have finished; closing the generator aborts the others.
+
+        Raises:
+            RequestError: a request is wrong.
+            RuntimeError: the engine was shut down.
+        """
+        inbox: collections.deque[RequestOutput] = collections.deque()
+        open_ids: set[str] = set()
+        try:
+            for request_id, (prompt, params) in requests.items():
+                with self._lock:
+                    self._engine.add_request(request_id, prompt, params)
+                    self._inboxes[request_id] = inbox
+                    open_ids.add(request_id)
+            while open_ids:
+                with self._lock:
+                    if not inbox:
+                        self._step()
+                    arrived = list(inbox)
+                    inbox.clear()
+                    finished = {output.request_id for output in arrived if output.finished}
+                    open_ids -= finished
+                    self._forget(finished)
+                yield from arrived
+        finally:
+            with self._lock:
+                self._forget(open_ids)
+                # empty after a successful call; a closed pipeline has no engine to abort them in
+                if open_ids and self._engine.has_unfinished_requests():
+                    self._engine.abort_request(list(open_ids))
+
+    def _step(self) -> None:
         """Runs a step and distributes the outputs; the lock must be held."""
-        for output in self.engine.step():
-            inbox = self.inboxes.get(output.request_id)
+        if not self._engine.has_unfinished_requests():
+            raise RuntimeError("the pipeline was closed")
+        for output in self._engine.step():
+            inbox = self._inboxes.get(output.request_id)
             if inbox is not None:
                 inbox.append(output)
 
-
-class Inbox:
-    """The requests of one call; a context manager that aborts unfinished ones at its end."""
-
-    def __init__(self, requests: SharedRequests) -> None:
-        self._requests = requests
-        self._outputs: collections.deque[RequestOutput] = collections.deque()
-        self._open_ids: set[str] = set()
-
-    def __enter__(self) -> Inbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._requests.lock:
-            for request_id in self._open_ids:
-                self._requests.inboxes.pop(request_id, None)
-            # empty after a successful call; a closed pipeline has no engine to abort them in
-            if self._open_ids and self._requests.engine.has_unfinished_requests():
-                self._requests.engine.abort_request(list(self._open_ids))
-
-    def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams) -> None:
-        """Queues a request under a new id.
-
-        Raises:
-            RequestError: the request is wrong.
-        """
-        with self._requests.lock:
-            self._requests.engine.add_request(request_id, prompt, params)
-            self._requests.inboxes[request_id] = self._outputs
-            self._open_ids.add(request_id)
-
-    def outputs(self) -> Iterator[RequestOutput]:
-        """Outputs of these requests until all have finished.
-
-        Raises:
-            RuntimeError: the engine was shut down.
-        """
-        while self._open_ids:
-            with self._requests.lock:
-                if not self._outputs:
-                    if not self._requests.engine.has_unfinished_requests():
-                        raise RuntimeError("the pipeline was closed")
-                    self._requests.step()
-                arrived = list(self._outputs)
-                self._outputs.clear()
-                for output in arrived:
-                    if output.finished:
-                        self._open_ids.discard(output.request_id)
-                        self._requests.inboxes.pop(output.request_id, None)
-            yield from arrived
+    def _forget(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            self._inboxes.pop(request_id, None)
