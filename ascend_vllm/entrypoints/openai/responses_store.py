@@ -251,6 +251,7 @@ class _Kept:
     size: int
 
 
+@dataclasses.dataclass(slots=True)
 class _CallerResponses:
     """The responses of one caller.
 
@@ -260,12 +261,9 @@ class _CallerResponses:
         size: bytes of all of them.
     """
 
-    __slots__ = ("ended", "running", "size")
-
-    def __init__(self) -> None:
-        self.running: dict[str, _Kept] = {}
-        self.ended: OrderedDict[str, _Kept] = OrderedDict()
-        self.size = 0
+    running: dict[str, _Kept] = dataclasses.field(default_factory=dict)
+    ended: OrderedDict[str, _Kept] = dataclasses.field(default_factory=OrderedDict)
+    size: int = 0
 
     def __len__(self) -> int:
         return len(self.running) + len(self.ended)
@@ -376,7 +374,7 @@ class ResponseStore:
     def _add(self, owned: _CallerResponses, kept_there: dict[str, _Kept], entry: StoredResponse) -> None:
         kept = _Kept(entry, entry.turn, self._clock(), entry.size)
         # acquired before the old entry is released, so that turns of both are not counted twice
-        size = kept.size + self._acquire(kept.turn)
+        size = kept.size + self._count(kept.turn, 1)
         self._forget(owned, entry.id)
         kept_there[entry.id] = kept
         self._num_responses += 1
@@ -390,7 +388,7 @@ class ResponseStore:
         kept = running or owned.ended.pop(response_id, None)
         if kept is None:
             return
-        size = kept.size + self._release(kept.turn)
+        size = kept.size + self._count(kept.turn, -1)
         self._num_responses -= 1
         owned.size -= size
         self.size -= size
@@ -421,25 +419,22 @@ class ResponseStore:
         if kept.entry.events is not None:  # also if clients still read them
             kept.entry.events.drop()
 
-    def _acquire(self, turn: Turn | None) -> int:
-        """Count a reference to a turn, and by it to those before; returns the bytes of newly referenced turns."""
-        size = 0
-        while turn is not None:
-            self._num_references[turn] = self._num_references.get(turn, 0) + 1
-            if self._num_references[turn] > 1:
-                break
-            size += turn.size
-            turn = turn.previous
-        return size
+    def _count(self, turn: Turn | None, change: int) -> int:
+        """Count a reference to a turn, and by it to those before.
 
-    def _release(self, turn: Turn | None) -> int:
-        """Undo `_acquire`; returns the bytes of turns without references left."""
+        Args:
+            change: 1, or -1 to undo it.
+
+        Returns:
+            Bytes of the turns that got their first reference, or lost their last one.
+        """
         size = 0
         while turn is not None:
-            self._num_references[turn] -= 1
-            if self._num_references[turn] > 0:
+            count = self._num_references.pop(turn, 0) + change
+            if count:
+                self._num_references[turn] = count
+            if count != max(change, 0):
                 break
-            del self._num_references[turn]
             size += turn.size
             turn = turn.previous
         return size
