@@ -239,9 +239,6 @@ class PytorchEngineConfig(_EngineConfig):
 
     Args:
         model_name: name of a built-in chat template; "": the model's own, see `pipeline`.
-        tp: devices that share each layer. This version computes on one, with a warning and the same results.
-        session_len: most tokens of prompt and output together; None: the model's limit.
-        max_batch_size: most sequences that run at the same time.
         eviction_type: how sequences are preempted when the KV cache is full: "recompute" computes them again later,
             "copy" moves them to CPU memory and back.
         prefill_interval: no effect; prompts are admitted whenever there is room.
@@ -251,7 +248,8 @@ class PytorchEngineConfig(_EngineConfig):
         adapters: LoRA adapters; not supported in this version.
         max_prefill_token_num: most prompt tokens of a step; longer prompts are cut.
         cache_max_entry_count: see `TurbomindEngineConfig`; None: the platform decides.
-        dtype, enable_prefix_caching, quant_policy, download_dir, revision: see `TurbomindEngineConfig`.
+        tp, session_len, max_batch_size, dtype, enable_prefix_caching, quant_policy, download_dir, revision: see
+            `TurbomindEngineConfig`.
         device_type: "ascend" or "cpu"; None: an NPU if there is one, else the CPU.
         eager_mode: no captured graphs.
 
