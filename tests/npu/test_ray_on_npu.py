@@ -15,9 +15,11 @@ from tests.distributed import worker_functions
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"
-)
+# as all layouts of Ray's workers, see tests/server.py
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ascend-vllm[ray]'"),
+]
 
 
 def test_each_worker_has_the_device_that_ray_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
