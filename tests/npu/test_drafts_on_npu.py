@@ -23,7 +23,7 @@ from tests.worker.drafting import Asked, Drafts, generate, make_prompts, texts_o
 NUM_DRAFTS = 3
 
 
-def make_config(**options: Any) -> EngineConfig:
+def make_config(query_lens: tuple[int, ...] = (1, 1 + NUM_DRAFTS), **options: Any) -> EngineConfig:
     settings: dict[str, Any] = {
         "device": "npu",
         "max_num_seqs": 5,
@@ -33,7 +33,7 @@ def make_config(**options: Any) -> EngineConfig:
         "disable_log_stats": True,
     }
     config = EngineArgs(model=tiny_model("qwen2-64", "float16"), **(settings | options)).create_engine_config()
-    graphs = msgspec.structs.replace(config.graphs, query_lens=(1, 1 + NUM_DRAFTS))
+    graphs = msgspec.structs.replace(config.graphs, query_lens=query_lens)
     if graphs.mode == GraphMode.COMPILED:
         # compiling is what costs time
         graphs = msgspec.structs.replace(graphs, capture_sizes=(4,))

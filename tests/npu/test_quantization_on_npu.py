@@ -18,7 +18,6 @@ from tests.tiny_models import tiny_model
 
 # with heads of 64, which attention has kernels of its own for
 MODEL = "qwen2-64"
-VARIANTS = (toy.IN_APPLY, toy.WITH_ACTIVATIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_quantized_activations_are_captured(tmp_path: pathlib.Path) -> None:
 
 # the compiler, and what it is made of, have warnings of their own
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("computes", VARIANTS)
+@pytest.mark.parametrize("computes", [pytest.param(toy.IN_APPLY, marks=pytest.mark.exhaustive), toy.WITH_ACTIVATIONS])
 def test_they_are_compiled(computes: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, _ = toy.checkpoints(tmp_path, MODEL, "float16", computes)
     expected = generate(make_engine(quantized, enforce_eager=True), PROMPTS[:2])

@@ -30,7 +30,7 @@ def test_rows_of_a_step_get_their_own(
         monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     requests = {name: asked for name, asked in make_requests().items() if name != "0-1"}
     eager = make_config(enforce_eager=True)
-    config = make_config(enforce_eager=mode == GraphMode.EAGER)
+    config = make_config((1,), enforce_eager=mode == GraphMode.EAGER)
     assert config.graphs.mode == mode
     answers = generate(config, requests, [Biases()])
     found = set()
