@@ -10,16 +10,11 @@ import pytest
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
 from tests.worker.test_multi_step import ROWS, run
-from tests.worker.worker_driver import NUM_BLOCKS, make_config
+from tests.worker.worker_driver import started_worker
 
 
-@functools.cache
 def worker_on_npu() -> Worker:
-    """A worker with model and cache; the rows of each run have left it."""
-    worker = Worker(make_config(tiny_model("qwen2"), device="npu", dtype="float16", block_size=64))
-    worker.load_model()
-    worker.initialize_cache(NUM_BLOCKS)
-    return worker
+    return started_worker(tiny_model("qwen2"), device="npu", dtype="float16", block_size=64)
 
 
 @functools.cache

@@ -9,9 +9,8 @@ import pytest
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.errors import ConfigError
-from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
-from tests.worker.worker_driver import GREEDY, generate, make_config, make_prompt
+from tests.worker.worker_driver import GREEDY, generate, make_prompt, started_worker
 
 LENGTH = 12
 
@@ -33,9 +32,7 @@ def test_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     llm.shutdown()
-    worker = Worker(make_config(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64))
-    worker.load_model()
-    worker.initialize_cache(64)
+    worker = started_worker(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64)
     expected = [generate(worker, prompt, GREEDY, LENGTH) for prompt in prompts]
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 

@@ -14,13 +14,12 @@ from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.worker.worker import Worker
 from tests.npu.recorder import traced
 from tests.npu.test_graphs import FAST_KERNELS, layer_kernels
 from tests.npu.threads import cores_of_launches
 from tests.server import Server, wait_until
 from tests.tiny_models import tiny_model
-from tests.worker.worker_driver import GREEDY, generate, make_config, make_prompt
+from tests.worker.worker_driver import GREEDY, generate, make_prompt, started_worker
 
 SERVE = "ascend_vllm.entrypoints.cli serve"
 FLAGS = ["--device", "npu", "--dtype", "float16", "--num-gpu-blocks-override", "64", "--swap-space", "0"]
@@ -35,9 +34,7 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     # each has two query heads and one of keys, of 64
     model, prompt = tiny_model("qwen2-64"), make_prompt(40)
-    worker = Worker(make_config(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64))
-    worker.load_model()
-    worker.initialize_cache(64)
+    worker = started_worker(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64)
     with traced() as calls:
         expected = generate(worker, prompt, GREEDY, LENGTH)
     assert layer_kernels(calls) >= FAST_KERNELS
