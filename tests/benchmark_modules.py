@@ -1,8 +1,8 @@
-"""Programs of benchmarks/: run by themselves, or as modules whose neighbours are found as if they were run."""
+"""Programs of benchmarks/ and scripts/: run by themselves, or as modules whose neighbours are found as then."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +18,15 @@ def load_benchmark(name: str) -> types.ModuleType:
     if _DIRECTORY not in sys.path:
         sys.path.append(_DIRECTORY)
     return importlib.import_module(name)
+
+
+def load_script(name: str) -> types.ModuleType:
+    """The module of scripts/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_script(*words: str, **variables: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from ascend_vllm.args.hf_files import find_directory
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.models import registry
+from tests.benchmark_modules import load_script
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
@@ -33,13 +33,7 @@ ENABLE_SPEC_METRIC
 
 
 def test_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "make_environment_doc", ROOT / "scripts" / "make_environment_doc.py"
-    )
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.render() == PAGE, "run `make docs`"
+    assert load_script("make_environment_doc").render() == PAGE, "run `make docs`"
 
 
 @pytest.mark.parametrize("name", READ.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pathlib
 import types
 import xml.etree.ElementTree
@@ -11,17 +10,12 @@ from typing import Any
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.benchmark_modules import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> types.ModuleType:
-    path = ROOT / "scripts" / "make_performance_doc.py"
-    spec = importlib.util.spec_from_file_location("make_performance_doc", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("make_performance_doc")
 
 
 def test_page_and_chart_are_up_to_date(script: types.ModuleType) -> None:

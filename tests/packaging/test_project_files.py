@@ -17,6 +17,7 @@ import ascend_vllm
 from ascend_vllm.args.engine_args import EngineArgs, all_flags
 from ascend_vllm.args.fields import flags_of
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
+from tests.benchmark_modules import load_script
 from tests.npu import simulator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -25,12 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_flags_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_flags_doc", ROOT / "scripts" / "make_flags_doc.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
-    assert page == script.render(), "run `make docs`"
+    assert page == load_script("make_flags_doc").render(), "run `make docs`"
     for item in all_flags():
         assert f"| `{item.name}`" in page
 
