@@ -168,8 +168,7 @@ def test_forks_of_a_real_row_go_on_as_if_alone(block_size: int) -> None:
     prompt = make_prompt(block_size + 9)
     with Driver(worker) as driver:
         driver.add("row", prompt, params, seed=4)
-        for _ in range(4):
-            driver.step()
+        driver.steps(4)
         # the last of these takes the place of what the row sampled
         tokens = {"one": 11, "two": 12, "row": 13}
         for name in ("one", "two"):
@@ -179,8 +178,7 @@ def test_forks_of_a_real_row_go_on_as_if_alone(block_size: int) -> None:
         assert [row.tokens for row in driver.rows.values()] == [[*common, tokens[n]] for n in driver.rows]
         kinds = [kind for kind, _, _ in driver.pending.block_moves]
         assert kinds == [MoveKind.COPY, MoveKind.COPY]
-        for _ in range(10):
-            driver.step()
+        driver.steps(10)
         found = {name: row.tokens for name, row in driver.rows.items()}
         shared = driver.rows["one"].blocks[0]
         assert all(row.blocks[0] == shared for row in driver.rows.values())

@@ -29,8 +29,7 @@ def test_how_a_prompt_is_cut_changes_nothing(worker: Worker, params: SamplingPar
         driver.add("cut", prompt, params, seed=5)
         for chunk in chunks[:-1]:
             assert len(driver.step({"cut": chunk}).slots) == 0
-        for _ in range(12):
-            driver.step()
+        driver.steps(12)
         assert driver.output("cut") == whole
 
 
@@ -42,12 +41,10 @@ def test_rows_do_not_see_each_other(worker: Worker) -> None:
     with Driver(worker) as driver:
         for name in "abcd":
             driver.add(name, prompts[name], params[name], seed=ord(name))
-            driver.step()
-            driver.step()
+            driver.steps(2)
         assert driver.free("a").tokens[1:] == alone["a"][:8]
         driver.add("a", prompts["a"], params["a"], seed=ord("a"))
-        for _ in range(10):
-            driver.step()
+        driver.steps(10)
         for name in "bcd":
             assert driver.output(name)[:16] == alone[name][: len(driver.output(name))]
 
@@ -59,15 +56,13 @@ def test_a_resumed_row_goes_on_as_if_nothing_had_happened(worker: Worker, params
     with Driver(worker) as driver:
         driver.add("row", prompt, params, seed=77)
         driver.add("other", make_prompt(9), RANDOM, seed=1)
-        for _ in range(8):
-            driver.step()
+        driver.steps(8)
         preempted = driver.free("row")
         driver.step()
         driver.add("newcomer", make_prompt(30), RANDOM, seed=2)
         driver.add("row", preempted.tokens, params, seed=77, num_prompt_tokens=len(prompt))
         driver.step({"row": 10, "other": 1, "newcomer": 30})
-        for _ in range(12):
-            driver.step()
+        driver.steps(12)
         assert driver.output("row") == expected
 
 

@@ -174,65 +174,14 @@ def test_penalties_steer_greedy_rows(worker: Worker, directory: str) -> None:
         assert driver.output("free") != driver.output("row")
 
 
-def test_logit_bias_moves_tokens(processed_worker: Worker, directory: str) -> None:
-    bias = {5: 100.0, 9: 99.5, 300: -100.0}
-    params = SamplingParams(temperature=0.0, logit_bias=bias, logprobs=3)
-    prompt = make_prompt(8)
-    with Driver(processed_worker) as driver:
-        driver.add("free", prompt, GREEDY)
-        driver.add("row", prompt, params)
-        found = driver.step().logprobs
-        assert found is not None
-        logits = last_logits(directory, prompt)
-        for token, value in bias.items():
-            logits[token] += value
-        assert_reports(found, 1, driver.rows["row"].tokens[-1], torch.log_softmax(logits, -1), 3)
-        assert driver.rows["row"].tokens[-1] in (5, 9)
-        assert driver.output("free") == generate(processed_worker, prompt, GREEDY, 1)
-
-
-def test_only_allowed_ids_are_sampled(worker: Worker) -> None:
-    allowed = [11, 12, 200]
-    with Driver(worker) as driver:
-        driver.add("free", make_prompt(6), GREEDY)
-        driver.add("random", make_prompt(6), SamplingParams(temperature=2.0, allowed_token_ids=allowed), seed=1)
-        driver.add("greedy", make_prompt(6), SamplingParams(temperature=0.0, allowed_token_ids=[42]))
-        for _ in range(30):
-            driver.step()
-        assert set(driver.output("random")) == set(allowed)
-        assert set(driver.output("greedy")) == {42}
-        assert driver.output("free") == generate(worker, make_prompt(6), GREEDY, 30)
-
-
-def test_the_end_is_forbidden_below_min_tokens(worker: Worker) -> None:
-    """A bias makes the end the best token wherever it is possible; the mask is stronger."""
-    wants_to_end = {"logit_bias": {EOS: 100.0, 17: 99.0}}
-    with Driver(worker) as driver:
-        driver.add("free", make_prompt(6), GREEDY)
-        greedy = SamplingParams(temperature=0.0, min_tokens=4, **wants_to_end)
-        driver.add("row", make_prompt(6), greedy, stop_token_ids=[EOS, 17])
-        driver.add(
-            "at once", make_prompt(6), SamplingParams(temperature=0.0, **wants_to_end), stop_token_ids=[EOS, 17]
-        )
-        for _ in range(5):
-            driver.step()
-        assert EOS not in driver.output("row")[:4]
-        assert 17 not in driver.output("row")[:4]
-        assert driver.output("row")[4] in (EOS, 17)
-        assert driver.output("at once")[0] in (EOS, 17)
-        assert driver.output("free") == generate(worker, make_prompt(6), GREEDY, 5)
-
-
 def test_min_tokens_count_what_was_generated_before_a_preemption(worker: Worker) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=3, logit_bias={EOS: 100.0})
     with Driver(worker) as driver:
         driver.add("row", make_prompt(6), params, stop_token_ids=[EOS])
-        driver.step()
-        driver.step()
+        driver.steps(2)
         tokens = driver.free("row").tokens
         driver.add("row", tokens, params, num_prompt_tokens=6, stop_token_ids=[EOS])
-        driver.step()
-        driver.step()
+        driver.steps(2)
         assert [token == EOS for token in driver.output("row")] == [False, False, False, True]
 
 
@@ -254,6 +203,5 @@ def test_a_seed_repeats_and_seeds_differ(worker: Worker) -> None:
         driver.add("one", make_prompt(40, seed=9), SamplingParams(temperature=0.9, top_k=3), seed=8)
         driver.add("same", prompt, params, seed=1)
         driver.add("twin", prompt, params, seed=1)
-        for _ in range(24):
-            driver.step()
+        driver.steps(24)
         assert driver.output("same") == driver.output("twin") == first

@@ -117,8 +117,7 @@ def test_blocks_that_left_the_window_hold_another_row(worker: Worker) -> None:
         # the next row takes exactly those
         driver.free_blocks += blocks[:num_gone]
         driver.add("second", second)
-        for _ in range(30):
-            driver.step()
+        driver.steps(30)
         assert set(driver.rows["second"].blocks) >= set(blocks[:num_gone])
         assert (driver.output("first")[:30], driver.output("second")) == expected
         driver.rows["first"].blocks = blocks[num_gone:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import psutil
 import pytest
 import torch
@@ -23,17 +21,15 @@ from tests.worker.worker_driver import GREEDY, Driver, generate, make_config, ma
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 4 * 16
 
 
-@pytest.fixture
-def loaded() -> Worker:
-    worker = Worker(make_config(tiny_model("qwen2"), num_gpu_blocks_override=None))
-    worker.load_model()
-    return worker
-
-
 def loaded_with(**options: object) -> Worker:
     worker = Worker(make_config(tiny_model("qwen2"), **{"num_gpu_blocks_override": None, **options}))
     worker.load_model()
     return worker
+
+
+@pytest.fixture
+def loaded() -> Worker:
+    return loaded_with()
 
 
 def test_blocks_fill_the_size_asked_for() -> None:
@@ -102,22 +98,19 @@ def test_a_row_comes_back_from_the_pool_as_it_went() -> None:
     with Driver(worker) as driver:
         driver.free_blocks = list(range(8))
         driver.add("row", prompt, params, seed=6)
-        for _ in range(20):
-            driver.step()
+        driver.steps(20)
         expected = driver.output("row")
     with Driver(worker) as driver:
         driver.free_blocks = list(range(8))
         driver.add("row", prompt, params, seed=6)
-        for _ in range(5):
-            driver.step()
+        driver.steps(5)
         gone = driver.swap_out("row", cpu_blocks=[9, 2, 5])
         driver.add("other", make_prompt(100), GREEDY)
         driver.step()
         driver.free("other")
         driver.add("newcomer", make_prompt(3), GREEDY)
         driver.swap_in("row", gone, params, cpu_blocks=[9, 2, 5], seed=6)
-        for _ in range(15):
-            driver.step()
+        driver.steps(15)
         assert driver.output("row") == expected
 
 
@@ -150,19 +143,13 @@ def test_order_of_calls_is_explained(loaded: Worker) -> None:
         Worker(make_config(tiny_model("qwen2"), num_gpu_blocks_override=None)).determine_num_blocks()
 
 
-def test_the_log_says_what_runs_on_references(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("ascend_vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, logger="ascend_vllm"):
-            worker = loaded_with(num_gpu_blocks_override=4)
-            worker.initialize_cache(4)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "ops run on their reference on cpu" in caplog.text
-    assert "attention backend cpu" in caplog.text
-    assert "KV cache: 4 blocks of 16 tokens" in caplog.text
-    assert "Warmed up" in caplog.text
+def test_the_log_says_what_runs_on_references(package_log: pytest.LogCaptureFixture) -> None:
+    worker = loaded_with(num_gpu_blocks_override=4)
+    worker.initialize_cache(4)
+    assert "ops run on their reference on cpu" in package_log.text
+    assert "attention backend cpu" in package_log.text
+    assert "KV cache: 4 blocks of 16 tokens" in package_log.text
+    assert "Warmed up" in package_log.text
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5])
@@ -173,8 +160,7 @@ def test_warming_up_leaves_no_trace(num_blocks: int) -> None:
     with Driver(worker) as driver:
         driver.free_blocks = list(range(num_blocks))
         driver.add("row", make_prompt(9), SamplingParams(temperature=0.0))
-        for _ in range(5):
-            driver.step()
+        driver.steps(5)
         found = driver.output("row")
     big = loaded_with(num_gpu_blocks_override=256)
     big.initialize_cache(256)
