@@ -18,8 +18,9 @@ def main() -> None:
     parser = FlexibleArgumentParser()
     add_throughput_arguments(parser)
     parser.add_argument("--roofline", action="store_true", help="tell the limit that memory sets to the model")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of what is read for that (default: %(default)s)")
     args = parser.parse_args()
-    with beside_memory_limit(args.model if args.roofline else None):
+    with beside_memory_limit(args.model if args.roofline else None, args.gib):
         measure_throughput(args)
 
 

@@ -1,12 +1,18 @@
-"""Programs of benchmarks/ and scripts/: run by themselves, or as modules whose neighbours are found as then."""
+"""Programs of benchmarks/, scripts/ and examples/: run by themselves or by this process, or loaded as modules."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
+import pathlib
+import runpy
 import subprocess
 import sys
 import types
+
+import pytest
 
 from tests.server import ROOT
 
@@ -37,3 +43,25 @@ def run_script(*words: str, **variables: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_here(*words: str, directory: pathlib.Path = ROOT) -> tuple[str, str]:
+    """What a program of this repository writes to stdout and stderr when this process runs it.
+
+    It need not import torch and the package again, which takes longer than most programs need for the rest.
+
+    Args:
+        words: the program's path, relative to the repository, and its arguments.
+        directory: to run it in.
+    """
+    program = ROOT / words[0]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
+        patch.chdir(directory)
+        patch.syspath_prepend(str(program.parent))
+        patch.setattr("sys.argv", [str(program), *words[1:]])
+        runpy.run_path(str(program), run_name="__main__")
+    return stdout.getvalue(), stderr.getvalue()

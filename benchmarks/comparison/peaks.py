@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import os
 import pathlib
 import shutil
@@ -82,7 +83,7 @@ class Peaks:
         self.threads = threads or len(os.sched_getaffinity(0))
         self._seconds = seconds
         self._passes = passes
-        self._library = _compile()
+        self._library = _compile(_compiler())
         self._bytes = max(int(gib * 2**30) // 2**21, 1) * 2**21
         self._buffer: int | None = self._library.peaks_buffer(self._bytes, self.threads)
         if not self._buffer:
@@ -114,10 +115,15 @@ class Peaks:
         self.close()
 
 
-def _compile() -> ctypes.CDLL:
+def _compiler() -> str:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise SystemExit("The machine's limits are measured by compiled code: install a C++ compiler, such as g++.")
+    return compiler
+
+
+@functools.cache
+def _compile(compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as directory:
         target = pathlib.Path(directory) / "peaks.so"
         command = [compiler, *_OPTIONS, "-o", str(target), str(_SOURCE)]

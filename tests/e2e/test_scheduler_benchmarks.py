@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import run_script
+from tests.benchmark_modules import run_here, run_script
 from tests.tiny_models import tiny_model
 
 
 def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
     found = tmp_path / "core.json"
     words = ["--rows", "2", "--calls", "20", "--num-scheduler-steps", "1", "3", "--json", str(found)]
-    run_script("benchmarks/bench_core.py", *words)
+    run_here("benchmarks/bench_core.py", *words)
     results = json.loads(found.read_text())["results"]
     assert [(result["rows"], result["num_scheduler_steps"]) for result in results] == [(2, 1), (2, 3)]
     assert all(0 < result["us_per_token"] <= result["median_us"] for result in results)
@@ -25,7 +25,7 @@ def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
 
 def test_compilation_of_grammars() -> None:
     words = ["--tokenizer", str(tiny_model("qwen2-tied")), "--count", "1"]
-    figures: dict[str, Any] = json.loads(run_script("benchmarks/bench_grammars.py", *words))
+    figures: dict[str, Any] = json.loads(run_here("benchmarks/bench_grammars.py", *words)[0])
     assert figures["first"]["error"] is None and figures["first"]["ms"] > 0
     assert all(0 < figures[kind]["median_ms"] <= figures[kind]["worst_ms"] for kind in ("json", "regex"))
 

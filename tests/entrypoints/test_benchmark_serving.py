@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import safetensors.numpy
 
-from tests.benchmark_modules import load_benchmark, run_script
+from tests.benchmark_modules import load_benchmark, run_here, run_script
 from tests.server import ROOT, Server, needs_curl
 
 
@@ -22,6 +22,8 @@ def test_serving_beside_the_memory_limit(openai_server: Server, tmp_path: pathli
         "3",
         "--roofline",
         tiny_dir,
+        "--gib",
+        "0.02",
         "--save-result",
         "--result-filename",
         str(result_file),
@@ -36,7 +38,7 @@ def test_serving_beside_the_memory_limit(openai_server: Server, tmp_path: pathli
 @pytest.mark.parametrize("example", ["openai_chat_client.py", "openai_completion_client.py"])
 def test_examples(openai_server: Server, example: str) -> None:
     extra = ["--max-tokens", "5"] if "chat" in example else []
-    stdout = run_script(f"examples/{example}", "--base-url", f"{openai_server.url}/v1", *extra)
+    stdout, _ = run_here(f"examples/{example}", "--base-url", f"{openai_server.url}/v1", *extra)
     assert "tokens in, 5 out" in stdout if "chat" in example else "Log-probabilities" in stdout
 
 
@@ -59,14 +61,14 @@ def test_shell_examples(openai_server: Server, generate_server: Server) -> None:
 
 def test_throughput_beside_the_memory_limit(tiny_dir: str) -> None:
     words = ["--model", tiny_dir, "--dtype", "float32", "--kv-cache-memory-bytes", "8M", "--disable-tqdm"]
-    words += ["--input-len", "12", "--output-len", "4", "--num-prompts", "2", "--roofline"]
-    printed = run_script("benchmarks/benchmark_throughput.py", *words)
+    words += ["--input-len", "12", "--output-len", "4", "--num-prompts", "2", "--roofline", "--gib", "0.02"]
+    printed, _ = run_here("benchmarks/benchmark_throughput.py", *words)
     assert "Total num output tokens:  8\n" in printed and "decode steps/s" in printed
 
 
 def test_ops(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "ops.json"
-    run_script("benchmarks/bench_ops.py", *["--op", "rms_norm", "--budget", "0.01", "--json", str(path)])
+    run_here("benchmarks/bench_ops.py", *["--op", "rms_norm", "--budget", "0.01", "--json", str(path)])
     results = json.loads(path.read_text())
     assert {result["op"] for result in results} == {"rms_norm"}
     assert all(result["ratio"] == pytest.approx(result["torch_us"] / result["kernel_us"]) for result in results)
