@@ -196,8 +196,17 @@ PRESSURES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("pressure", PRESSURES)
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: "-".join(f"{k}_{v}" for k, v in engine.items()))
+def under_pressure() -> Iterator[Any]:
+    """Every engine under every pressure; what a mode of preemption is chosen by is the same for all engines."""
+    for pressure in PRESSURES:
+        for engine in ENGINES:
+            name = "-".join(f"{key}_{value}" for key, value in engine.items())
+            is_repeated = pressure in ("default", "no-cpu-blocks") and engine is not ENGINES[0]
+            marks = [pytest.mark.exhaustive] * is_repeated
+            yield pytest.param(engine, pressure, id=f"{name}-{pressure}", marks=marks)
+
+
+@pytest.mark.parametrize(("engine", "pressure"), list(under_pressure()))
 def test_beside_other_requests_under_pressure(engine: dict[str, Any], pressure: str) -> None:
     flags, swaps = PRESSURES[pressure]
     options = {"max_num_seqs": 16, "swap_space": 0.01, "num_gpu_blocks_override": 256} | engine | flags

@@ -41,7 +41,7 @@ QUIET = ["--disable-uvicorn-access-log", "--disable-log-requests"]
 NAME = ["--served-model-name", MODEL]
 # above this many seconds there is a server for each parser of tool calls
 LONG_S = 300
-SAMPLE_S = 1.0
+SAMPLE_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Subject:
         arrangement, server, context: as given; the context is for TLS.
         counts: requests by kind.
         wrong: errors found by clients.
-        states: one per second.
+        states: one every SAMPLE_S seconds.
     """
 
     def __init__(self, arrangement: Arrangement, server: Server, context: ssl.SSLContext | None) -> None:

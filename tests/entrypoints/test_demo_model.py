@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Iterator
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from ascend_vllm.args.engine_args import all_flags
@@ -15,7 +17,15 @@ from ascend_vllm.tools.demo.corpus import build_conversations, build_facts
 from ascend_vllm.tools.demo.training import TrainingPlan
 
 # the second step depends on what the first one left in the optimisers
-SHORT = TrainingPlan(num_steps=2)
+SHORT = TrainingPlan(num_steps=2, batch_tokens=256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    """Training sets the number of threads, which would be in the way of other tests."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
