@@ -1,4 +1,7 @@
-"""The examples run as they are, from any directory; those of clients against a server."""
+"""The examples run as they are, from any directory; those of clients against a server.
+
+One is a process of its own. For the others, whose imports would take most of the time, this process is enough.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,33 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.benchmark_modules import run_here
 from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, running
+from tests.server import OPENAI_SERVER, ROOT, Server, running
 from tests.tiny_models import tiny_model
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+def test_an_example_is_a_whole_program(tmp_path: pathlib.Path) -> None:
+    result = subprocess.run(
+        [
+            *(sys.executable, ROOT / "examples" / "offline_inference.py"),
+            *("--model", tiny_model("qwen2-tied"), "--max-tokens", "5"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"Prompt: 'What does --block-size do\?'\nOutput: '", result.stdout)
+    assert "Processed prompts: 100%" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
-        ("offline_inference.py", [], r"Prompt: 'What does --block-size do\?'\nOutput: '"),
         ("offline_chat.py", ["Is anyone there?"], r"User: Is anyone there\?\nAssistant: "),
         (
             "offline_structured_outputs.py",
@@ -32,14 +50,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
     ],
 )
 def test_offline_example(name: str, arguments: list[str], expected: str, tmp_path: pathlib.Path) -> None:
-    result = run(name, ["--model", tiny_model("qwen2-tied"), "--max-tokens", "5", *arguments], tmp_path)
-    assert re.search(expected, result.stdout)
-    assert "Processed prompts: 100%" in result.stderr
+    words = ["--model", tiny_model("qwen2-tied"), "--max-tokens", "5", *arguments]
+    stdout, stderr = run_here(f"examples/{name}", *words, directory=tmp_path)
+    assert re.search(expected, stdout)
+    assert "Processed prompts: 100%" in stderr
 
 
 def test_example_of_embeddings(tmp_path: pathlib.Path) -> None:
-    result = run("offline_embedding.py", ["--model", tiny_model("qwen2-tied"), "The weather is fine"], tmp_path)
-    lines = result.stdout.splitlines()
+    words = ["--model", tiny_model("qwen2-tied"), "The weather is fine"]
+    stdout, _ = run_here("examples/offline_embedding.py", *words, directory=tmp_path)
+    lines = stdout.splitlines()
     assert lines[:2] == ["Question: The weather is fine", "Numbers of its embedding: 64"]
     # the last text is the question
     assert [line[9:] for line in lines[2:]][-1] == "The weather is fine"
@@ -67,21 +87,6 @@ def server(tiny_dir: str) -> Iterator[Server]:
     ],
 )
 def test_example_of_a_client(name: str, expected: str, server: Server, tmp_path: pathlib.Path) -> None:
-    result = run(name, ["--base-url", f"{server.url}/v1", "--max-tokens", "150", "Is it warm?"], tmp_path)
-    assert re.search(expected, result.stdout)
-
-
-def run(name: str, arguments: list[str], directory: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    """An example's end, which was a good one."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result
+    words = ["--base-url", f"{server.url}/v1", "--max-tokens", "150", "Is it warm?"]
+    stdout, _ = run_here(f"examples/{name}", *words, directory=tmp_path)
+    assert re.search(expected, stdout)

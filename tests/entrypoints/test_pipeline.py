@@ -6,12 +6,9 @@ import concurrent.futures
 import contextlib
 import json
 import logging
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,9 +30,9 @@ from ascend_vllm import (
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.lmdeploy.pipeline import Pipeline, WordTokens
 from ascend_vllm.errors import ConfigError, RequestError
+from tests.benchmark_modules import run_here
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 128
 PROMPTS = ["Hello! How are you today?", "The quick"]
 GREEDY = GenerationConfig(max_new_tokens=12, ignore_eos=True)
@@ -176,28 +173,11 @@ def test_examples_of_the_page(name: str, tmp_path: pathlib.Path, monkeypatch: py
 
 
 def test_the_example_program(tmp_path: pathlib.Path) -> None:
-    result = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "examples" / "lmdeploy_pipeline.py"),
-            "--model",
-            tiny_model("qwen2-tied"),
-            "--max-tokens",
-            "5",
-            "Is anyone there?",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[0] == "User: Is anyone there?"
-    answer = result.stdout.split("Assistant: ")[1].split("\n\nUser: ")[0]
-    assert result.stdout.endswith(f"Assistant, piece by piece: {answer}\n")
+    words = ["--model", tiny_model("qwen2-tied"), "--max-tokens", "5", "Is anyone there?"]
+    stdout, _ = run_here("examples/lmdeploy_pipeline.py", *words, directory=tmp_path)
+    assert stdout.splitlines()[0] == "User: Is anyone there?"
+    answer = stdout.split("Assistant: ")[1].split("\n\nUser: ")[0]
+    assert stdout.endswith(f"Assistant, piece by piece: {answer}\n")
 
 
 def test_answers_are_those_of_llm(pipe: Pipeline) -> None:
