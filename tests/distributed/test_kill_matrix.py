@@ -51,13 +51,14 @@ RAY_SIZE = min(2, usable_cores())
 RAY_FLAGS = ("--distributed-executor-backend", "ray")
 LAYOUTS = {
     "tp2": ("-tp", "2", *MANY_STEPS),
+    "pp2": ("-pp", "2"),
     "tp2-pp2": ("-tp", "2", "-pp", "2"),
     "dp2": ("-dp", "2", *MANY_STEPS),
     "dp2-tp2": ("-dp", "2", "-tp", "2", *MANY_STEPS),
     "ray-tp2": ("-tp", str(RAY_SIZE), *RAY_FLAGS, *MANY_STEPS),
     "ray-pp2": ("-pp", str(RAY_SIZE), *RAY_FLAGS),
 }
-RANKS = {"tp2": 2, "tp2-pp2": 4, "dp2-tp2": 4, "ray-tp2": RAY_SIZE, "ray-pp2": RAY_SIZE}
+RANKS = {"tp2": 2, "pp2": 2, "tp2-pp2": 4, "dp2-tp2": 4, "ray-tp2": RAY_SIZE, "ray-pp2": RAY_SIZE}
 # what the agents of Ray call themselves, which hold nothing and look for their cluster for another minute
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
@@ -101,7 +102,7 @@ def all_cells() -> Iterator[Cell]:
 
 # one core of several dies in test_data_parallel.py
 USUAL = (
-    Cell("tp2-pp2", "rank", 0, "idle"),
+    Cell("pp2", "rank", 0, "idle"),
     Cell("tp2-pp2", "rank", 2, "openai"),
     Cell("tp2", "rank", 1, "openai", is_stopped=True),
     Cell("tp2", "core", 0, "generate"),
@@ -109,6 +110,7 @@ USUAL = (
 )
 # the other ranks, and Ray without its driver
 MORE = (
+    Cell("tp2-pp2", "rank", 0, "idle"),
     Cell("tp2-pp2", "rank", 1, "openai"),
     Cell("tp2-pp2", "rank", 3, "idle"),
     Cell("ray-pp2", "core", 0, "openai"),
@@ -351,6 +353,8 @@ def test_a_death_ends_all(cell: Cell, odd_model: str, alone: LLM) -> None:
         assert took_s < limit_s
 
 
+# one process has it in test_server_lifecycle.py, and workers end in order after all other tests
+@pytest.mark.exhaustive
 def test_sigterm_lets_open_streams_end(odd_model: str) -> None:
     with watched(OPENAI_SERVER, odd_model, LAYOUTS["tp2"]) as server:
         body = ENDLESS | {"prompt": "Hello", "max_tokens": 300, "stream": True, "stream_options": USAGE}
