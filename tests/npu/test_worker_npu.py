@@ -51,8 +51,7 @@ def in_chunks(worker: Worker) -> list[int]:
         driver.add("row", LONG)
         for count in (70, 1, 79):
             driver.step({"row": count, "other": 1})
-        for _ in range(4):
-            driver.step()
+        driver.steps(4)
         return driver.output("row")
 
 
@@ -67,20 +66,17 @@ def behind_a_cached_prefix(worker: Worker) -> list[int]:
         row.blocks[:2], row.computed = shared, 128
         new = driver.pending.new_rows[-1]
         new.block_ids[:2], new.num_computed_tokens = shared, 128
-        for _ in range(4):
-            driver.step()
+        driver.steps(4)
         return driver.output("second")
 
 
 def forked(worker: Worker) -> list[list[int]]:
     with Driver(worker) as driver:
         driver.add("row", LONG)
-        driver.step()
-        driver.step()
+        driver.steps(2)
         driver.fork("copy", "row", 17)
         driver.fork("row", "row", 18)
-        for _ in range(3):
-            driver.step()
+        driver.steps(3)
         return [driver.output(name) for name in ("row", "copy")]
 
 
@@ -95,8 +91,7 @@ def swapped(worker: Worker) -> list[int]:
         driver.add("other", make_prompt(100, seed=3))
         driver.step()
         driver.swap_in("row", gone, GREEDY, cpu_blocks)
-        for _ in range(3):
-            driver.step()
+        driver.steps(3)
         return driver.output("row")
 
 
@@ -242,8 +237,7 @@ def test_steps_wait_for_nothing_but_the_ids(npu: Worker, params: SamplingParams)
         driver.add("long", LONG, params, stop_token_ids=[3])
         driver.add("short", SHORT, params, bad_words=[[5], [6, 7]])
         with watched() as copies:
-            driver.step()
-            driver.step()
+            driver.steps(2)
         assert copies.events == ["forward", "fetch"] * 2
         with watched() as copies:
             driver.step(num_steps=4)
