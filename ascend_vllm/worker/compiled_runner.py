@@ -9,10 +9,7 @@ B blocks, H hidden size.
 
 from __future__ import annotations
 
-import bisect
 import inspect
-import itertools
-import math
 import time
 import types
 from collections.abc import Callable
@@ -29,7 +26,7 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.platforms.interface import GraphCompiler
 from ascend_vllm.worker.graph_cache import GraphCache
-from ascend_vllm.worker.graph_runner import Shape, StaticInputs, padded_len, padded_lens, shape_of
+from ascend_vllm.worker.graph_runner import PaddedGraphs, Shape, StaticInputs, padded_len
 
 logger = init_logger(__name__)
 
@@ -114,45 +111,38 @@ def _method_of(module: _DecodeModule) -> types.MethodType:
     return types.MethodType(types.FunctionType(code, globals(), name), module)
 
 
-class CompiledRunner:
+class CompiledRunner(PaddedGraphs):
     """Computes decoding steps by compiled graphs.
 
     Args:
-        config: capture sizes, query lengths, and the maximum length of sequences in a graph.
+        config: see `PaddedGraphs`, as the next three.
+        block_size: tokens of a KV block.
+        device: of the model.
+        step_state: of the model.
         model: on `device`.
         backend: computes attention.
         kv_caches: one per layer, made by the backend.
         compiler: of the platform.
         cache: directory of the compiled functions.
-        block_size: tokens of a KV block.
-        device: of the model.
-        step_state: of the model.
     """
 
     def __init__(
         self,
         config: GraphConfig,
+        block_size: int,
+        device: torch.device,
+        step_state: StepState,
         model: CausalLM,
         backend: AttentionBackend,
         kv_caches: list[LayerCache],
         compiler: GraphCompiler,
         cache: GraphCache,
-        block_size: int,
-        device: torch.device,
-        step_state: StepState,
     ) -> None:
-        self._capture_sizes = config.capture_sizes
-        self.query_lens = config.query_lens
-        self._max_seq_len = config.max_seq_len
+        super().__init__(config, block_size, device, step_state)
         self._compiler = compiler
         self._cache = cache
-        num_blocks = -(-config.max_seq_len // block_size)
-        self._inputs = StaticInputs(config.capture_sizes[-1], num_blocks, device, step_state, config.query_lens)
         self._modules = {
-            shape: _DecodeModule(model, backend, kv_caches, shape, self._inputs)
-            for shape in sorted(
-                itertools.product(config.capture_sizes, config.query_lens), key=math.prod, reverse=True
-            )
+            shape: _DecodeModule(model, backend, kv_caches, shape, self._inputs) for shape in self._shapes
         }
         self._compiled: dict[Shape, Compiled] = {}
 
@@ -169,7 +159,10 @@ class CompiledRunner:
             for shape in tqdm.tqdm(list(self._modules), desc=progress, unit="graph"):
                 try:
                     if not reused:
-                        self._compile(shape)
+                        # The function that was just compiled is discarded: each call would check its guards and
+                        # compile again for lengths that it treats as constants. Loaded functions do neither.
+                        self._first_call(shape, self._load(shape))
+                        self._compiler.reset()
                     self._compiled[shape] = self._load(shape)
                     self._first_call(shape, self._compiled[shape])
                 except (RuntimeError, AssertionError) as error:
@@ -181,28 +174,11 @@ class CompiledRunner:
         what = "Loaded" if reused else "Compiled"
         logger.info("%s %d graphs in %.2f s", what, len(self._modules), time.monotonic() - start)
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """See `GraphRunner.run`."""
-        shape = shape_of(batch, self.query_lens)
-        if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
-            return None
-        num_rows, query_len = shape
-        size = self._capture_sizes[bisect.bisect_left(self._capture_sizes, num_rows)]
-        self._inputs.fill(batch, size)
-        shape, lengths = (size, query_len), padded_lens(batch, size)
-        return self._compiled[shape](*self._arguments(shape), lengths)[: num_rows * query_len]
+    def _compute(self, shape: Shape, lengths: list[int]) -> torch.Tensor:
+        return self._compiled[shape](*self._arguments(shape), lengths)
 
     def _load(self, shape: Shape) -> Compiled:
         return self._compiler.compile(_method_of(self._modules[shape]), self._cache.directory)
-
-    def _compile(self, shape: Shape) -> None:
-        """Compiles the function of a shape and writes it to disk.
-
-        The function that was just compiled is discarded: each call would check its guards and compile again for
-        lengths that it treats as constants. Functions loaded from disk do neither.
-        """
-        self._first_call(shape, self._load(shape))
-        self._compiler.reset()
 
     def _first_call(self, shape: Shape, compiled: Compiled) -> None:
         size, query_len = shape

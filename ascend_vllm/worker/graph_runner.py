@@ -11,12 +11,13 @@ of a graph, B maximum blocks of a row in a graph, H hidden size.
 
 from __future__ import annotations
 
+import abc
 import bisect
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -144,9 +145,45 @@ class StaticInputs:
             self._step_state.pad(num_rows, size, query_len)
 
 
-def padded_lens(batch: ForwardBatch, size: int) -> list[int]:
-    """[g] length of each row with this step's tokens, and of padding rows, on the host."""
-    return [*batch.seq_lens_np.tolist(), *[padded_len(batch.max_query_len)] * (size - len(batch.seq_lens_np))]
+class PaddedGraphs(abc.ABC):
+    """Computes decoding steps by graphs of fixed shapes, with padding.
+
+    Args:
+        config: capture sizes, query lengths, and the maximum length of sequences in a graph.
+        block_size: tokens of a KV block.
+        device: of the model.
+        step_state: of the model.
+    """
+
+    def __init__(self, config: GraphConfig, block_size: int, device: torch.device, step_state: StepState) -> None:
+        self._capture_sizes = config.capture_sizes
+        self.query_lens = config.query_lens
+        self._max_seq_len = config.max_seq_len
+        num_blocks = -(-config.max_seq_len // block_size)
+        self._inputs = StaticInputs(config.capture_sizes[-1], num_blocks, device, step_state, config.query_lens)
+        # in descending order of their tokens
+        self._shapes = sorted(itertools.product(config.capture_sizes, config.query_lens), key=math.prod, reverse=True)
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Computes a decoding step by a graph.
+
+        Returns:
+            [R*q, H], valid until the next run; None if there is no graph for the step: it has prompts, more rows than
+            the largest size or a sequence that is too long.
+        """
+        shape = shape_of(batch, self.query_lens)
+        if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
+            return None
+        num_rows, query_len = shape
+        size = self._capture_sizes[bisect.bisect_left(self._capture_sizes, num_rows)]
+        self._inputs.fill(batch, size)
+        # on the host: with this step's tokens, then of padding rows
+        lengths = [*batch.seq_lens_np.tolist(), *[padded_len(query_len)] * (size - num_rows)]
+        return self._compute((size, query_len), lengths)[: num_rows * query_len]
+
+    @abc.abstractmethod
+    def _compute(self, shape: Shape, lengths: list[int]) -> torch.Tensor:
+        """[g*q, H] of the buffers' first rows, whose lengths are [g]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,39 +193,33 @@ class _CapturedGraph:
     hidden: torch.Tensor
 
 
-class GraphRunner:
+class GraphRunner(PaddedGraphs):
     """Replays captured graphs for decoding steps.
 
     Args:
-        config: capture sizes, query lengths, and the maximum length of sequences in a graph.
-        backend: computes attention.
-        forward: the function to capture.
-        recorder: captures it.
+        config: see `PaddedGraphs`, as the next three.
         block_size: tokens of a KV block.
         device: of the model.
         step_state: of the model.
+        backend: computes attention.
+        forward: the function to capture.
+        recorder: captures it.
     """
 
     def __init__(
         self,
         config: GraphConfig,
-        backend: AttentionBackend,
-        forward: Forward,
-        recorder: GraphRecorder,
         block_size: int,
         device: torch.device,
         step_state: StepState,
+        backend: AttentionBackend,
+        forward: Forward,
+        recorder: GraphRecorder,
     ) -> None:
-        self._capture_sizes = config.capture_sizes
-        self.query_lens = config.query_lens
-        self._max_seq_len = config.max_seq_len
+        super().__init__(config, block_size, device, step_state)
         self._backend = backend
         self._forward = forward
         self._recorder = recorder
-        num_blocks = -(-config.max_seq_len // block_size)
-        self._inputs = StaticInputs(config.capture_sizes[-1], num_blocks, device, step_state, config.query_lens)
-        # in descending order of their tokens
-        self._shapes = sorted(itertools.product(config.capture_sizes, config.query_lens), key=math.prod, reverse=True)
         self._captured: dict[Shape, _CapturedGraph] = {}
 
     def capture(self, *, only_largest: bool = False) -> None:
@@ -218,22 +249,13 @@ class GraphRunner:
         row = self._captured[self._shapes[0]].hidden[0]
         return sum(map(math.prod, self._shapes[1:])) * row.nbytes
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Computes a decoding step by a graph.
-
-        Returns:
-            [R*q, H], valid until the next run; None if there is no graph for the step: it has prompts, more rows than
-            the largest size or a sequence that is too long.
-        """
-        shape = shape_of(batch, self.query_lens)
-        if shape is None or shape[0] > self._capture_sizes[-1] or batch.max_seq_len > self._max_seq_len:
-            return None
-        num_rows, query_len = shape
-        size = self._capture_sizes[bisect.bisect_left(self._capture_sizes, num_rows)]
-        captured = self._captured[size, query_len]
-        self._inputs.fill(batch, size)
-        captured.graph.replay(self._host_arguments(padded_lens(batch, size), query_len))
-        return captured.hidden[: num_rows * query_len]
+    def _compute(self, shape: Shape, lengths: list[int]) -> torch.Tensor:
+        arguments = self._backend.replay_arguments(lengths, shape[1])
+        if arguments is None:
+            raise RuntimeError(f"attention backend {self._backend.name} cannot be replayed")
+        captured = self._captured[shape]
+        captured.graph.replay(arguments)
+        return captured.hidden
 
     def _capture_graph(self, shape: Shape) -> _CapturedGraph:
         batch = self._inputs.batch(*shape)
@@ -244,9 +266,3 @@ class GraphRunner:
         outputs: list[torch.Tensor] = []
         graph = self._recorder.capture(lambda: outputs.append(self._forward(batch)))
         return _CapturedGraph(graph, outputs[0])
-
-    def _host_arguments(self, seq_lens: list[int], query_len: int) -> Mapping[str, list[int]]:
-        arguments = self._backend.replay_arguments(seq_lens, query_len)
-        if arguments is None:
-            raise RuntimeError(f"attention backend {self._backend.name} cannot be replayed")
-        return arguments

@@ -141,7 +141,7 @@ class RunnerFactory:
             return None
         block_size = self._config.cache.block_size
         return GraphRunner(
-            graphs, loaded.backend, runner.forward, recorder, block_size, self._device, loaded.step_state
+            graphs, block_size, self._device, loaded.step_state, loaded.backend, runner.forward, recorder
         )
 
     def _make_compiled_graphs(self, kv_caches: list[LayerCache]) -> CompiledRunner:
@@ -158,14 +158,14 @@ class RunnerFactory:
         cache = GraphCache(directory.absolute(), made_for)
         return CompiledRunner(
             config.graphs,
+            config.cache.block_size,
+            self._device,
+            loaded.step_state,
             loaded.model,
             loaded.backend,
             kv_caches,
             compiler,
             cache,
-            config.cache.block_size,
-            self._device,
-            loaded.step_state,
         )
 
     def _make_tapes(self, runner: ModelRunner) -> TapeRunner | None:
