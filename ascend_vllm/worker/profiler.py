@@ -7,7 +7,6 @@ import pathlib
 
 import torch
 
-from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -19,24 +18,18 @@ class WorkerProfiler:
     It traces the thread that calls `start`, which must be the one that computes.
 
     Args:
-        directory: of the traces, one file for each pair of start and stop; None: profiling is disabled.
+        directory: of the traces, one file for each pair of start and stop.
         rank: of the worker, for the file names.
     """
 
-    def __init__(self, directory: str | None, rank: int) -> None:
+    def __init__(self, directory: str, rank: int) -> None:
         self._directory = directory
         self._rank = rank
         self._profile: torch.profiler.profile | None = None
         self._num_traces = 0
 
     def start(self) -> None:
-        """Starts a trace; does nothing if one is running.
-
-        Raises:
-            RequestError: profiling is disabled.
-        """
-        if self._directory is None:
-            raise RequestError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a directory for its traces.")
+        """Starts a trace; does nothing if one is running."""
         if self._profile is None:
             self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self._profile.start()
@@ -45,11 +38,8 @@ class WorkerProfiler:
         """Ends the trace and writes its file; does nothing if none is running.
 
         Raises:
-            RequestError: profiling is disabled.
             OSError: the file cannot be written.
         """
-        if self._directory is None:
-            raise RequestError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a directory for its traces.")
         if self._profile is None:
             return
         profile, self._profile = self._profile, None

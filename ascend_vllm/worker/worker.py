@@ -23,7 +23,7 @@ from ascend_vllm.distributed.group import join_groups
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.rendezvous import Rendezvous
 from ascend_vllm.distributed.stage_link import StageLink
-from ascend_vllm.errors import ConfigError
+from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
@@ -100,7 +100,8 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._runner: Runner | None = None
         self._cache_size: KVCacheSize | None = None
-        self._profiler = WorkerProfiler(envs.torch_profiler_dir(), rank)
+        traces = envs.torch_profiler_dir()
+        self._profiler = None if traces is None else WorkerProfiler(traces, rank)
 
     def load_model(self) -> None:
         """Reads the weights and chooses the attention backend.
@@ -230,6 +231,8 @@ class Worker:
         Raises:
             RequestError: VLLM_TORCH_PROFILER_DIR is not set.
         """
+        if self._profiler is None:
+            raise RequestError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a directory for its traces.")
         if is_start:
             self._profiler.start()
         else:

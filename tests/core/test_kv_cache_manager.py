@@ -340,9 +340,9 @@ def test_swapping_in_needs_room_for_the_extra_blocks() -> None:
     compute(manager, request)
     manager.swap_out([request])
     manager.take_moves()
-    assert not manager.swap_in([request], 2, 1)
+    assert not manager.swap_in([request], 3)
     assert (request.block_ids, len(request.cpu_block_ids), manager.take_moves()) == ([], 2, [])
-    assert manager.swap_in([request], 1, 1)
+    assert manager.swap_in([request], 2)
     assert manager.pool.num_free == 2
 
 

@@ -277,8 +277,10 @@ class KVCacheManager:
         if block_id == NULL_BLOCK:
             return None
         if pool.reference_counts[block_id] == 1:
-            if self.enable_prefix_caching:
-                self._uncache_before_writing(request, index)
+            if self.pool.hashes[block_id] is not None:
+                # a former sharer has filled and cached it
+                self.pool.uncache(block_id)
+                request.num_cached_blocks = min(request.num_cached_blocks, index)
             return None
         if pool.num_free == 0:
             raise NoFreeBlocksError(
@@ -290,12 +292,6 @@ class KVCacheManager:
         request.block_ids[index] = new_id
         request.num_cached_blocks = min(request.num_cached_blocks, index)
         return index, new_id
-
-    def _uncache_before_writing(self, request: Request, index: int) -> None:
-        """Uncaches a block that a former sharer had filled and cached, but this request is about to write."""
-        if self.pool.hashes[request.block_ids[index]] is not None:
-            self.pool.uncache(request.block_ids[index])
-            request.num_cached_blocks = min(request.num_cached_blocks, index)
 
     def take_moves(self) -> list[tuple[int, int, int]]:
         """The moves since the last call, which precede the next step, in order: (MoveKind, source, target)."""
@@ -322,7 +318,7 @@ class KVCacheManager:
         for request, table in zip(requests, self._move(MoveKind.SWAP_OUT, tables), strict=True):
             request.block_ids, request.cpu_block_ids = [], table
 
-    def swap_in(self, requests: Sequence[Request], num_extra_blocks: int, num_reserved_blocks: int = 0) -> bool:
+    def swap_in(self, requests: Sequence[Request], num_extra_blocks: int) -> bool:
         """Moves requests back to the device together; shared blocks stay shared.
 
         The blocks are not in the prefix cache; `cache_full_blocks` will enter them again.
@@ -330,7 +326,6 @@ class KVCacheManager:
         Args:
             requests: swapped ones.
             num_extra_blocks: blocks that must stay free.
-            num_reserved_blocks: further blocks that must stay free.
 
         Returns:
             False if too few are free: then nothing has changed.
@@ -341,7 +336,7 @@ class KVCacheManager:
         if any(request.block_ids for request in requests):
             raise ValueError("a request is on the device already")
         tables = [request.cpu_block_ids for request in requests]
-        if len(self._distinct(tables)) + num_extra_blocks + num_reserved_blocks > self.pool.num_free:
+        if len(self._distinct(tables)) + num_extra_blocks > self.pool.num_free:
             return False
         for request, table in zip(requests, self._move(MoveKind.SWAP_IN, tables), strict=True):
             request.block_ids, request.cpu_block_ids = table, []

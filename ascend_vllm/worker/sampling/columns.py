@@ -39,6 +39,12 @@ MASKS = ALLOWED_IDS | MIN_TOKENS | BAD_WORDS | CONSTRAINED
 
 NO_LOGPROBS = -1
 
+# fields of SamplingParams that columns keep as they are
+_NUMBERS = (
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+
 _SMALLEST_ARENA = 1024
 
 
@@ -232,33 +238,17 @@ class SamplingColumns:
         # slot → logits processors
         self.processors: dict[int, list[LogitsProcessor]] = {}
         self._tables = (self.stop_ids, self.logit_bias)
-        # all of the above but the tables
-        self._columns: tuple[npt.NDArray[Any], ...] = (
-            self.features,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.frequency_penalty,
-            self.presence_penalty,
-            self.seed,
-            self.min_tokens,
-            self.num_logprobs,
-        )
+        # all of the above with a number for each slot
+        self._columns = [
+            column for column in vars(self).values() if isinstance(column, np.ndarray) and column.ndim == 1
+        ]
 
     def set(self, row: NewRow) -> None:
         """Stores the parameters of a new row."""
         slot, params = row.slot, row.sampling_params
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition_penalty[slot] = params.repetition_penalty
-        self.frequency_penalty[slot] = params.frequency_penalty
-        self.presence_penalty[slot] = params.presence_penalty
+        for name in _NUMBERS:
+            getattr(self, name)[slot] = getattr(params, name)
         self.seed[slot] = row.seed
-        self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         stop_ids = self._known(row.stop_token_ids)
         self.stop_ids.set(slot, stop_ids)

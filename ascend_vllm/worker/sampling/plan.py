@@ -17,7 +17,6 @@ from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
 from ascend_vllm.worker.sampling import columns
 from ascend_vllm.worker.sampling.columns import Int64Array
 
-Filters = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Index = tuple[torch.Tensor, torch.Tensor]
 Features = npt.NDArray[np.int32]
 
@@ -37,14 +36,6 @@ class History:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Penalties:
-    """Arguments of `apply_penalties` that do not change from token to token, beside the history."""
-
-    # [S] float32 each: repetition, frequency, presence
-    factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class BadWords:
     """Sequences that must not be generated, and the P tokens before the last one of each."""
 
@@ -59,22 +50,12 @@ class BadWords:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ForbiddenIds:
-    """Ids that are forbidden until rows have a minimum length."""
+class IdValues:
+    """A value for some ids of rows."""
 
     # [E]: row and id of each entry
     index: Index
-    # [E] int64: number of tokens from which the id is allowed
-    below: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogitBias:
-    """Values to add to logits."""
-
-    # [E]: row and id of each entry
-    index: Index
-    # [E] float32
+    # [E]
     values: torch.Tensor
 
 
@@ -111,14 +92,17 @@ class SamplingPlan:
     # most likely tokens to report beside the sampled one: the largest number that any row requested
     num_logprobs: int
     # [S] each: temperature, top_k, top_p, min_p
-    filters: Filters | None = None
+    filters: list[torch.Tensor] | None = None
     # of random rows: [S] int64 seeds if the device shares the host's memory, otherwise draws
     seeds: torch.Tensor | None = None
     draws: Draws | None = None
     allowed: TokenMasks | None = None
-    forbidden: ForbiddenIds | None = None
-    bias: LogitBias | None = None
-    penalties: Penalties | None = None
+    # int64: ids that are forbidden until their row has this number of tokens
+    forbidden: IdValues | None = None
+    # float32: added to logits
+    bias: IdValues | None = None
+    # [S] float32 each: repetition, frequency, presence
+    penalties: list[torch.Tensor] | None = None
     bad_words: BadWords | None = None
     # rows with logits processors, and the processors
     processors: list[tuple[int, list[columns.LogitsProcessor]]] | None = None
@@ -200,11 +184,10 @@ class Planner:
         constraints = TokenMasks(upload(rows, self._device), upload(bitmask, self._device))
         return dataclasses.replace(plan, needed=plan.needed | columns.CONSTRAINED, constraints=constraints)
 
-    def _filters(self, slots: Int64Array) -> Filters:
+    def _filters(self, slots: Int64Array) -> list[torch.Tensor]:
         params = self._params
         parameters = (params.temperature, params.top_k, params.top_p, params.min_p)
-        temperature, top_k, top_p, min_p = upload_all([column[slots] for column in parameters], self._device)
-        return temperature, top_k, top_p, min_p
+        return upload_all([column[slots] for column in parameters], self._device)
 
     def _draws(self, slots: Int64Array, num_tokens: Int64Array, num_steps: int) -> Draws:
         """Random numbers. They depend only on seeds and positions, so that they are computed on the host."""
@@ -224,7 +207,7 @@ class Planner:
         rows = np.flatnonzero(features & columns.ALLOWED_IDS)
         return TokenMasks(*upload_all((rows, self._params.allowed_ids[slots[rows]]), self._device))
 
-    def _forbidden(self, slots: Int64Array, num_tokens: Int64Array, features: Features) -> ForbiddenIds | None:
+    def _forbidden(self, slots: Int64Array, num_tokens: Int64Array, features: Features) -> IdValues | None:
         rows = np.flatnonzero(features & columns.MIN_TOKENS)
         below = self._batch.prompt_lens[slots[rows]] + self._params.min_tokens[slots[rows]]
         too_short = num_tokens[rows] < below
@@ -232,17 +215,16 @@ class Planner:
         if len(rows) == 0:
             return None
         index, ids, _ = self._params.stop_ids.gather(slots[rows])
-        return ForbiddenIds(self._index(rows[index], ids), upload(below[index], self._device))
+        return IdValues(self._index(rows[index], ids), upload(below[index], self._device))
 
-    def _bias(self, slots: Int64Array) -> LogitBias:
+    def _bias(self, slots: Int64Array) -> IdValues:
         rows, ids, values = self._params.logit_bias.gather(slots)
-        return LogitBias(self._index(rows, ids), upload(values, self._device))
+        return IdValues(self._index(rows, ids), upload(values, self._device))
 
-    def _penalties(self, slots: Int64Array) -> Penalties:
+    def _penalties(self, slots: Int64Array) -> list[torch.Tensor]:
         params = self._params
         factors = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        repetition, frequency, presence = upload_all([column[slots] for column in factors], self._device)
-        return Penalties((repetition, frequency, presence))
+        return upload_all([column[slots] for column in factors], self._device)
 
     def _bad_words(self, slots: Int64Array, features: Features) -> BadWords:
         rows = np.flatnonzero(features & columns.BAD_WORDS)

@@ -19,7 +19,7 @@ from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, LogitsProcessor
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
-from ascend_vllm.worker.sampling.plan import BadWords, History, Penalties, Planner, SamplingPlan
+from ascend_vllm.worker.sampling.plan import BadWords, History, Planner, SamplingPlan
 
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
@@ -124,12 +124,13 @@ class Sampler:
             _ban_words(logits, plan.bad_words, plan.history, num_tokens)
         if plan.forbidden is not None:
             index = plan.forbidden.index
-            too_short = num_tokens[index[0]] < plan.forbidden.below
+            too_short = num_tokens[index[0]] < plan.forbidden.values
             logits[index] = logits[index].masked_fill(too_short, -torch.inf)
         if plan.bias is not None:
             logits[plan.bias.index] += plan.bias.values
         if plan.penalties is not None and plan.history is not None:
-            _penalise(logits, plan.penalties, plan.history, num_tokens)
+            tokens = plan.history.token_ids, plan.history.table_rows, plan.history.prompt_lens, num_tokens.int()
+            apply_penalties(logits, *tokens, *plan.penalties)
         return logits
 
     def _float_copy(self, logits: torch.Tensor) -> torch.Tensor:
@@ -140,17 +141,16 @@ class Sampler:
     @staticmethod
     def _draw(logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, number: int) -> torch.Tensor:
         ids: torch.Tensor
-        if plan.filters is not None and plan.draws is not None:
-            draws = plan.draws
-            ids = draw_tokens(
-                logits, *plan.filters, draws.uniforms.select(0, number), draws.largest_top_k, draws.has_top_p
-            )
-            return ids
-        if plan.filters is None or plan.seeds is None:
-            return arg_max(logits)
-        # keyed by seed and position in the sequence: draws depend neither on other rows of the batch, nor on the
-        # chunks of the prompt, nor on preemption
-        ids = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
+        draws = plan.draws
+        if plan.filters is not None and draws is not None:
+            uniforms = draws.uniforms.select(0, number)
+            ids = draw_tokens(logits, *plan.filters, uniforms, draws.largest_top_k, draws.has_top_p)
+        elif plan.filters is not None and plan.seeds is not None:
+            # keyed by seed and position in the sequence: draws depend neither on other rows of the batch, nor on the
+            # chunks of the prompt, nor on preemption
+            ids = sample_tokens(logits, *plan.filters, plan.seeds, num_tokens)
+        else:
+            ids = arg_max(logits)
         return ids
 
 
@@ -183,17 +183,6 @@ def _ban_words(logits: torch.Tensor, words: BadWords, history: History, num_toke
     # added, since several sequences may end with the same token
     values = torch.zeros(len(last), dtype=logits.dtype, device=logits.device).masked_fill_(banned, -torch.inf)
     logits.index_put_(words.index, values, accumulate=True)
-
-
-def _penalise(logits: torch.Tensor, penalties: Penalties, history: History, num_tokens: torch.Tensor) -> None:
-    apply_penalties(
-        logits,
-        history.token_ids,
-        history.table_rows,
-        history.prompt_lens,
-        num_tokens.int(),
-        *penalties.factors,
-    )
 
 
 def _asking_rows(tensor: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
