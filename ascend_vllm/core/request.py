@@ -226,11 +226,6 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """Tokens generated so far (a copy)."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def end_token_ids(self) -> list[int]:
         """Ids that end the sequence, sorted: end-of-sequence unless ignored, and its stop_token_ids."""
         return sorted(self.end_ids - {NO_TOKEN})

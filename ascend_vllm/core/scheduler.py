@@ -271,7 +271,7 @@ class Scheduler:
         if self.connectors.waiting:
             self._take_ready()
         was_idle = not (self.rows.running or self._in_flight)
-        builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting))
+        builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting), now)
         num_held = self._preemption.preempt_outranked() if self.waiting.has_ranks else 0
         budget = self.config.max_num_batched_tokens
         if self._cuts_prompts:
@@ -295,7 +295,7 @@ class Scheduler:
         self._step_id += 1
         step = builder.finish()
         self.rows.add_updates(step)
-        self._in_flight.append(builder.in_flight(now))
+        self._in_flight.append(builder.in_flight)
         return step
 
     def _schedule_running(self, builder: StepBuilder, budget: int, num_held: int) -> int:
@@ -309,7 +309,7 @@ class Scheduler:
         Returns:
             The remaining budget; 0 if rows lack blocks, so that no request is admitted.
         """
-        step, rows = builder.step, builder.rows
+        step, rows = builder.step, builder.in_flight.rows
         running, kv_cache = self.rows.running, self.kv_cache
         is_windowed = kv_cache.sliding_window is not None
         lookahead, waits, max_decoding = self._lookahead, self.rows.num_stages > 1, self.rows.max_decoding

@@ -22,7 +22,7 @@ from ascend_vllm.types.step import (
 
 @dataclasses.dataclass(slots=True)
 class StepInFlight:
-    """A step that has been handed out.
+    """What is kept of a step until its outputs arrive.
 
     Attributes:
         slots: of its rows.
@@ -35,8 +35,8 @@ class StepInFlight:
     slots: list[int]
     rows: list[Request]
     made_at: float
-    num_chunk_tokens: int
-    num_prompt_tokens: int
+    num_chunk_tokens: int = 0
+    num_prompt_tokens: int = 0
 
     def sampling_rows(self, slots: list[int]) -> list[Request]:
         """The requests that were in these of its slots."""
@@ -96,21 +96,20 @@ class StepBuilder:
         kv_cache: caches the blocks that prompts fill.
         step_id: of the step.
         num_waiting: waiting requests; those that are admitted may be in the step.
+        made_at: seconds of time.monotonic().
 
     Attributes:
         step: the step so far.
-        rows: the requests in `step.slots`.
-        masked: those that sample with a bitmask.
-        num_chunk_tokens: tokens of rows that compute more than one.
-        num_prompt_tokens: prompt tokens that no step has computed before.
+        in_flight: what is kept of it until its outputs arrive.
+        masked: rows that sample with a bitmask.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int, made_at: float
+    ) -> None:
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
-        self.rows: list[Request] = []
+        self.in_flight = StepInFlight(self.step.slots, [], made_at)
         self.masked: list[Request] = []
-        self.num_chunk_tokens = 0
-        self.num_prompt_tokens = 0
         self._config = config
         self._kv_cache = kv_cache
         self._num_waiting = num_waiting
@@ -141,14 +140,14 @@ class StepBuilder:
         step.num_scheduled_tokens.append(count)
         # blocks are allocated for one forward pass only
         step.num_steps = 1
-        self.rows.append(row)
+        self.in_flight.rows.append(row)
         row.num_computed_tokens += count
         if row.num_missing_tokens == 0:
             row.num_pending_tokens += 1
             if row.kind.is_masked:
                 self.masked.append(row)
         if count > 1:
-            self.num_chunk_tokens += count
+            self.in_flight.num_chunk_tokens += count
             self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
         if row.num_counted_prompt_tokens < row.num_prompt_tokens:
             self._count_prompt_tokens(row)
@@ -174,7 +173,7 @@ class StepBuilder:
     def finish(self) -> SchedulerOutput:
         """The finished step; its tokens count as computed from now on."""
         if self.step.num_steps > 1:
-            for row in self.rows:
+            for row in self.in_flight.rows:
                 # a row stops at max_num_tokens
                 further = min(self.step.num_steps - 1, row.max_num_tokens - 1 - row.num_computed_tokens)
                 row.num_computed_tokens += further
@@ -185,15 +184,11 @@ class StepBuilder:
         self.step.block_moves = self._kv_cache.take_moves()
         return self.step
 
-    def in_flight(self, made_at: float) -> StepInFlight:
-        """What is kept of the step until its outputs arrive."""
-        return StepInFlight(self.step.slots, self.rows, made_at, self.num_chunk_tokens, self.num_prompt_tokens)
-
     def _count_prompt_tokens(self, row: Request) -> None:
         """Counts each prompt token once, also if it is computed again after a preemption."""
         end = min(row.num_computed_tokens, row.num_prompt_tokens)
         if end > row.num_counted_prompt_tokens:
-            self.num_prompt_tokens += end - row.num_counted_prompt_tokens
+            self.in_flight.num_prompt_tokens += end - row.num_counted_prompt_tokens
             row.num_counted_prompt_tokens = end
 
 

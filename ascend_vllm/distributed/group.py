@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from typing import Any
 
@@ -20,21 +19,9 @@ _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """A worker's groups.
-
-    Attributes:
-        collectives: of its tensor-parallel group.
-        stages: process group of the workers with the same tensor-parallel rank, one per stage in stage order; None
-            with one stage.
-    """
-
-    collectives: Collectives
-    stages: Any = None
-
-
-def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rendezvous | None) -> Groups:
+def join_groups(
+    platform: Platform, parallel: ParallelContext, rendezvous: Rendezvous | None
+) -> tuple[Collectives, Any]:
     """Connects this worker with the others; returns when all are connected.
 
     Args:
@@ -42,12 +29,16 @@ def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rende
         parallel: this worker's ranks.
         rendezvous: address of the store; None for a single worker.
 
+    Returns:
+        The collectives of its tensor-parallel group, and the process group of the workers with the same
+        tensor-parallel rank, one per stage in stage order; None with one stage.
+
     Raises:
         ValueError: there are several workers and no rendezvous.
         RuntimeError: the other workers did not connect in time.
     """
     if parallel.world_size == 1:
-        return Groups(SingleRank())
+        return SingleRank(), None
     if rendezvous is None:
         raise ValueError("several workers need a rendezvous")
     store = TCPStore(
@@ -67,9 +58,8 @@ def join_groups(platform: Platform, parallel: ParallelContext, rendezvous: Rende
     if not platform.needs_store_later:
         _stop_listening(store, parallel, rendezvous)
     kind = OrderedCollectives if platform.sums_in_rank_order else GroupCollectives
-    return Groups(
-        kind(next(groups), tp_size) if tp_size > 1 else SingleRank(), next(groups) if parallel.pp_size > 1 else None
-    )
+    collectives = kind(next(groups), tp_size) if tp_size > 1 else SingleRank()
+    return collectives, next(groups) if parallel.pp_size > 1 else None
 
 
 def _stop_listening(store: TCPStore, parallel: ParallelContext, rendezvous: Rendezvous) -> None:

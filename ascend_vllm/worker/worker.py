@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ascend_vllm import envs
-from ascend_vllm.config.engine import EngineConfig, ParallelConfig
+from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.distributed.group import join_groups
 from ascend_vllm.distributed.parallel_context import ParallelContext
@@ -79,7 +79,14 @@ class Worker:
                 f"--kv-cache-dtype {config.cache.cache_dtype} differs from the model's {config.model.dtype}: "
                 "the KV cache is kept in the model's dtype, use auto."
             )
-        self._parallel = _place_of(rank, config.parallel)
+        tp_size = config.parallel.tensor_parallel_size
+        self._parallel = ParallelContext(
+            tp_rank=rank % tp_size,
+            tp_size=tp_size,
+            pp_rank=rank // tp_size,
+            pp_size=config.parallel.pipeline_parallel_size,
+            stage_layers=config.parallel.stage_layers,
+        )
         meeting = rendezvous or Rendezvous(port=0)
         place = meeting.place(rank, self._parallel.world_size)
         self._device = self._platform.initialize(
@@ -91,12 +98,11 @@ class Worker:
                 f"--dtype {config.model.dtype} is not available on --device {self._platform.name}; possible here: "
                 f"{possible}."
             )
-        groups = join_groups(self._platform, self._parallel, rendezvous)
-        self._collectives = groups.collectives
+        self._collectives, stages = join_groups(self._platform, self._parallel, rendezvous)
         self._link: StageLink | None = None
-        if groups.stages is not None:
+        if stages is not None:
             stage, width = self._parallel.pp_rank, config.model.hidden_size
-            self._link = StageLink(groups.stages, stage, width, self._dtype, self._device)
+            self._link = StageLink(stages, stage, width, self._dtype, self._device)
         self._loaded: LoadedModel | None = None
         self._runner: Runner | None = None
         self._cache_size: KVCacheSize | None = None
@@ -382,14 +388,3 @@ class Worker:
             device_type,
             f": {', '.join(on_reference)}" if on_reference else "",
         )
-
-
-def _place_of(rank: int, config: ParallelConfig) -> ParallelContext:
-    tp_size = config.tensor_parallel_size
-    return ParallelContext(
-        tp_rank=rank % tp_size,
-        tp_size=tp_size,
-        pp_rank=rank // tp_size,
-        pp_size=config.pipeline_parallel_size,
-        stage_layers=config.stage_layers,
-    )

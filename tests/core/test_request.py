@@ -71,7 +71,7 @@ def test_ends(
     request.transition(RequestStatus.RUNNING)
     taken = request.append_output(tokens)
     assert (taken, request.finish_reason, request.stop_reason) == expected
-    assert request.output_token_ids == tokens[:taken]
+    assert request.token_ids[request.num_prompt_tokens :] == tokens[:taken]
     assert (request.num_output_tokens, request.num_tokens) == (taken, 3 + taken)
 
 

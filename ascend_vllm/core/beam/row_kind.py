@@ -33,7 +33,6 @@ class Beam(RowKind):
         root: the request.
         width: most rows it can have, for which slots are reserved.
         rows: its live beams while it runs or is swapped; in the order of the search.
-        num_reserved_slots: free slots reserved for it.
     """
 
     may_run_ahead = False
@@ -44,7 +43,6 @@ class Beam(RowKind):
         self.root = root
         self.width = spec.width
         self.rows: list[Request] = []
-        self.num_reserved_slots = 0
         self._spec = spec
         self._max_model_len = max_model_len
         self._serial = itertools.count()
