@@ -98,11 +98,6 @@ class StaticInputs:
         }
         self._indices = torch.arange(num_tokens, dtype=torch.int64, device=device)
 
-    @property
-    def num_blocks(self) -> int:
-        """B."""
-        return self.block_table.shape[1]
-
     def batch(self, size: int, query_len: int = 1) -> ForwardBatch:
         """The batch of a shape: views of the buffers, with rows of the minimum length."""
         num_tokens, seq_len = size * query_len, padded_len(query_len)

@@ -84,7 +84,7 @@ def cached_pool(num_blocks: int, num_cached: int) -> tuple[BlockPool, list[int]]
 def test_cached_blocks_are_found_until_they_are_allocated() -> None:
     pool, blocks = cached_pool(5, 3)
     hashes = [b"0", b"1", b"2"]
-    assert (pool.num_free, pool.num_cached, pool.usage) == (5, 3, 0.0)
+    assert (pool.num_free, len(pool.ids_by_hash), pool.usage) == (5, 3, 0.0)
     assert pool.find(hashes) == blocks
     assert pool.find([b"0", b"other", b"2"]) == [0]
     assert pool.find([b"other", b"0"]) == []
@@ -94,7 +94,7 @@ def test_cached_blocks_are_found_until_they_are_allocated() -> None:
     assert pool.allocate(1) == [2]
     assert (pool.find(hashes), pool.hashes[2]) == ([0, 1], None)
     assert pool.allocate(2) == [1, 0]
-    assert (pool.find(hashes), pool.num_cached) == ([], 0)
+    assert (pool.find(hashes), len(pool.ids_by_hash)) == ([], 0)
     assert pool.violations([[0, 1, 2, 3, 4]]) == []
 
 
@@ -141,7 +141,7 @@ def test_only_a_held_block_is_cached_or_written() -> None:
     pool.cache(0, b"a")
     pool.uncache(0)
     pool.uncache(0)
-    assert (pool.find([b"a"]), pool.num_cached) == ([], 0)
+    assert (pool.find([b"a"]), len(pool.ids_by_hash)) == ([], 0)
     assert pool.violations([[0]]) == []
 
 
@@ -149,7 +149,7 @@ def test_uncaching_all_blocks() -> None:
     pool, blocks = cached_pool(4, 3)
     pool.retain(blocks[:1])
     pool.uncache_all()
-    assert (pool.find([b"0"]), pool.num_cached, pool.num_free) == ([], 0, 3)
+    assert (pool.find([b"0"]), len(pool.ids_by_hash), pool.num_free) == ([], 0, 3)
     assert pool.violations([blocks[:1]]) == []
     pool.release(blocks[:1])
     assert pool.allocate(4) == [0, 1, 2, 3]

@@ -89,7 +89,7 @@ def test_equal_contents_are_cached_once() -> None:
     compute(manager, first)
     compute(manager, second)
     assert second.num_cached_blocks == 2
-    assert manager.pool.num_cached == 2
+    assert len(manager.pool.ids_by_hash) == 2
     assert manager.find_cached_blocks(make_request("c", 9)) == first.block_ids
     assert manager.violations([first, second]) == []
 

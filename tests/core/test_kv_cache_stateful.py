@@ -262,7 +262,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if data.draw(st.integers(0, 2)):
             return
         self.manager.reset_prefix_cache()
-        assert self.manager.pool.num_cached == 0
+        assert len(self.manager.pool.ids_by_hash) == 0
 
     def accounts_balance(self) -> None:
         assert self.manager.violations([*self.waiting, *self.running, *self.swapped]) == []

@@ -142,6 +142,7 @@ class BeamSearch:
         num_candidates: most likely next tokens of each live beam that `advance` needs. At most `num_live` *
             len(end_token_ids) of them end their sequence, so at least `width` others are always left.
         is_done: the search is over.
+        num_output_tokens: tokens that each live beam has generated; at the end, the steps that were made.
     """
 
     def __init__(
@@ -166,17 +167,12 @@ class BeamSearch:
         # both best first
         self._live = [_Beam(None, 0.0)]
         self._finished: list[_Finished] = []
-        self._num_output_tokens = 0
+        self.num_output_tokens = 0
 
     @property
     def num_live(self) -> int:
         """Beams to be continued: 1, the prompt, before the first step; then up to `width`; 0 at the end."""
         return len(self._live)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens that each live beam has generated; at the end, the steps that were made."""
-        return self._num_output_tokens
 
     def output_token_ids(self, index: int) -> list[int]:
         """Tokens that a live beam has generated."""
@@ -206,14 +202,14 @@ class BeamSearch:
             self.finish_live()
             return []
         parents = self._live
-        self._num_output_tokens += 1
+        self.num_output_tokens += 1
         self._add_finished(ending)
         chosen = list(zip(continuing.parents.tolist(), continuing.token_ids.tolist(), strict=True))
         self._live = [
             _Beam((token_id, parents[parent].tokens), -cost)
             for (parent, token_id), cost in zip(chosen, continuing.costs.tolist(), strict=True)
         ]
-        if self._num_prompt_tokens + self._num_output_tokens >= self._max_num_tokens:
+        if self._num_prompt_tokens + self.num_output_tokens >= self._max_num_tokens:
             self.finish_live()
         elif not self._live or self._stops_early():
             self._end()
@@ -221,7 +217,7 @@ class BeamSearch:
 
     def finish_live(self) -> None:
         """Ends the search: the live beams finish with LENGTH, and compete with the finished ones."""
-        length = self._num_prompt_tokens + self._num_output_tokens
+        length = self._num_prompt_tokens + self.num_output_tokens
         self._keep_best(
             _Finished(
                 self._score(beam.cumulative_logprob, length),
@@ -239,7 +235,7 @@ class BeamSearch:
 
         Fewer if there are not so many. Callers must not change the lists.
         """
-        length = self._num_prompt_tokens + self._num_output_tokens
+        length = self._num_prompt_tokens + self.num_output_tokens
         ranked: list[tuple[float, _Finished | _Beam]] = [(entry.score, entry) for entry in self._finished]
         ranked += [(self._score(beam.cumulative_logprob, length), beam) for beam in self._live]
         ranked.sort(key=lambda scored: -scored[0])
@@ -252,7 +248,7 @@ class BeamSearch:
 
     def _select(self, candidates: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]) -> tuple[_Candidates, _Candidates]:
         """Candidates that end their sequence, and the `width` that continue, both best first."""
-        can_end = self._num_prompt_tokens + self._num_output_tokens + 1 >= self._min_num_tokens
+        can_end = self._num_prompt_tokens + self.num_output_tokens + 1 >= self._min_num_tokens
         token_ids = [np.asarray(ids, np.int64) for ids, _ in candidates]
         counts = [len(ids) for ids in token_ids]
         logprobs = np.concatenate([np.asarray(values, np.float64) for _, values in candidates])
@@ -273,7 +269,7 @@ class BeamSearch:
 
     def _add_finished(self, ending: _Candidates) -> None:
         """Adds the candidates that end to the finished sequences."""
-        length = self._num_prompt_tokens + self._num_output_tokens
+        length = self._num_prompt_tokens + self.num_output_tokens
         at_eos = ending.token_ids == self._eos_token_id
         scores = -ending.costs / np.where(at_eos, self._divisor(length - 1), self._divisor(length))
         # more cannot be kept
@@ -306,7 +302,7 @@ class BeamSearch:
             return False
         if rule is True:
             return True
-        length = self._num_prompt_tokens + self._num_output_tokens
+        length = self._num_prompt_tokens + self.num_output_tokens
         if rule == "never" and self._spec.length_penalty > 0.0:
             length = self._max_length
         return self._finished[-1].score >= self._score(self._live[0].cumulative_logprob, length)

@@ -23,6 +23,7 @@ class BlockPool:
     Attributes:
         reference_counts: [num_blocks] sequences that hold each block.
         hashes: [num_blocks] hash under which a block is cached; None: it is not.
+        ids_by_hash: cached blocks, free or not, by their hashes.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,17 +35,12 @@ class BlockPool:
         self._free_cached: collections.OrderedDict[int, None] = collections.OrderedDict()
         self.reference_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
-        self._ids_by_hash: dict[bytes, int] = {}
+        self.ids_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks without references, cached or not."""
         return len(self._free) + len(self._free_cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks whose contents can be found, free or not."""
-        return len(self._ids_by_hash)
 
     @property
     def usage(self) -> float:
@@ -108,7 +104,7 @@ class BlockPool:
     def find(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Cached blocks of the first hashes, up to one that is not cached. Takes one look-up per block."""
         block_ids = []
-        get = self._ids_by_hash.get
+        get = self.ids_by_hash.get
         for block_hash in block_hashes:
             block_id = get(block_hash)
             if block_id is None:
@@ -124,9 +120,9 @@ class BlockPool:
         """
         if self.reference_counts[block_id] == 0:
             raise ValueError(f"block {block_id} is free and holds nothing")
-        if self.hashes[block_id] is None and block_hash not in self._ids_by_hash:
+        if self.hashes[block_id] is None and block_hash not in self.ids_by_hash:
             self.hashes[block_id] = block_hash
-            self._ids_by_hash[block_hash] = block_id
+            self.ids_by_hash[block_hash] = block_id
 
     def uncache(self, block_id: int) -> None:
         """Removes a block that will be written from the prefix cache, if it is there.
@@ -140,9 +136,9 @@ class BlockPool:
 
     def uncache_all(self) -> None:
         """Empties the prefix cache; reference counts do not change."""
-        for block_id in self._ids_by_hash.values():
+        for block_id in self.ids_by_hash.values():
             self.hashes[block_id] = None
-        self._ids_by_hash.clear()
+        self.ids_by_hash.clear()
         # the most recently used one is on top
         self._free += self._free_cached
         self._free_cached.clear()
@@ -150,7 +146,7 @@ class BlockPool:
     def _drop_hash(self, block_id: int) -> None:
         block_hash = self.hashes[block_id]
         if block_hash is not None:
-            del self._ids_by_hash[block_hash]
+            del self.ids_by_hash[block_hash]
             self.hashes[block_id] = None
 
     # ---- audit ---------------------------------------------------------------------------------------------
@@ -193,6 +189,6 @@ class BlockPool:
 
     def _hash_violations(self) -> list[str]:
         by_block = {block_id: block_hash for block_id, block_hash in enumerate(self.hashes) if block_hash is not None}
-        if by_block == {block_id: block_hash for block_hash, block_id in self._ids_by_hash.items()}:
+        if by_block == {block_id: block_hash for block_hash, block_id in self.ids_by_hash.items()}:
             return []
         return ["the table of hashes and the blocks' hashes disagree"]
