@@ -1,12 +1,14 @@
-"""POST /v1/messages and /v1/messages/count_tokens, by Anthropic's official client."""
+"""POST /v1/messages and /v1/messages/count_tokens, by Anthropic's official client.
+
+The client is imported by the tests that use it: it takes two seconds, and every worker of pytest collects this file.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import httpx2
 import pytest
@@ -18,6 +20,9 @@ from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from tests.entrypoints.conftest import KEY
 from tests.scripted_engine import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine
 from tests.server import Server, is_idle, wait_until
+
+if TYPE_CHECKING:
+    import anthropic
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hello!"}]
 BASE: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
@@ -33,6 +38,8 @@ TOOL: dict[str, Any] = {
 
 @pytest.fixture
 def client(guarded_server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=guarded_server.url, api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
 
@@ -155,6 +162,8 @@ def test_cached_tokens_are_counted_apart(client: anthropic.Anthropic) -> None:
 
 
 async def test_the_asynchronous_client(guarded_server: Server, client: anthropic.Anthropic) -> None:
+    import anthropic
+
     whole = client.messages.create(**ASKED)
     async with anthropic.AsyncAnthropic(base_url=guarded_server.url, auth_token=KEY, max_retries=0) as asynchronous:
         async with asynchronous.messages.stream(**ASKED) as stream:
@@ -252,6 +261,8 @@ def test_errors_of_bad_requests(http: httpx.Client) -> None:
 
 
 def test_the_client_knows_the_errors(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**ASKED | {"model": "nope"})
     with (
@@ -314,6 +325,8 @@ async def ask(
     engine: ScriptedEngine, flags: dict[str, Any] | None = None, **fields: Any
 ) -> list[anthropic.types.Message]:
     """The whole answer, and what the client's helper makes of the stream."""
+    import anthropic
+
     transport = httpx2.ASGITransport(app_of(engine, **(flags or {})))
     async with (
         httpx2.AsyncClient(transport=transport) as http,
