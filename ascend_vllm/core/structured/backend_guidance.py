@@ -209,19 +209,14 @@ def _schema_grammar(constraint: Constraint) -> str:
         # the library's options need an object
         schema = {}
     if not constraint.additional_properties:
-        _close_objects(schema)
+        for part in list(schemas_in(schema)):
+            if isinstance(part.get("properties"), dict):
+                part.setdefault("additionalProperties", False)
     options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
     if constraint.whitespace_pattern is not None:
         options["whitespace_pattern"] = constraint.whitespace_pattern
     # the library's TypedDict declares all keys as required
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
-
-
-def _close_objects(schema: Any) -> None:
-    """Adds `additionalProperties: false`, in place, to all schemas with `properties` that do not set it."""
-    for part in list(schemas_in(schema)):
-        if isinstance(part.get("properties"), dict):
-            part.setdefault("additionalProperties", False)
 
 
 def _tags_grammar(tag: Any) -> str:

@@ -227,24 +227,6 @@ class NodeAgent:
                 self._workers.orders.write(self._orders.get(), lambda: self._has_ended)
 
 
-class _Signals:
-    """SIGINT and SIGTERM: they interrupt the wait for node 0, and later stop the agent."""
-
-    def __init__(self) -> None:
-        self._agent: NodeAgent | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def set_agent(self, agent: NodeAgent) -> None:
-        """Sets the agent that signals stop from now on."""
-        self._agent = agent
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self._agent is None:
-            raise KeyboardInterrupt
-        self._agent.stop()
-
-
 def run_node(start: NodeStart, set_agent: Callable[[NodeAgent], None]) -> int:
     """Runs a node from its connection with node 0 to its end.
 
@@ -292,11 +274,21 @@ def _report_problem(start: NodeStart) -> None:
 
 def main() -> int:
     """Runs the process; returns its exit code."""
-    signals = _Signals()
+    # the agent, once there is one
+    agents: list[NodeAgent] = []
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        if not agents:
+            # ends the wait for node 0
+            raise KeyboardInterrupt
+        agents[0].stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=NodeStart)
         name_process(f"Node_{start.node_rank}")
-        return run_node(start, signals.set_agent)
+        return run_node(start, agents.append)
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_USAGE
