@@ -106,7 +106,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--all-shapes", action="store_true", help="every costly value in every field, which takes hours")
     parser.addoption(
-        "--soak-seconds", type=float, help="how long servers are kept under all kinds of load: 8, or 30 with --all"
+        "--soak-seconds", type=float, help="how long servers are kept under all kinds of load: 12, or 30 with --all"
     )
     parser.addoption("--all-kills", action="store_true", help="every process is killed once, in every layout")
     parser.addoption(
@@ -123,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
     set_further_flags(config.getoption("--server-flags"))
     # what was not given
     is_all = config.getoption("--all")
-    for name, ordinary, whole in (("fuzzed_requests", 2000, 10_000), ("soak_seconds", 8.0, 30.0)):
+    for name, ordinary, whole in (("fuzzed_requests", 2000, 10_000), ("soak_seconds", 12.0, 30.0)):
         if getattr(config.option, name) is None:
             setattr(config.option, name, whole if is_all else ordinary)
 

@@ -98,7 +98,7 @@ class EngineArgs(EngineFlags):
                 limits.resolve_dtype(self.dtype, None, facts)
             raise ConfigError(facts.refusal)
         block_size = checks.check_block_size(self.block_size, facts)
-        max_model_len = self._length("max_model_len", auto_allowed=True)
+        max_model_len = _length(self.max_model_len, "max_model_len", auto_allowed=True)
 
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)
         # the raw file is used only for checks and for the heads of pooling models; all else comes from `arch`
@@ -143,22 +143,6 @@ class EngineArgs(EngineFlags):
         if self.max_context_len_to_capture is not None:
             longest = self.max_context_len_to_capture
         return msgspec.structs.replace(config, graphs=resolve_graph_config(config, longest))
-
-    def _length(self, field: str, *, auto_allowed: bool = False) -> int | None:
-        """The value of a flag of kind "length", which Python callers may write as "4k", too.
-
-        Raises:
-            ConfigError: it is neither positive nor "auto", if that is allowed.
-        """
-        value: int | str | None = getattr(self, field)
-        if isinstance(value, str):
-            try:
-                value = length(value)
-            except argparse.ArgumentTypeError as err:
-                raise ConfigError(str(err)) from err
-        if value is not None and value < 1 and not (auto_allowed and value == AUTO_LENGTH):
-            raise ConfigError(f"--{field.replace('_', '-')} must be at least 1, got {value}.")
-        return value
 
     def _served_names(self) -> tuple[str, ...]:
         names = self.served_model_name
@@ -206,7 +190,7 @@ class EngineArgs(EngineFlags):
         return CacheConfig(
             block_size=block_size,
             gpu_memory_utilization=self.gpu_memory_utilization,
-            kv_cache_memory_bytes=self._length("kv_cache_memory_bytes"),
+            kv_cache_memory_bytes=_length(self.kv_cache_memory_bytes, "kv_cache_memory_bytes"),
             num_gpu_blocks_override=self.num_gpu_blocks_override,
             swap_space_gib=float(self.swap_space),
             cache_dtype=self.kv_cache_dtype,
@@ -216,7 +200,7 @@ class EngineArgs(EngineFlags):
 
     def _scheduler_config(self, arch: ArchConfig, longest: int, block_size: int) -> SchedulerConfig:
         chunked = limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, arch)
-        requested, queued_tokens = self._length("max_num_batched_tokens"), self._length("max_num_queued_tokens")
+        requested = _length(self.max_num_batched_tokens, "max_num_batched_tokens")
         budget = limits.resolve_max_num_batched_tokens(
             requested,
             chunked_prefill=chunked,
@@ -232,7 +216,7 @@ class EngineArgs(EngineFlags):
             max_model_len=longest,
             enable_chunked_prefill=chunked,
             max_num_queued_reqs=self.max_num_queued_reqs,
-            max_num_queued_tokens=queued_tokens,
+            max_num_queued_tokens=_length(self.max_num_queued_tokens, "max_num_queued_tokens"),
             num_scheduler_steps=self.num_scheduler_steps,
             multi_step_stream_outputs=self.multi_step_stream_outputs,
             stream_interval=self.stream_interval,
@@ -257,6 +241,22 @@ class EngineArgs(EngineFlags):
 
 # vLLM's name for the arguments of asynchronous engines
 AsyncEngineArgs = EngineArgs
+
+
+def _length(value: int | str | None, field: str, *, auto_allowed: bool = False) -> int | None:
+    """The value of a flag of kind "length", which Python callers may write as "4k", too.
+
+    Raises:
+        ConfigError: it is neither positive nor "auto", if that is allowed.
+    """
+    if isinstance(value, str):
+        try:
+            value = length(value)
+        except argparse.ArgumentTypeError as err:
+            raise ConfigError(str(err)) from err
+    if value is not None and value < 1 and not (auto_allowed and value == AUTO_LENGTH):
+        raise ConfigError(f"--{field.replace('_', '-')} must be at least 1, got {value}.")
+    return value
 
 
 def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str) -> int:

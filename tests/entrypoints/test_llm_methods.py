@@ -63,7 +63,7 @@ def resident_bytes() -> int:
 def fill_cache(llm: LLM) -> None:
     """Writes to all of the cache, so that the system has given its memory."""
     runner_of = "_runner"
-    llm.collective_rpc(lambda worker: [cache.fill_(0) for cache in getattr(worker, runner_of)._forward._kv_caches])
+    llm.collective_rpc(lambda worker: [cache.fill_(0) for cache in getattr(worker, runner_of).forward._kv_caches])
 
 
 @pytest.mark.parametrize(("level", "freed_mib"), [(1, 85), (2, 125)])
