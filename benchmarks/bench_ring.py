@@ -56,7 +56,7 @@ def read_from_ring(setup: ReaderSetup) -> None:
     """A worker: reports the time at which it has each step. Ends with a record that is not a step."""
     steps, answers = RingReader(setup.steps), RingWriter(setup.answers)
     while (record := steps.read())[0] == wire.RecordKind.STEP:
-        wire.decode_step(record)
+        wire.decode(record)
         answers.write(time.perf_counter_ns().to_bytes(_TIME_BYTES, "little"))
 
 
@@ -81,7 +81,7 @@ class RingWorkers:
 
     def send(self, step: SchedulerOutput) -> None:
         """Tells the step to all."""
-        self._writer.write(wire.encode_step(step))
+        self._writer.write(wire.encode(wire.RecordKind.STEP, step))
 
     def times(self) -> list[int]:
         """When each of them had it, in nanoseconds."""
@@ -89,7 +89,7 @@ class RingWorkers:
 
     def close(self) -> None:
         """Ends them."""
-        self._writer.write(wire.encode_stop())
+        self._writer.write(wire.STOP)
         for process in self._processes:
             process.wait()
         for ends in self._ends:
@@ -178,7 +178,7 @@ def main() -> None:
         finally:
             workers.close()
     for kind, grows in kinds.items():
-        result[f"{kind}_bytes"] = len(wire.encode_step(make_step(0, args.requests, grows=grows)))
+        result[f"{kind}_bytes"] = len(wire.encode(wire.RecordKind.STEP, make_step(0, args.requests, grows=grows)))
     print(json.dumps(result, indent=2))
 
 

@@ -136,7 +136,7 @@ class _Trap:
         return os.mkdir, (str(self._path),)
 
 
-# ---- strangers at node 0 -----------------------------------------------------------------------------------
+# ---- unauthenticated peers of node 0 --------------------------------------------------------------------------
 
 
 def test_an_impostor_with_public_facts_is_refused(acceptor: Acceptor, model: str) -> None:
@@ -156,7 +156,9 @@ def test_an_impostor_with_public_facts_is_refused(acceptor: Acceptor, model: str
     _assert_true_node_is_taken(acceptor, model)
 
 
-def test_nothing_of_a_stranger_is_unpickled(acceptor: Acceptor, model: str, tmp_path: pathlib.Path) -> None:
+def test_nothing_of_an_unauthenticated_peer_is_unpickled(
+    acceptor: Acceptor, model: str, tmp_path: pathlib.Path
+) -> None:
     trap = tmp_path / "sprung"
     pickled = pickle.dumps(_Trap(trap))
     # also behind zmq's greeting, as it is with CURVE, and in a frame of it
@@ -167,11 +169,11 @@ def test_nothing_of_a_stranger_is_unpickled(acceptor: Acceptor, model: str, tmp_
         greeting + b"\x04\xc8\x05HELLO" + bytes(194),
         greeting + b"\0" + bytes((len(pickled),)),
     ):
-        with _connect(acceptor) as stranger:
+        with _connect(acceptor) as peer:
             with contextlib.suppress(OSError):
-                stranger.sendall(first + pickled)
-                stranger.shutdown(socket.SHUT_WR)
-            assert len(_rest(stranger)) <= 64
+                peer.sendall(first + pickled)
+                peer.shutdown(socket.SHUT_WR)
+            assert len(_rest(peer)) <= 64
     _assert_true_node_is_taken(acceptor, model)
     assert not trap.exists()
 
@@ -210,9 +212,9 @@ def test_what_was_overheard_is_of_no_use(acceptor: Acceptor, model: str) -> None
     assert len(said) > 500
     other = Acceptor(model)
     try:
-        with _connect(other) as stranger:
-            stranger.sendall(said)
-            answer = _rest(stranger)
+        with _connect(other) as peer:
+            peer.sendall(said)
+            answer = _rest(peer)
         # greeting and the answer to the first words, which are fresh each time; nothing behind the second ones
         assert len(answer) < 300
         assert not other._nodes
@@ -221,23 +223,23 @@ def test_what_was_overheard_is_of_no_use(acceptor: Acceptor, model: str) -> None
         other.close()
 
 
-def test_silent_strangers_keep_no_node_out(acceptor: Acceptor, model: str, log: pytest.LogCaptureFixture) -> None:
+def test_silent_peers_keep_no_node_out(acceptor: Acceptor, model: str, log: pytest.LogCaptureFixture) -> None:
     """Each once took a thread for ten seconds, and a line in the log."""
     before = threading.active_count()
     with contextlib.ExitStack() as sockets:
-        strangers = [sockets.enter_context(_connect(acceptor)) for _ in range(200)]
-        for stranger in strangers[::2]:
+        peers = [sockets.enter_context(_connect(acceptor)) for _ in range(200)]
+        for peer in peers[::2]:
             with contextlib.suppress(OSError):
-                stranger.sendall(b"\xff" + bytes(8))
+                peer.sendall(b"\xff" + bytes(8))
         assert wait_until(lambda: len(acceptor._peers) == MAX_UNAUTHENTICATED)
         assert threading.active_count() <= before
         # those that had to go are closed
-        assert all(len(_rest(stranger)) <= 64 for stranger in strangers[: 200 - MAX_UNAUTHENTICATED])
+        assert all(len(_rest(peer)) <= 64 for peer in peers[: 200 - MAX_UNAUTHENTICATED])
         _assert_true_node_is_taken(acceptor, model)
     assert len({record.message for record in log.records if "is no node" in record.message}) < 20
 
 
-def test_a_stranger_has_no_time_to_lose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unauthenticated_peer_has_limited_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte after another does not keep a connection open."""
     monkeypatch.setattr(link, "HANDSHAKE_TIMEOUT_S", 0.5)
     acceptor = Acceptor(model)
@@ -259,15 +261,15 @@ def test_a_flood_is_cut_at_the_first_bytes(acceptor: Acceptor, model: str) -> No
     """Greetings of up to a megabyte were once read."""
     flood = os.urandom(1 << 20)
     for first in (b"", b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)):
-        stranger = _connect(acceptor)
+        peer = _connect(acceptor)
         sent = 0
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(first)
+            peer.sendall(first)
             # more than the buffers of both ends hold
             for _ in range(64):
-                sent += stranger.send(flood)
+                sent += peer.send(flood)
         assert sent < 64 << 20
-        stranger.close()
+        peer.close()
     assert wait_until(lambda: not acceptor._peers)
     _assert_true_node_is_taken(acceptor, model)
 
@@ -391,7 +393,7 @@ def test_a_node_does_not_believe_its_own_words(model: str) -> None:
 
 
 def test_a_node_that_has_no_turn_tries_again(acceptor: Acceptor, model: str) -> None:
-    """Node 0 may have closed its connection for a stranger's."""
+    """Node 0 may have closed its connection for a peer's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

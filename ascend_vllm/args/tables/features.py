@@ -156,7 +156,7 @@ class InputOutputArgs:
     )
     reasoning_parser: str | None = flag(
         None,
-        "The format in which the model writes its thoughts, which are then separated from its answer in chat: "
+        "The format in which the model writes its reasoning, which is then separated from its answer in chat: "
         "deepseek_r1 or qwen3.",
         example="--reasoning-parser qwen3",
     )

@@ -97,14 +97,14 @@ class SchedulerArgs:
     )
     enable_chunked_prefill: bool | None = flag(
         None,
-        "Cuts long prompts into pieces, so that running answers keep flowing while a prompt is read. It is off "
+        "Cuts long prompts into chunks, so that running answers keep flowing while a prompt is read. It is off "
         "unless you ask for it or --max-model-len is above 32768.",
         example="--enable-chunked-prefill --max-num-batched-tokens 512",
     )
     max_decode_pause_ms: float | None = flag(
         None,
-        "How long in milliseconds running answers may pause under chunked prefill while a piece of a prompt is read: "
-        "pieces are as small as that needs. With 0 they are as large as --max-num-batched-tokens allows, as they are "
+        "How long in milliseconds running answers may pause under chunked prefill while a chunk of a prompt is read: "
+        "chunks are as small as that needs. With 0 they are as large as --max-num-batched-tokens allows, as they are "
         "if you give that flag without this one; otherwise the pause is 250.",
         example="--enable-chunked-prefill --max-decode-pause-ms 100",
     )
