@@ -46,6 +46,9 @@ _EVENTS = (
 )  # fmt: skip
 # at the end, for messages still to be transmitted
 _LINGER_MS = 2000
+# Nobody reconnects. "Never" (-1) would be wrong: zmq then drops what was received just before the connection ended,
+# such as the reason.
+_RECONNECT_MS = 86_400_000
 
 
 class MessageKind(enum.IntEnum):
@@ -166,8 +169,7 @@ def make_socket(
         zmq.CURVE_PUBLICKEY: own_public,
         zmq.CURVE_SECRETKEY: own_secret,
         **({zmq.CURVE_SERVER: 1, zmq.ROUTER_MANDATORY: 1} if is_zero else {zmq.CURVE_SERVERKEY: zero_public}),
-        # no reconnection
-        zmq.RECONNECT_IVL: -1,
+        zmq.RECONNECT_IVL: _RECONNECT_MS,
         zmq.IPV6: int(ipv6),
         zmq.MAXMSGSIZE: _MAX_FRAME_BYTES,
         zmq.HANDSHAKE_IVL: round(HANDSHAKE_TIMEOUT_S * 1000),
