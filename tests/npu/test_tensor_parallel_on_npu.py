@@ -40,6 +40,8 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer_kernels(calls) >= FAST_KERNELS
     # the worker here has set it for this process
     monkeypatch.delenv("CPU_AFFINITY_CONF", raising=False)
+    # and torch_npu may have bound this thread to a core, which the server would inherit
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1", **HCCL})
     try:
         server.wait_ready(180)
