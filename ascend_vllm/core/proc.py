@@ -31,7 +31,6 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.engine_core import EngineCore, build
 from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger, name_process
-from ascend_vllm.torch_import import postpone_meta_registrations
 from ascend_vllm.types.messages import (
     AbortRequests,
     CoreInbound,
@@ -267,7 +266,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input", required=True, metavar="ADDRESS", help="socket to take messages from")
     parser.add_argument("--output", required=True, metavar="ADDRESS", help="socket to send messages to")
     args = parser.parse_args(argv)
-    postpone_meta_registrations()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     with zmq.Context() as context:

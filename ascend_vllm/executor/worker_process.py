@@ -22,7 +22,6 @@ from ascend_vllm.executor import wire
 from ascend_vllm.executor.base import call_worker
 from ascend_vllm.executor.wire import RecordKind, WorkerSetup
 from ascend_vllm.logger import init_logger
-from ascend_vllm.torch_import import postpone_meta_registrations
 
 if TYPE_CHECKING:
     from ascend_vllm.worker.worker import Worker
@@ -76,7 +75,6 @@ def _end_with_parent(descriptor: int) -> None:
 
 def main() -> int:
     """Runs the process; returns its exit code."""
-    postpone_meta_registrations()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
