@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import json
 import logging
@@ -85,6 +86,22 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     name = collection_path.relative_to(ROOT).as_posix()
     # whoever names a file wants it
     return True if _seconds_of_file(name) > most and name not in config.args else None
+
+
+def pytest_collection() -> None:
+    # nothing of the thousands of modules and tests that are collected is ever garbage
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    # and no collection of garbage needs to look through them again, which takes longer than most tests
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
