@@ -79,7 +79,6 @@ DIFFERENCES = [
     # shapes
     Difference("chat-echo* chat-continue-echo", r"body\.prompt_logprobs:", "Keys that belong to a bug"),
     Difference("completion-echo-stream*", r"events\.0\.choices\.0\.prompt_token_ids:", "Keys that belong to a bug"),
-    Difference("completion-stream-continuous-alone", r"events\.0\.usage:", "continuous_usage_stats"),
     Difference("chat-thoughts*", r".*\.completion_tokens_details", "Counts of reasoning tokens"),
     Difference("chat-toolless-none", r".*\.completion_tokens_details", "Counts of reasoning tokens"),
     Difference(

@@ -98,6 +98,9 @@ def test_usage_of_streams(http: httpx.Client) -> None:
     every = ask_stream(http, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert every[0]["usage"]["completion_tokens"] == 0
     assert every[-2]["usage"] == every[-1]["usage"]
+    alone = ask_stream(http, stream_options={"continuous_usage_stats": True})
+    assert all(event.get("usage") is None for event in alone)
+    assert alone[-1]["choices"]
 
 
 def test_several_choices(http: httpx.Client) -> None:

@@ -105,11 +105,14 @@ def test_usage_of_streams(http: httpx.Client) -> None:
     assert events[-1]["usage"] == expected
     assert expected["completion_tokens"] == 32
     assert all(event["usage"] is None for event in events[:-1])
-    events = ask_stream(http, stream_options={"continuous_usage_stats": True})
+    events = ask_stream(http, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
     assert counts[-1] == 8
     assert all(event["usage"]["total_tokens"] > event["usage"]["completion_tokens"] for event in events)
+    alone = ask_stream(http, stream_options={"continuous_usage_stats": True})
+    assert all(event.get("usage") is None for event in alone)
+    assert alone[-1]["choices"]
 
 
 def test_streams_of_several_prompts_and_choices(http: httpx.Client) -> None:

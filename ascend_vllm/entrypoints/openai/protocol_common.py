@@ -223,7 +223,7 @@ class GenerationRequest(ApiRequest):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of the stream carries the usage so far."""
+        """Whether every chunk carries the usage so far, provided that the stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def requested_logprobs(self) -> int | None:

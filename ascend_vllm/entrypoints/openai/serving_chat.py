@@ -123,7 +123,8 @@ class ChatAnswer:
         self._usage = UsageCounter(self._n, self._settings.enable_prompt_tokens_details)
         # for streams
         self._include_usage = request.include_usage or self._settings.force_include_usage
-        self._is_plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
+        self._shows_usage_so_far = self._include_usage and request.continuous_usage
+        self._is_plain = not (request.logprobs or self._shows_usage_so_far or request.return_token_ids)
         self._writer = ChatChunkWriter(
             self._id,
             self._created,
@@ -231,7 +232,7 @@ class ChatAnswer:
         return events
 
     def _usage_now(self, index: int) -> Any:
-        return self._usage.choice_usage(0, index) if self._request.continuous_usage else None
+        return self._usage.choice_usage(0, index) if self._shows_usage_so_far else None
 
     def _parsed_events(
         self, writer: ChatChunkWriter, generated: CompletionOutput, parser: ChoiceParser, plain: bool

@@ -109,8 +109,9 @@ class _Answer:
         self._begun: set[int] = set()
         # for streams
         self._include_usage = request.include_usage or self._settings.force_include_usage
+        self._shows_usage_so_far = self._include_usage and request.continuous_usage
         self._is_plain = request.logprobs is None and not (
-            request.continuous_usage or request.echo or request.return_token_ids
+            self._shows_usage_so_far or request.echo or request.return_token_ids
         )
         self._writer = CompletionChunkWriter(
             self._id,
@@ -234,6 +235,6 @@ class _Answer:
             self._logprobs(prompt_index, index, generated),
             "length" if request.echo_only else generated.finish_reason,
             None if request.echo_only else generated.stop_reason,
-            self._usage.choice_usage(prompt_index, index) if request.continuous_usage else None,
+            self._usage.choice_usage(prompt_index, index) if self._shows_usage_so_far else None,
             extra,
         )
