@@ -73,7 +73,6 @@ DIFFERENCES = [
     Difference("*-logprobs-multibyte* completion-logprobs-20", r".*logprobs", "Tokens that are parts of a character"),
     Difference("chat-logprobs-token-ids", r".*\.top_logprobs\.0\.bytes", "Bytes of named tokens"),
     Difference("completion-truncate completion-truncate-ids", r"body\.choices\.0\.text:", "Echo of a cut prompt"),
-    Difference("chat-continue chat-continue-stream", r".*\.content:", "continue_final_message"),
     Difference("completion-beams-end", r"body\.(usage|choices\.\d\.stop_reason)", "Ends of beams"),
     Difference("chat-guided-logprobs", r"body\.choices\.0\.logprobs", "Log-probabilities of constrained tokens"),
     # shapes

@@ -177,11 +177,17 @@ def test_continuing_and_echoing_the_last_message(http: httpx.Client) -> None:
     }
     answer = ask(http, **fields)
     assert answer["choices"][0]["message"]["role"] == "assistant"
-    assert content(answer).startswith("I am")
-    assert len(content(answer)) > len("I am")
-    events = ask_stream(http, **fields)
+    # the continuation only, as a prompt that ends like the message shows
+    prompt = http.post("/tokenize", json={"model": "tiny", **fields}).json()["tokens"]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": answer["usage"]["completion_tokens"], "temperature": 0}
+    continuation = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert content(answer) == continuation
+    assert "".join(event["choices"][0]["delta"]["content"] for event in ask_stream(http, **fields)) == continuation
+    # 0.6.3's answer, with the message
+    assert content(ask(http, **fields, echo=True)) == "I am" + continuation
+    events = ask_stream(http, **fields, echo=True)
     assert events[1]["choices"][0]["delta"] == {"content": "I am"}
-    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == content(answer)
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == "I am" + continuation
     plain = ask(http, messages=messages)
     assert content(ask(http, messages=messages, echo=True)) == "I am" + content(plain)
 

@@ -137,9 +137,8 @@ class ChatAnswer:
 
     def _echoed(self) -> str:
         """The last message's text if `echo` repeats it, which requires the answer's role."""
-        wanted = self._request.echo or self._request.continue_final_message
         last = self._request.messages[-1]
-        if not wanted or last.role != self._role:
+        if not self._request.echo or last.role != self._role:
             return ""
         (message,) = parse_messages([last.model_dump(exclude_unset=True)], "string", self._model)
         return str(message["content"])
