@@ -309,7 +309,7 @@ def test_constraints_hold_behind_the_thoughts(tool_server: Server, end_id: int) 
             if fields.get("tools", True) is None:
                 text = message["content"]
             else:
-                assert message["content"] == ""
+                assert message["content"] is None
                 text = message["tool_calls"][0]["function"]["arguments"]
             value = json.loads(text)
             assert value["kind"] in ("cat", "dog")

@@ -57,8 +57,8 @@ def test_chat_events(usage_follows: bool) -> None:
     choice = {"index": 1, "delta": {"content": 'x"\u2028é'}, "logprobs": None, "finish_reason": None}
     assert decoded(writer.text_event(1, 'x"\u2028é')) == head | {"choices": [choice]} | tail
     opening = {"choices": [choice | {"delta": {"role": "assistant", "content": ""}}]}
-    assert decoded(writer.opening_event(1, "assistant", None, None)) == head | opening | tail
-    assert decoded(writer.opening_event(1, "assistant", None, [5])) == head | opening | tail | {
+    assert decoded(writer.opening_event(1, "assistant", "", None, None)) == head | opening | tail
+    assert decoded(writer.opening_event(1, "assistant", "", None, [5])) == head | opening | tail | {
         "prompt_token_ids": [5]
     }
     event = writer.event(1, {"content": "y"}, Usage(1, 3, 2), {"finish_reason": "stop", "stop_reason": 5})

@@ -329,7 +329,7 @@ def test_a_named_function_is_called(server: Server) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         fields: dict[str, Any] = BASES[CHAT] | {"model": "tiny", "tools": [STOP, FIND], "tool_choice": NAMED}
         (choice,) = client.chat.completions.create(**fields).choices
-        assert (choice.message.content, choice.finish_reason) == ("", "stop")
+        assert (choice.message.content, choice.finish_reason) == (None, "stop")
         assert choice.message.tool_calls is not None
         (call,) = choice.message.tool_calls
         assert call.function.name == "find"
@@ -342,7 +342,7 @@ def test_a_named_function_is_called(server: Server) -> None:
         assert all((later.id, later.function.name) == (None, None) for later in rest)
         assert "".join(delta.function.arguments or "" for delta in (first, *rest)) == call.function.arguments
         assert (deltas[-1].delta.tool_calls, deltas[-1].finish_reason) == (None, "stop")
-        assert all(not delta.delta.content for delta in deltas)
+        assert all(delta.delta.content is None for delta in deltas)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -352,7 +352,7 @@ def test_a_function_must_be_called(asked: httpx.Client, parallel: bool) -> None:
     end = asked.post("/tokenize", json={"prompt": "]"}).json()["tokens"]
     fields |= {"max_tokens": 400, "logit_bias": {str(end[0]): -100 if not parallel else 0}}
     (choice,) = asked.post(CHAT, json=fields).json()["choices"]
-    assert choice["message"]["content"] == ""
+    assert choice["message"]["content"] is None
     calls = choice["message"]["tool_calls"]
     assert calls
     assert len({call["id"] for call in calls}) == len(calls)
@@ -372,6 +372,7 @@ def test_a_function_must_be_called(asked: httpx.Client, parallel: bool) -> None:
                 told.append([call["function"]["name"], ""])
             told[call["index"]][1] += call["function"].get("arguments", "")
     assert told == made
+    assert all(event["choices"][0]["delta"].get("content") is None for event in events)
     assert events[-1]["choices"][0]["delta"] == {}
     assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
@@ -386,7 +387,7 @@ def test_a_call_cut_short_is_no_content(asked: httpx.Client, choice: Any, stream
         assert '"finish_reason":"length"' in response.text
         assert '"content":"["' not in response.text
     else:
-        assert response.json()["choices"][0]["message"]["content"] == ""
+        assert response.json()["choices"][0]["message"]["content"] is None
         assert response.json()["choices"][0]["finish_reason"] == "length"
 
 

@@ -225,8 +225,8 @@ class ChoiceParser:
 
     @property
     def message_content(self) -> str | None:
-        """`content` of an unstreamed message: null if empty beside reasoning or calls, unless a call is forced."""
-        return self.content or (None if not self._demanded and (self._calls or self._reasoning) else "")
+        """`content` of an unstreamed message: null if empty beside reasoning or calls, or where a call is forced."""
+        return self.content or (None if self._demanded or self._calls or self._reasoning else "")
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
         """Splits a chunk into reasoning and the text behind it."""

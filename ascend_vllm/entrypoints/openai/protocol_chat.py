@@ -261,9 +261,19 @@ class ChatChunkWriter(ChunkWriter):
         finished = fields["finish_reason"] is not None
         return self._choice_heads[index] + encode_json(fields)[1:] + self._tail(usage, finished)
 
-    def opening_event(self, index: int, role: str, usage: Usage | None, prompt_token_ids: list[int] | None) -> bytes:
-        """A choice's first chunk: its role, and the prompt's token ids if they were requested."""
+    def opening_event(
+        self, index: int, role: str, content: str | None, usage: Usage | None, prompt_token_ids: list[int] | None
+    ) -> bytes:
+        """A choice's first chunk: its role, and the prompt's token ids if they were requested.
+
+        Args:
+            index: of the choice.
+            role: of its message.
+            content: "", or None where a call is forced.
+            usage: so far; None: not shown.
+            prompt_token_ids: None: not requested.
+        """
         ids = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + encode_json(prompt_token_ids)
-        choice = {"delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
+        choice = {"delta": {"role": role, "content": content}, "logprobs": None, "finish_reason": None}
         tail = self._tail(usage)
         return self._choice_heads[index] + encode_json(choice)[1:] + tail[:1] + ids + tail[1:]

@@ -222,8 +222,10 @@ class ChatAnswer:
     def _opening(self, writer: ChatChunkWriter) -> list[bytes]:
         """Events before the first token: each choice's role, then the echoed text."""
         token_ids = self._prompt.token_ids if self._request.return_token_ids else None
+        content = "" if self._request.demanded_tools is None else None
         events = [
-            writer.opening_event(index, self._role, self._usage_now(index), token_ids) for index in range(self._n)
+            writer.opening_event(index, self._role, content, self._usage_now(index), token_ids)
+            for index in range(self._n)
         ]
         if self._echo:
             delta = {"content": self._echo}
