@@ -339,12 +339,7 @@ ROWS = [
         {"tools": [TOOL], "tool_choice": "required"},
         'tool_choice="required" requires --tool-call-parser to be set',
     ),
-    Row(
-        "tool_choice named without a parser",
-        CHAT,
-        {"tools": [TOOL], "tool_choice": NAMED},
-        'tool_choice=function "find" requires --tool-call-parser to be set',
-    ),
+    Row("tool_choice named without a parser", CHAT, {"tools": [TOOL], "tool_choice": NAMED}, None),
     Row(
         "tool_choice without tools",
         CHAT,

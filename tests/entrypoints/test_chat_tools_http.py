@@ -328,7 +328,6 @@ def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
     for choice, text in (
         ("auto", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'),
         ("required", 'tool_choice="required" requires --tool-call-parser to be set'),
-        (NAMED, 'tool_choice=function "find" requires --tool-call-parser to be set'),
     ):
         response = http.post("/v1/chat/completions", json=fields | {"tool_choice": choice})
         assert (response.status_code, text in response.text.replace("\\", "")) == (400, True), response.text
@@ -337,6 +336,19 @@ def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
     assert answer.status_code == 200
     # the tiny model's own template ignores tools
     assert answer.json()["choices"] == plain.json()["choices"]
+    # a function that is named needs no parser: the output is its arguments
+    named = http.post("/v1/chat/completions", json=fields | {"tool_choice": NAMED, "max_tokens": 12})
+    (choice,) = named.raise_for_status().json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "find"
+    assert call["function"]["arguments"].lstrip().startswith("{")
+    assert choice["message"]["content"] is None
+    streamed = http.post(
+        "/v1/chat/completions", json=fields | {"tool_choice": NAMED, "max_tokens": 12, "stream": True}
+    )
+    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line][:-1]
+    _, text, calls, _ = joined([json.loads(event)["choices"][0] for event in events])
+    assert (text, calls) == ("", [["find", call["function"]["arguments"]]])
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,8 @@ class ChatParsers:
                 )
             if self.tool_parser.KEEPS_SPECIAL_TOKENS:
                 request.skip_special_tokens = False
-        elif self.tool_parser is None:
-            named = f'"{choice}"' if isinstance(choice, str) else f'function "{_name(choice)}"'
-            raise RequestError(f"tool_choice={named} requires --tool-call-parser to be set", "tool_choice")
+        elif choice == "required" and self.tool_parser is None:
+            raise RequestError('tool_choice="required" requires --tool-call-parser to be set', "tool_choice")
         return request.tools
 
     def make(
@@ -116,18 +115,14 @@ class ChatParsers:
 
     def _make_tool_parser(self, request: ChatCompletionRequest, request_type: str) -> ToolParser | None:
         choice, tools = request.effective_tool_choice, request.tools or ()
-        if self.tool_parser is None or choice == "none":
-            return None
         parser: ToolParser
         if isinstance(choice, dict):
-            parser = NamedToolParser(tools, _name(choice))
+            parser = NamedToolParser(tools, choice["function"]["name"])
+        elif self.tool_parser is None or choice == "none":
+            return None
         else:
             parser = RequiredToolParser(tools) if choice == "required" else self.tool_parser(tools)
         return CountedToolParser(parser, self.counts, bool(request.stream), request_type)
-
-
-def _name(choice: dict[str, Any]) -> Any:
-    return choice["function"]["name"]
 
 
 @dataclasses.dataclass
