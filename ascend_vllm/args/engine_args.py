@@ -45,6 +45,9 @@ class EngineArgs(EngineFlags):
         config = EngineArgs(model="/models/Qwen2.5-0.5B-Instruct", max_model_len=4096).create_engine_config()
     """
 
+    # `--model` as typed, where `model` is the directory of a prepared one
+    _typed_model: str = dataclasses.field(default="", init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         """Synchronises pairs of arguments with the same meaning, of which Python callers set one."""
         if self.disable_log_requests:
@@ -76,7 +79,9 @@ class EngineArgs(EngineFlags):
 
             args = EngineArgs(model="demo").with_model_directory(ensure_demo_model())
         """
-        return dataclasses.replace(self, model=directory, served_model_name=list(self._served_names()))
+        args = dataclasses.replace(self, model=directory, served_model_name=list(self._served_names()))
+        args._typed_model = self.model
+        return args
 
     def create_engine_config(self) -> EngineConfig:
         """Makes the configuration, with all defaults that depend on the model's files and the device.
@@ -179,6 +184,7 @@ class EngineArgs(EngineFlags):
             enforce_eager=self.enforce_eager,
             pooler=pooling.resolve_pooler(self, hf_config, directory),
             enable_sleep_mode=self.enable_sleep_mode,
+            source=self._typed_model or self.model,
         )
 
     def _load_config(self) -> LoadConfig:

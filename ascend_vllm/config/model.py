@@ -99,6 +99,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         enforce_eager: no captured graphs.
         enable_sleep_mode: the engine may give its memory back for a while.
         pooler: set: the model pools prompts, it does not generate.
+        source: `--model` as typed: a directory, or a repository on the Hugging Face hub; "": not known.
     """
 
     model: str
@@ -119,6 +120,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     enforce_eager: bool = False
     pooler: PoolerConfig | None = None
     enable_sleep_mode: bool = False
+    source: str = ""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:

@@ -373,6 +373,12 @@ def test_hub_model_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathl
     config = config_of("some/model", download_dir=str(tmp_path), revision="main")
     assert config.model.model == str(snapshot)
     assert config.model.served_model_names == ("some/model",)
+    assert config.model.source == "some/model"
+
+
+def test_a_prepared_model_is_named_as_it_was_typed(make_model: MakeModel) -> None:
+    config = EngineArgs(model="demo").with_model_directory(make_model()).create_engine_config()
+    assert (config.model.source, config.model.served_model_names) == ("demo", ("demo",))
 
 
 def test_revisions_need_the_hub(make_model: MakeModel) -> None:

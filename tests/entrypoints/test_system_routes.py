@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 
 import httpx
+import msgspec
+import openai
+import pytest
 
 import ascend_vllm
+from tests.scripted_engine import ScriptedEngine, client_of
 from tests.server import Server
 
 
@@ -28,12 +32,60 @@ def test_models(http: httpx.Client, tiny_dir: str) -> None:
     assert card["permission"][0]["allow_sampling"] is True
 
 
-def test_unknown_routes_and_methods(http: httpx.Client) -> None:
-    missing = http.get("/nope")
-    assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
-    wrong = http.get("/v1/completions")
-    assert (wrong.status_code, wrong.json()) == (405, {"detail": "Method Not Allowed"})
-    assert http.post("/generate", json={"prompt": "x"}).status_code == 404
+def test_one_model(http: httpx.Client, client: openai.OpenAI, tiny_dir: str) -> None:
+    found = client.models.retrieve("alias")
+    assert (found.id, found.object, found.owned_by) == ("alias", "model", "vllm")
+    listed = http.get("/v1/models/").json()["data"]
+    assert http.get("/v1/models/alias").json().keys() == listed[1].keys()
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("org/absent")
+    body = caught.value.body
+    assert isinstance(body, dict)
+    assert body["message"] == "The model `org/absent` does not exist. Valid aliases: tiny, alias."
+    assert (body["type"], body["param"], body["code"]) == ("NotFoundError", "model", 404)
+
+
+async def test_the_root_is_what_was_typed() -> None:
+    engine = ScriptedEngine(["x"])
+    model = msgspec.structs.replace(engine.config.model, model="/cache/snapshots/0123", source="org/name")
+    engine.config = msgspec.structs.replace(engine.config, model=model)
+    async with client_of(engine) as client:
+        assert {card["root"] for card in (await client.get("/v1/models")).json()["data"]} == {"org/name"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("GET", "/nope", "Not Found: there is no route /nope."),
+        ("POST", "/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/chat/completions", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/completion", "Not Found: there is no route /v1/completion. Did you mean /v1/completions?"),
+        ("GET", "/v1/response/resp_1", "Did you mean /v1/responses/{response_id}?"),
+        ("GET", "/v1/" + "a" * 5000, "a…."),
+    ],
+)
+def test_unknown_routes(http: httpx.Client, method: str, path: str, message: str) -> None:
+    response = http.request(method, path, json={})
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["message"].endswith(message)
+    assert (error["type"], error["param"], error["code"]) == ("NotFoundError", None, 404)
+    assert response.json()["message"] == error["message"]
+
+
+def test_wrong_methods(http: httpx.Client) -> None:
+    response = http.get("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    error = response.json()["error"]
+    assert error["message"] == "Method Not Allowed: the route /v1/completions takes POST, not GET."
+    assert (error["type"], error["param"], error["code"]) == ("Method Not Allowed", None, 405)
+    assert http.head("/health").content == b""
+
+
+async def test_the_client_shows_the_nearest_route(openai_server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=openai_server.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match=r"Did you mean /v1/chat/completions\?"):
+            await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello!"}])
 
 
 def test_metrics(http: httpx.Client) -> None:

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ascend_vllm import envs
-from ascend_vllm.entrypoints.http.errors import json_response
+from ascend_vllm.entrypoints.http.errors import error_body, json_response
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class ApiKeyMiddleware:
             # as in vLLM, which lets them pass to the router; no route accepts them
             methods: set[str] = getattr(route, "methods", None) or set()
             headers = {"allow": ", ".join(sorted(methods))} if methods else None
-            await json_response({"detail": "Method Not Allowed"}, 405, headers)(scope, receive, send)
+            body = error_body("Method Not Allowed", "Method Not Allowed", 405)
+            await json_response(body, 405, headers)(scope, receive, send)
         else:
             await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.errors import EngineDeadError, RequestError, ServerStoppingError, WorkerCallError
@@ -31,6 +34,8 @@ _MAX_LOGGED_CHARACTERS = 2000
 # pydantic's names of union members in an error's location
 _UNION_MEMBER = re.compile(r"str|(list|dict|literal|function-wrap)\[.*\]|constrained-\w+|[A-Z]\w+")
 _FIELD_IN_TEXT = re.compile(r"`(\w+)`")
+# of an unknown path
+_MAX_PATH_CHARACTERS = 200
 
 
 class BodyError(RequestError):
@@ -204,12 +209,53 @@ class AnswerErrorsMiddleware:
             await self._answer(shown)(scope, receive, send)
 
 
+def _router_response(http: Request, error: HTTPException) -> Response:
+    """The router's answer to an unknown path, with the nearest route, or to a wrong method, with the right ones."""
+    status, headers = error.status_code, dict(error.headers or {})
+    message, kind = str(error.detail), HTTPStatus(status).phrase
+    path = shortened(http.scope["path"].removeprefix(http.scope.get("root_path", "")), _MAX_PATH_CHARACTERS)
+    if status == HTTPStatus.NOT_FOUND:
+        nearest = _nearest_route(http.app, path)
+        question = "" if nearest is None else f" Did you mean {nearest}?"
+        message, kind = f"{message}: there is no route {path}.{question}", "NotFoundError"
+    elif status == HTTPStatus.METHOD_NOT_ALLOWED:
+        matching = [route for route in http.app.routes if route.matches(http.scope)[0] is not Match.NONE]
+        methods = ", ".join(sorted({method for route in matching for method in getattr(route, "methods", ())}))
+        message, headers["Allow"] = f"{message}: the route {path} takes {methods}, not {http.method}.", methods
+    return json_response(error_body(message, kind, status), status, headers)
+
+
+def _nearest_route(app: FastAPI, path: str) -> str | None:
+    """The route with the path most like this one; None: none is like it."""
+    import difflib
+
+    segments = path.split("/")
+    candidates: dict[str, str] = {}
+    for route in app.routes:
+        if not getattr(route, "include_in_schema", False):
+            continue
+        declared: str = getattr(route, "path", "")
+        parts = declared.split("/")
+        if len(parts) == len(segments):
+            # a parameter may have any value
+            pairs = zip(parts, segments, strict=True)
+            parts = [segment if part.startswith("{") else part for part, segment in pairs]
+        candidates.setdefault("/".join(parts), declared)
+    found = difflib.get_close_matches(path, candidates, n=1)
+    return candidates[found[0]] if found else None
+
+
 def install_error_handlers(app: FastAPI) -> None:
-    """Let every exception that leaves a route become an error answer."""
+    """Let every exception that leaves a route become an error answer, also for unknown paths and methods."""
 
     async def answer(_request: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def answer_router(http: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _router_response(http, error)
+
+    app.add_exception_handler(HTTPException, answer_router)
     for kind in (RequestError, ValidationError, EngineDeadError, WorkerCallError, Exception):
         app.add_exception_handler(kind, answer)
     app.add_middleware(AnswerErrorsMiddleware, answer=error_response)

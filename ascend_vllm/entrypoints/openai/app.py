@@ -133,13 +133,20 @@ def _add_system_routes(
         text = prometheus_client.generate_latest(engine.metrics) + prometheus_client.generate_latest(registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
+    def card(name: str) -> ModelCard:
+        return ModelCard(id=name, root=settings.model_root, max_model_len=settings.max_model_len)
+
     @app.get("/v1/models")
     async def models() -> Response:
-        cards = [
-            ModelCard(id=name, root=settings.model_root, max_model_len=settings.max_model_len)
-            for name in settings.model_names
-        ]
-        return json_response(ModelList(data=cards))
+        return json_response(ModelList(data=[card(name) for name in settings.model_names]))
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        if not model_id:
+            return await models()
+        if model_id not in settings.model_names:
+            raise settings.unknown_model(model_id)
+        return json_response(card(model_id))
 
 
 def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:

@@ -24,7 +24,7 @@ from ascend_vllm.entrypoints.openai.prompts import Prompt, PromptMaker
 from ascend_vllm.entrypoints.openai.protocol_common import ChunkWriter, GenerationRequest, UsageCounter
 from ascend_vllm.entrypoints.openai.request_limits import check_repeated_prompts
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
-from ascend_vllm.errors import ModelNotFoundError, RequestError
+from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
@@ -148,10 +148,7 @@ class ServingBase:
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` unless the name is served; no name means the served model."""
         if model and model not in self.settings.model_names:
-            raise ModelNotFoundError(
-                f"The model `{model}` does not exist. Valid aliases: {', '.join(self.settings.model_names)}.",
-                param="model",
-            )
+            raise self.settings.unknown_model(model)
 
     async def generate_whole(self, parts: Sequence[EngineRequest], http: Request) -> list[RequestOutput]:
         """The final outputs of engine requests, in their order."""

@@ -14,6 +14,7 @@ from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.request_limits import n_limit
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat
 from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
+from ascend_vllm.errors import ModelNotFoundError
 
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
@@ -26,7 +27,7 @@ class ServingSettings:
 
     Attributes:
         model_names: the model's names in requests; the first is used in answers.
-        model_root: the model's directory, shown by /v1/models.
+        model_root: the model as named on the command line, shown by /v1/models.
         max_model_len: most tokens of prompt and output together.
         response_role: role of generated messages.
         chat_template: replaces the tokenizer's own template.
@@ -80,7 +81,7 @@ class ServingSettings:
         digest = hashlib.blake2b(identity.encode(), digest_size=4).hexdigest()
         return cls(
             model_names=config.model.served_model_names,
-            model_root=config.model.model,
+            model_root=config.model.source or config.model.model,
             max_model_len=engine.max_model_len,
             response_role=args.response_role,
             chat_template=args.chat_template,
@@ -103,3 +104,8 @@ class ServingSettings:
             max_sequences=args.sequence_limit,
             max_n=n_limit(args.sequence_limit),
         )
+
+    def unknown_model(self, name: str) -> ModelNotFoundError:
+        """The error of a request for a model that is not served."""
+        aliases = ", ".join(self.model_names)
+        return ModelNotFoundError(f"The model `{name}` does not exist. Valid aliases: {aliases}.", param="model")
