@@ -405,7 +405,7 @@ class InputProcessor:
                 f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
                 f"{len(token_ids)} input tokens, which exceeds this limit even without any output tokens. "
                 "Please reduce the length of the input prompt.",
-                "prompt",
+                "input_tokens",
             )
         for extreme in (max(token_ids), min(token_ids)):
             if not 0 <= extreme < self._vocab_size:

@@ -130,7 +130,7 @@ class Tokenizer:
             f"This model's maximum context length is {max_tokens} tokens. However, your prompt contains {len(text)} "
             f"characters (more than {most} characters, which is the upper bound for {max_tokens} input tokens). "
             "Please reduce the length of the input prompt.",
-            "prompt",
+            "input_tokens",
         )
 
     def check_size(self, text: str, max_tokens: int) -> None:
@@ -407,7 +407,7 @@ class Tokenizer:
                     f"This model's maximum context length is {max_tokens} tokens. However, your prompt contains "
                     f"{len(text)} characters, and the first {start + len(part)} of them are more than {max_tokens} "
                     "input tokens. Please reduce the length of the input prompt.",
-                    "prompt",
+                    "input_tokens",
                 )
 
     def _find_special_ids(self) -> set[int]:

@@ -55,7 +55,6 @@ DIFFERENCES = [
     Difference(
         "embedding-bad-model pooling-bad-* score-bad-* rerank-bad-model classify-bad-model", _TEXT, "Own texts"
     ),
-    Difference("embedding-bad-too-long", r"body\.error\.param:", "Own texts"),
     Difference("*-stream", r"(status: 400 instead of 200|headers|events: absent)", "Errors before a stream"),
     Difference(
         "*-get unknown-route root generate *-of-a-generator *-of-embedder classifier-embedding classifier-score "

@@ -491,6 +491,25 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": [5] * 512}, "input_tokens"),
+        (COMPLETIONS, {"prompt": "a" * 20_000}, "input_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "a b " * 400}]}, "input_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 20_000}]}, "input_tokens"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a b " * 400}]}, "input_tokens"),
+        ("/v1/responses", {"input": "a b " * 400}, "input_tokens"),
+        (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "max_tokens"),
+    ],
+)
+def test_the_field_of_a_prompt_that_is_too_long(
+    asked: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = asked.post(path, json={"model": "tiny", "max_tokens": 4} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(("row", "stream"), CASES)
 def test_row(asked: httpx.Client, row: Row, stream: bool) -> None:
     fields = BASES[row.path] | row.fields | {"stream": stream}

@@ -506,7 +506,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"input": [RETURNED | {"call_id": 1}]}, 400, "index 0 must have a string as its call_id", "input"),
     ({"input": [THOUGHTS | {"content": ["x"]}]}, 400, "index 0 must have a list of objects as its content", "input"),
     ({"input": [THOUGHTS | {"content": [{}]}]}, 400, "index 0 has a part without a text", "input"),
-    ({"input": "Hello! " * 600}, 400, "This model's maximum context length is 512 tokens", None),
+    ({"input": "Hello! " * 600}, 400, "This model's maximum context length is 512 tokens", "input_tokens"),
     ({"max_output_tokens": 0}, 400, "max_tokens must be at least 1, got 0.", "max_tokens"),
     ({"max_output_tokens": 10000}, 400, "max_output_tokens=10000 cannot be greater than", "max_output_tokens"),
     ({"temperature": -1}, 400, "temperature must be non-negative, got -1.0.", "temperature"),

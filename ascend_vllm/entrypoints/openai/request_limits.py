@@ -240,7 +240,8 @@ def limit_tokens(limit: int, num_prompt_tokens: int, requested: int | None, clam
         raise RequestError("The decoder prompt cannot be empty", param="prompt")
     if room < 1:
         raise RequestError(
-            f"{head} {num_prompt_tokens} tokens in the messages, Please reduce the length of the messages."
+            f"{head} {num_prompt_tokens} tokens in the messages, Please reduce the length of the messages.",
+            param="input_tokens",
         )
     if requested is None or (clamp and requested > room):
         return room
