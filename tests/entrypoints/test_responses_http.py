@@ -61,7 +61,7 @@ def test_text_in_text_out(client: openai.OpenAI, http: httpx.Client) -> None:
     assert response.output_text == expected.choices[0].message.content
     (message,) = response.output
     assert message.type == "message"
-    assert (message.role, message.status, message.id[:4]) == ("assistant", "completed", "msg_")
+    assert (message.role, message.status, message.id[:4]) == ("assistant", "incomplete", "msg_")
     assert message.content[0].to_dict() == {
         "annotations": [],
         "text": response.output_text,
@@ -218,14 +218,17 @@ def test_the_events_of_a_stream(client: openai.OpenAI, http: httpx.Client) -> No
         "response.output_text.done",
         "response.content_part.done",
         "response.output_item.done",
-        "response.completed",
+        # cut by max_output_tokens
+        "response.incomplete",
     ]
     assert [data["type"] for _, data in events] == names
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     created, last = events[0][1]["response"], events[-1][1]["response"]
     assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
     assert events[1][1]["response"] == created
+    assert (last["status"], last["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     item = last["output"][0]
+    assert item["status"] == "incomplete"
     assert events[2][1]["item"] == item | {"content": [], "status": "in_progress"}
     assert events[2][1]["output_index"] == 0
     empty = {"annotations": [], "text": "", "type": "output_text", "logprobs": []}
@@ -242,19 +245,31 @@ def test_the_events_of_a_stream(client: openai.OpenAI, http: httpx.Client) -> No
     assert http.get(f"/v1/responses/{last['id']}").json() == last
 
 
+def final_of(client: openai.OpenAI, **asked: Any) -> openai.types.responses.Response:
+    """The last state of a streamed response; the client's own helper wants one that was not cut off."""
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type in ("response.completed", "response.incomplete")
+    response: openai.types.responses.Response = last.response
+    return response
+
+
 def test_the_client_s_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(**BASE, input="Hello!") as stream:
-        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        final = stream.get_final_response()
-    assert final.output_text == "".join(deltas) == client.responses.create(**BASE, input="Hello!").output_text
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "".join(deltas)
+    assert last.response.output_text == client.responses.create(**BASE, input="Hello!").output_text
 
 
 async def test_the_asynchronous_client(openai_server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{openai_server.url}/v1", api_key="none", max_retries=0) as client:
         response = await client.responses.create(**BASE, input="Hello!")
         async with client.responses.stream(**BASE, input="Hello!") as stream:
-            final = await stream.get_final_response()
-        assert final.output_text == response.output_text
+            *_, last = [event async for event in stream]
+        assert last.type == "response.incomplete"
+        assert last.response.output_text == response.output_text
         assert (await client.responses.retrieve(response.id)).output_text == response.output_text
 
 
@@ -289,8 +304,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     # instructions apply to one response only
     assert second.output_text == chat_text(client, HELLO, said, WHO)
     assert second.previous_response_id == first.id
-    with client.responses.stream(**BASE, input="Hello!", previous_response_id=second.id) as stream:
-        third = stream.get_final_response()
+    third = final_of(client, **BASE, input="Hello!", previous_response_id=second.id)
     said_again = {"role": "assistant", "content": second.output_text}
     assert third.output_text == chat_text(client, HELLO, said, WHO, said_again, HELLO)
     # a conversation may fork
@@ -389,7 +403,7 @@ def test_a_background_stream_survives_its_listener(client: openai.OpenAI, http: 
     rest = list(client.responses.retrieve(response_id, stream=True, starting_after=5))
     assert [event.sequence_number for event in [*heard, *rest]] == list(range(len(rest) + 6))
     last = rest[-1]
-    assert last.type == "response.completed"
+    assert last.type == "response.incomplete"
     assert last.response.status == "incomplete"
     text = "".join(event.delta for event in [*heard, *rest] if event.type == "response.output_text.delta")
     assert text == last.response.output_text
@@ -411,7 +425,7 @@ def test_cancelling_ends_the_stream(patient: openai.OpenAI, patient_server: Serv
         assert next(events).type == "response.in_progress"
         patient.responses.cancel(created.response.id)
         rest = list(events)
-    assert "response.completed" not in [event.type for event in rest]
+    assert not {"response.completed", "response.incomplete"} & {event.type for event in rest}
     assert becomes_idle(patient_server)
 
 

@@ -156,11 +156,38 @@ async def test_a_call_cut_short_does_not_end_the_conversation() -> None:
     async with client_of(engine) as client:
         first = (await client.post("/v1/responses", json=ASKED)).json()
         (item,) = first["output"]
-        assert (item["type"], first["status"]) == ("function_call", "incomplete")
+        assert (item["type"], item["status"], first["status"]) == ("function_call", "incomplete", "incomplete")
         assert ARGUMENTS.startswith(item["arguments"])
         result = {"type": "function_call_output", "call_id": item["call_id"], "output": "no"}
         body = ASKED | {"input": [result], "previous_response_id": first["id"]}
         assert (await client.post("/v1/responses", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        (CALL[:60], [("function_call", "incomplete")]),
+        # nothing of the call is missing, or of the text before it
+        ("So: " + CALL.removesuffix("\n</tool_call>"), [("message", "completed"), ("function_call", "completed")]),
+        ("So", [("message", "incomplete")]),
+        ("<think>hm", [("reasoning", "incomplete")]),
+        ("<think>hm</think>So", [("reasoning", "completed"), ("message", "incomplete")]),
+    ],
+)
+async def test_outputs_cut_off(text: str, statuses: list[tuple[str, str]]) -> None:
+    flags = {"reasoning_parser": "qwen3"}
+    whole = await ask(ScriptedEngine([text], "length"), flags)
+    events = await ask_stream(ScriptedEngine(list(text), "length"), flags)
+    name, data = events[-1]
+    assert name == data["type"] == "response.incomplete"
+    for response in (whole, data["response"]):
+        assert (response["status"], response["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+    assert [(item["type"], item["status"]) for item in data["response"]["output"]] == statuses
+    # reasoning that has ended has a status in streams only
+    shown = [(kind, None if (kind, status) == ("reasoning", "completed") else status) for kind, status in statuses]
+    assert [(item["type"], item["status"]) for item in whole["output"]] == shown
+    done = [data["item"]["status"] for name, data in events if name == "response.output_item.done"]
+    assert done == [status for _, status in statuses]
 
 
 async def test_tools_in_the_prompt() -> None:

@@ -1,7 +1,8 @@
 """Builds the output items of a response, and the events that report their progress.
 
 The order of a stream: ``response.created``, ``response.in_progress``, then for each item its addition, the deltas of
-its text, and its end, at last the response as a whole. Every event has a number, and there is no ``[DONE]``.
+its text, and its end, at last the response as a whole: ``response.completed``, or ``response.incomplete`` if the
+output was cut off. Every event has a number, and there is no ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from ascend_vllm.entrypoints.http.streaming import encode_json
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesResponse
+from ascend_vllm.entrypoints.openai.responses_input import is_json_object
 
 _TEXT, _REASONING, _CALL = "message", "reasoning", "function_call"
 
@@ -25,7 +27,8 @@ class OutputItems:
     """The output items of one response, built from the deltas of a `ChoiceParser`.
 
     Args:
-        streamed: make events. Otherwise they are empty, and reasoning items have no status, as in vLLM.
+        streamed: make events. Otherwise they are empty, and reasoning items that were not cut off have no status, as
+            in vLLM.
 
     Attributes:
         items: `output` of the response so far.
@@ -60,24 +63,30 @@ class OutputItems:
             return self._add_reasoning(delta["reasoning"])
         return self._add_text(delta["content"], logprobs)
 
-    def close(self) -> list[bytes]:
-        """Finish the current item; returns its events."""
+    def close(self, is_cut: bool = False) -> list[bytes]:
+        """Finish the current item; returns its events.
+
+        Args:
+            is_cut: whether the output was cut off here, so that the item is incomplete, unless it is a call with all
+                of its arguments.
+        """
         if not self._open:
             return []
         kind, self._open = self._open, ""
         item, text = self.items[-1], "".join(self._chunks)
+        status = "incomplete" if is_cut else "completed"
         if kind == _CALL:
-            item |= {"arguments": text, "status": "completed"}
+            item |= {"arguments": text, "status": "completed" if is_json_object(text) else status}
             events = [self._event("response.function_call_arguments.done", arguments=text, name=item["name"])]
         elif kind == _REASONING:
             self.reasoning += text
             part = {"text": text, "type": "reasoning_text"}
-            item |= {"content": [part], "status": "completed" if self._streamed else None}
+            item |= {"content": [part], "status": status if self._streamed or is_cut else None}
             done = self._event("response.reasoning_text.done", content_index=0, text=text)
             events = [done, self._event("response.content_part.done", content_index=0, part=part)]
         else:
             part = _text_part(text, self._logprobs if self._has_logprobs else None)
-            item |= {"content": [part], "status": "completed"}
+            item |= {"content": [part], "status": status}
             done = self._event("response.output_text.done", content_index=0, logprobs=[], text=text)
             events = [done, self._event("response.content_part.done", content_index=0, part=part)]
         return [*events, self._event("response.output_item.done", item=dict(item))]

@@ -100,7 +100,7 @@ def _add_call(messages: list[dict[str, Any]], index: int, item: dict[str, Any]) 
         "id": _text(index, item, "call_id"),
         "type": "function",
         # the arguments of a truncated call are not valid JSON
-        "function": {"name": name, "arguments": arguments if _is_object(arguments) else "{}"},
+        "function": {"name": name, "arguments": arguments if is_json_object(arguments) else "{}"},
     }
     _turn(messages, lambda _: True).setdefault("tool_calls", []).append(call)
 
@@ -142,7 +142,8 @@ def _text(index: int, item: dict[str, Any], field: str) -> str:
     return value
 
 
-def _is_object(arguments: str) -> bool:
+def is_json_object(arguments: str) -> bool:
+    """Whether a text is a JSON object, as the arguments of a call are unless they were cut off."""
     try:
         return isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

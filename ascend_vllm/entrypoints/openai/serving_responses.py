@@ -352,7 +352,7 @@ class _Answer:
                     yield events
                 if output.finished:
                     closing = await self._finish(output)
-                    yield [*closing, self._whole("response.completed")]
+                    yield [*closing, self._whole(f"response.{self.response.status}")]
         except Exception as error:
             yield self.fail(error)
 
@@ -403,11 +403,12 @@ class _Answer:
 
     async def _finish(self, output: RequestOutput) -> list[bytes]:
         """Complete the response: output, usage and status; returns the events that close its items."""
-        events = self._items.close()
+        is_cut = output.outputs[0].finish_reason == "length"
+        events = self._items.close(is_cut)
         response = self.response
         response.output = self._items.items
         response.usage = await self._usage(output)
-        if output.outputs[0].finish_reason == "length":
+        if is_cut:
             response.status, response.incomplete_details = "incomplete", IncompleteDetails()
         else:
             response.status = "completed"
