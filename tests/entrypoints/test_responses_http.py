@@ -346,12 +346,67 @@ def test_asking_for_a_kept_response(client: openai.OpenAI, http: httpx.Client) -
         ("GET", "?stream=true", f"Response with id '{response.id}' has no events", "stream"),
         ("GET", "?stream=zebra", "Input should be a valid boolean", "query.stream"),
         ("GET", "?starting_after=x", "Input should be a valid integer", "query.starting_after"),
+        ("GET", "/input_items?limit=101", "less than or equal to 100", "query.limit"),
+        ("GET", "/input_items?order=up", "Input should be 'asc' or 'desc'", "query.order"),
+        ("GET", "/input_items?after=msg_x", "There is no input item with the id 'msg_x'.", "after"),
     ]:
         answer = http.request(method, path + query)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == param
-    assert http.delete(path).status_code == 405
+
+
+def test_input_items(client: openai.OpenAI) -> None:
+    first = client.responses.create(**BASE, input="Hello!")
+    call = {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}", "id": "fc_mine"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "found"}
+    second = client.responses.create(**BASE, input=[call, result, WHO], previous_response_id=first.id)  # type: ignore[list-item]
+    pages = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert (len(pages.data), pages.has_more) == (2, True)
+    items = [item.to_dict() for item in pages]  # the client asks for the other pages
+    assert [(item["type"], item["status"]) for item in items] == [
+        ("message", "completed"),
+        ("message", "incomplete"),
+        ("function_call", "completed"),
+        ("function_call_output", "completed"),
+        ("message", "completed"),
+    ]
+    assert items[0]["content"] == [{"type": "input_text", "text": "Hello!"}]
+    assert items[1]["id"] == first.output[0].id
+    assert items[2]["id"] == "fc_mine"
+    assert len({item["id"] for item in items}) == 5
+    # the newest come first by default
+    listed = client.responses.input_items.list(second.id).to_dict()
+    assert (listed["object"], listed["has_more"], listed["data"]) == ("list", False, items[::-1])
+    assert (listed["first_id"], listed["last_id"]) == (items[-1]["id"], items[0]["id"])
+    # they can be sent again
+    again = client.responses.create(**BASE, input=items)  # type: ignore[arg-type]
+    assert again.output_text == second.output_text
+
+
+def test_deleting(client: openai.OpenAI, http: httpx.Client) -> None:
+    first = client.responses.create(**BASE, input="Hello!")
+    second = client.responses.create(**BASE, input="Who are you?", previous_response_id=first.id)
+    answer = http.delete(f"/v1/responses/{first.id}")
+    assert (answer.status_code, answer.json()) == (200, {"id": first.id, "object": "response", "deleted": True})
+    for ask in (
+        lambda: client.responses.delete(first.id),
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.input_items.list(first.id),
+        lambda: client.responses.create(**BASE, input="Hello!", previous_response_id=first.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    # what goes on from it keeps what was said
+    assert client.responses.input_items.list(second.id, order="asc").data[1].id == first.output[0].id  # type: ignore[union-attr]
+
+
+def test_deleting_what_runs(patient: openai.OpenAI, patient_server: Server) -> None:
+    begun = patient.responses.create(**ENDLESS, background=True)
+    patient.responses.delete(begun.id)
+    assert becomes_idle(patient_server)
+    with pytest.raises(openai.NotFoundError):
+        patient.responses.retrieve(begun.id)
 
 
 # ---- in the background ---------------------------------------------------------------------------------------

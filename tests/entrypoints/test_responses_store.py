@@ -76,6 +76,23 @@ def test_running_ones_stay() -> None:
     assert kept(store, "abcde") == "ae"
 
 
+def test_a_deleted_one_takes_no_room() -> None:
+    store = ResponseStore()
+    first, other = ended("a", caller=KEY_A), ended("b", caller=KEY_A)
+    store.put(first)
+    store.put(other)
+    store.delete("a", KEY_B)
+    assert kept(store, "ab", KEY_A) == "ab"
+    store.delete("a", KEY_A)
+    assert (kept(store, "ab", KEY_A), store.size, len(store)) == ("b", room_for(other), 1)
+    # what follows it keeps its turn
+    store.put(ended("c", previous=other, caller=KEY_A))
+    before = store.size
+    store.delete("b", KEY_A)
+    assert 0 < store.size < before
+    assert store.get("c", KEY_A).turn.conversation()[0] == {"input": "b".ljust(10, ".")}
+
+
 def test_old_ones_go() -> None:
     now_s = 0.0
     store = ResponseStore(max_age_s=10, clock=lambda: now_s)

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import prometheus_client
 from fastapi import FastAPI, Request
@@ -57,7 +57,7 @@ from ascend_vllm.entrypoints.openai.protocol_pooling import (
     RerankRequest,
     ScoreRequest,
 )
-from ascend_vllm.entrypoints.openai.protocol_responses import ResponsesRequest, RetrieveQuery
+from ascend_vllm.entrypoints.openai.protocol_responses import ListQuery, ResponsesRequest, RetrieveQuery
 from ascend_vllm.entrypoints.openai.serving_chat import ServingChat
 from ascend_vllm.entrypoints.openai.serving_chat_batch import ChatBatchRequest, ServingChatBatch
 from ascend_vllm.entrypoints.openai.serving_completion import ServingCompletion
@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
     from ascend_vllm.config.model import PoolerConfig
     from ascend_vllm.engine.async_llm import AsyncLLM
+
+Query = TypeVar("Query", bound=BaseModel)
 
 # bodies that routes parse themselves, added to the OpenAPI schemas
 _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
@@ -163,6 +165,18 @@ def _add_generation_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSett
     add_body_route(app, path, CountTokensRequest, count, "count_message_tokens", answer_error)
 
 
+def _query(model: type[Query], http: Request) -> Query:
+    """The query of a request.
+
+    Raises:
+        RequestError: it does not fit the model.
+    """
+    try:
+        return model.model_validate(dict(http.query_params))
+    except ValidationError as error:
+        raise validation_error(error, "query") from error
+
+
 def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettings) -> None:
     serving = ServingResponses(engine, settings)
 
@@ -170,11 +184,16 @@ def _add_response_routes(app: FastAPI, engine: AsyncLLM, settings: ServingSettin
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, http: Request) -> Response:
-        try:
-            query = RetrieveQuery.model_validate(dict(http.query_params))
-        except ValidationError as error:
-            raise validation_error(error, "query") from error
+        query = _query(RetrieveQuery, http)
         return await serving.retrieve(response_id, http, query.stream, query.starting_after)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, http: Request) -> Response:
+        return await serving.delete(response_id, http)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(response_id: str, http: Request) -> Response:
+        return serving.list_input_items(response_id, http, _query(ListQuery, http))
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(response_id: str, http: Request) -> Response:

@@ -270,7 +270,33 @@ class RetrieveQuery(BaseModel):
     starting_after: int | None = None
 
 
+class ListQuery(BaseModel):
+    """Query of GET /v1/responses/{id}/input_items: most items, their order, and the id of the last one received."""
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
 # ---- answers -------------------------------------------------------------------------------------------------
+
+
+class ItemList(msgspec.Struct):
+    """A page of a response's input items; the ids are null if it is empty."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class DeletedResponse(msgspec.Struct):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
 
 
 class IncompleteDetails(msgspec.Struct):

@@ -18,6 +18,8 @@ _ROLES = ("user", "assistant", "system", "developer")
 _UNFINISHED = ("in_progress", "incomplete")
 # fields of a content part that chat messages have, too
 _PART_FIELDS = ("type", "text", "refusal")
+# type of an item → beginning of its id
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 def input_items(value: str | Sequence[Any]) -> list[dict[str, Any]]:
@@ -32,6 +34,29 @@ def input_items(value: str | Sequence[Any]) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise _wrong(index, f"must be an object, but is of type {type(item).__name__}")
     return list(value)
+
+
+def listed_items(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """Input items as they are listed: each with its type, an id and a status, and texts as lists of parts.
+
+    Args:
+        items: that a response was made of.
+        response_id: part of the ids of items that came without one.
+    """
+    return [_listed_item(item, f"{response_id}_{index}") for index, item in enumerate(items)]
+
+
+def _listed_item(item: dict[str, Any], default_id: str) -> dict[str, Any]:
+    kind = str(_kind(item))
+    own = {name: value for name, value in item.items() if value is not None}
+    default_id = f"{_ID_PREFIXES.get(kind, 'item')}_{default_id}"
+    listed: dict[str, Any] = {"id": default_id, "type": kind, "status": "completed"} | own
+    content = listed.get("content")
+    if isinstance(content, str):
+        is_output = listed.get("role") == "assistant"
+        part = {"type": "output_text", "text": content, "annotations": []}
+        listed["content"] = [part if is_output else {"type": "input_text", "text": content}]
+    return listed
 
 
 def continues_message(items: Sequence[dict[str, Any]]) -> bool:

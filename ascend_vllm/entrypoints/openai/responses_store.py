@@ -127,8 +127,11 @@ class Turn:
         self.size = len(items) + len(self._output) + _TURN_OVERHEAD
         self.conversation_size: int = self.size + (0 if previous is None else previous.conversation_size)
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self, with_answer: bool = True) -> list[dict[str, Any]]:
         """All items up to this turn's answer, without instructions, which apply to one response only.
+
+        Args:
+            with_answer: include this turn's answer.
 
         Raises:
             RequestError: an item is nested too deeply.
@@ -136,8 +139,9 @@ class Turn:
         turns = []
         turn: Turn | None = self
         while turn is not None:
+            output = turn._output if with_answer or turn is not self else b"[]"
             try:
-                turns.append([*msgspec.json.decode(turn._items), *msgspec.json.decode(turn._output)])
+                turns.append([*msgspec.json.decode(turn._items), *msgspec.json.decode(output)])
             except RecursionError as error:
                 raise InvalidResponseError(
                     "The conversation is nested too deeply to go on with.", "previous_response_id"
@@ -362,6 +366,12 @@ class ResponseStore:
             ended.move_to_end(response_id)
         return kept.entry
 
+    def delete(self, response_id: str, caller: bytes = b"") -> None:
+        """Forget a caller's response, if it is there; conversations that go on from it keep its items."""
+        kept = self._find(response_id, caller)
+        if kept is not None:
+            self._drop(self._by_caller[caller], kept)
+
     def _find(self, response_id: str, caller: bytes) -> _Kept | None:
         owned = self._by_caller.get(caller)
         return None if owned is None else owned.ended.get(response_id) or owned.running.get(response_id)
@@ -414,8 +424,10 @@ class ResponseStore:
         return owned is not None
 
     def _drop_oldest(self, owned: _CallerResponses) -> None:
-        response_id, kept = next(iter(owned.ended.items()))
-        self._forget(owned, response_id)
+        self._drop(owned, next(iter(owned.ended.values())))
+
+    def _drop(self, owned: _CallerResponses, kept: _Kept) -> None:
+        self._forget(owned, kept.entry.id)
         if kept.entry.events is not None:  # also if clients still read them
             kept.entry.events.drop()
 

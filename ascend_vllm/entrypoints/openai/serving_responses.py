@@ -22,8 +22,11 @@ from ascend_vllm.entrypoints.openai.prompts import Prompt
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatTokenLogprob
 from ascend_vllm.entrypoints.openai.protocol_common import unix_time
 from ascend_vllm.entrypoints.openai.protocol_responses import (
+    DeletedResponse,
     IncompleteDetails,
     InputTokensDetails,
+    ItemList,
+    ListQuery,
     OutputTokensDetails,
     RawMessage,
     ResponseError,
@@ -34,7 +37,12 @@ from ascend_vllm.entrypoints.openai.protocol_responses import (
 )
 from ascend_vllm.entrypoints.openai.request_limits import check_max_tokens, check_number, limit_tokens
 from ascend_vllm.entrypoints.openai.responses_events import OutputItems
-from ascend_vllm.entrypoints.openai.responses_input import continues_message, input_items, to_messages
+from ascend_vllm.entrypoints.openai.responses_input import (
+    continues_message,
+    input_items,
+    listed_items,
+    to_messages,
+)
 from ascend_vllm.entrypoints.openai.responses_store import (
     MAX_CONVERSATION,
     EventLog,
@@ -156,14 +164,51 @@ class ServingResponses:
             RequestError: there is no such response, or it is not running.
         """
         entry = self._stored(response_id, caller_of(http.scope))
-        if entry.task is None or entry.response is None:
+        if not await self._stop(entry):
             raise InvalidResponseError("Cannot cancel a synchronous response.", "response_id")
+        return _encoded_response(entry)
+
+    async def delete(self, response_id: str, http: Request) -> Response:
+        """Delete a stored response; a background response is cancelled first.
+
+        Raises:
+            RequestError: there is no such response.
+        """
+        caller = caller_of(http.scope)
+        await self._stop(self._stored(response_id, caller))
+        if self.store is not None:
+            self.store.delete(response_id, caller)
+        return json_response(DeletedResponse(response_id))
+
+    def list_input_items(self, response_id: str, http: Request, query: ListQuery) -> Response:
+        """A page of the items that a stored response was made of, those of earlier turns included.
+
+        Raises:
+            RequestError: there is no such response, or no such item to go on from.
+        """
+        entry = self._stored(response_id, caller_of(http.scope))
+        items = listed_items(entry.turn.conversation(with_answer=False), response_id)
+        if query.order == "desc":
+            items.reverse()
+        if query.after is not None:
+            ids = [item["id"] for item in items]
+            if query.after not in ids:
+                raise InvalidResponseError(f"There is no input item with the id '{query.after}'.", "after")
+            items = items[ids.index(query.after) + 1 :]
+        page = items[: query.limit]
+        first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return json_response(ItemList(page, first_id, last_id, len(items) > len(page)))
+
+    async def _stop(self, entry: StoredResponse) -> bool:
+        """Cancel a background response; False: it is none, or has ended."""
+        if entry.task is None or entry.response is None:
+            return False
         entry.response.status = "cancelled"
         entry.task.cancel()
         # closing the outputs aborts the request in the engine
         await asyncio.gather(entry.task, return_exceptions=True)
         self._keep(entry)  # a task that is cancelled before it begins does not run its `finally`
-        return _encoded_response(entry)
+        return True
 
     def _previous(self, request: ResponsesRequest, caller: bytes) -> Turn | None:
         """The last turn of the conversation that a request continues."""
