@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from ascend_vllm.args.tables.server import FrontendArgs
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+from ascend_vllm.entrypoints.parsers.tools import TOOL_PARSERS, ToolParser
 from tests.entrypoints.conftest import KEY
 from tests.scripted_engine import ARGUMENTS, CALL, TEMPLATE, ScriptedEngine
 from tests.server import Server, is_idle, wait_until
@@ -108,6 +109,26 @@ def test_blocks_are_the_same_as_their_text(client: anthropic.Anthropic, http: ht
     (block,) = message.content
     assert block.type == "text"
     assert block.text == chat_text(http, plain)
+
+
+def test_an_answer_that_was_begun_is_continued(client: anthropic.Anthropic, http: httpx.Client) -> None:
+    for content in ("I am", [{"type": "text", "text": "I am"}]):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        continued = chat_text(http, messages, continue_final_message=True)
+        assert continued != chat_text(http, messages)
+        asked = ASKED | {"messages": messages}
+        message = client.messages.create(**asked)
+        assert message.content[0].text == continued  # type: ignore[union-attr]
+        with client.messages.stream(**asked) as stream:
+            assert stream.get_final_message().content[0].text == continued  # type: ignore[union-attr]
+        counted = client.messages.count_tokens(model="tiny", messages=messages)  # type: ignore[arg-type]
+        assert counted.input_tokens == message.usage.input_tokens
+    # there is nothing to continue
+    for content in ("", " \n", [{"type": "tool_use", "id": "t1", "name": "find", "input": {}}]):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        plain = [*MESSAGES, {"role": "assistant", "content": content if isinstance(content, str) else ""}]
+        message = client.messages.create(**ASKED | {"messages": messages})
+        assert message.content[0].text == chat_text(http, plain)  # type: ignore[union-attr]
 
 
 def test_a_stream(client: anthropic.Anthropic) -> None:
@@ -361,6 +382,44 @@ async def test_reasoning_text_and_calls_are_blocks() -> None:
         assert first.type == second.type == "tool_use"
         assert (first.name, message.stop_reason) == ("find", "tool_use")
         assert first.id != second.id
+
+
+class BlankParser(ToolParser):
+    """Finds calls, and passes on the white space around them."""
+
+    def advance(self, text: str, final: bool) -> None:
+        self.add_content("\n \n")
+        if final:
+            self.open_call("find")
+            self.add_arguments(ARGUMENTS)
+        elif text == "So":
+            self.add_content(text)
+
+
+async def test_no_text_of_white_space_before_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOOL_PARSERS, "blank", f"{__name__}:BlankParser")
+    flags = {"tool_call_parser": "blank", "reasoning_parser": "qwen3"}
+    call = ("tool_use", json.loads(ARGUMENTS))
+    for message in await ask(ScriptedEngine(["x"]), flags):
+        assert contents(message) == [call]
+    for message in await ask(ScriptedEngine(["<think>hm</think>", "x"]), flags):
+        assert contents(message) == [("thinking", "hm"), call]
+    for message in await ask(ScriptedEngine(["So"]), flags):
+        assert contents(message) == [("text", "\n \nSo\n \n"), call]
+    # white space alone is an answer
+    for message in await ask(ScriptedEngine(["\n", " \n"])):
+        assert contents(message) == [("text", "\n \n")]
+
+
+async def test_reasoning_is_over_in_an_answer_that_was_begun() -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    thinking = [*MESSAGES, {"role": "assistant", "content": "<think>I am"}]
+    for parser in ("deepseek_r1", "qwen3"):
+        flags = {"reasoning_parser": parser}
+        for message in await ask(ScriptedEngine([" here", "."]), flags, messages=begun):
+            assert contents(message) == [("text", " here.")]
+        for message in await ask(ScriptedEngine([" here", "</think>Yes."]), flags, messages=thinking):
+            assert contents(message) == [("thinking", " here"), ("text", "Yes.")]
 
 
 async def test_one_call_at_a_time() -> None:

@@ -60,6 +60,14 @@ class Message(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
+    @property
+    def is_begun_answer(self) -> bool:
+        """Whether this is text of the assistant, which the answer continues if it is the last message."""
+        text: str | None = self.content if isinstance(self.content, str) else None
+        if isinstance(self.content, list) and self.content and self.content[-1].type == "text":
+            text = self.content[-1].text
+        return self.role == "assistant" and bool(text and text.strip())
+
 
 class Tool(BaseModel):
     """A function that the model may call."""
@@ -160,6 +168,8 @@ class CountTokensRequest(ApiRequest):
             if self.tool_choice is not None:
                 fields["tool_choice"] = self.tool_choice.as_chat()
                 fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.messages and self.messages[-1].is_begun_answer:
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
         self._add_thinking(fields)
         return fields
 

@@ -133,7 +133,7 @@ class _Answer:
         if parser.reasoning:
             blocks.append({"type": "thinking", "thinking": parser.reasoning, "signature": _signature()})
         calls = [_tool_use(call) for call in parser.tool_calls]
-        if parser.content or not (blocks or calls):
+        if parser.content.strip() or not (blocks or calls):
             blocks.append({"type": "text", "text": parser.content})
         return blocks + calls
 
@@ -174,7 +174,7 @@ class _Answer:
                 deltas = self._parser.feed(generated.text, final=finished)
                 events.extend(self._writer.add(delta) for delta in deltas)
             if finished:
-                events += [self._writer.close(), self._end_events(generated)]
+                events += [self._writer.finish(), self._end_events(generated)]
         return b"".join(events)
 
     async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
@@ -193,10 +193,14 @@ class _Answer:
 
 
 class _BlockWriter:
-    """Makes events of content blocks from the deltas of a chat stream. One block is open at a time."""
+    """Makes events of content blocks from the deltas of a chat stream. One block is open at a time.
+
+    No block has white space only, unless it is the only one: that would be an error if the client sent it back.
+    """
 
     def __init__(self) -> None:
         self._index = -1
+        self._blanks: list[str] = []  # white space held back at the beginning of a text
         self._type: str | None = None  # of the open block
         self._head = b""  # of its deltas, up to their text
 
@@ -206,12 +210,23 @@ class _BlockWriter:
             return b"".join(self._call_events(call) for call in delta["tool_calls"])
         if delta.get("reasoning"):
             return self._text_event("thinking", "thinking_delta", "thinking", delta["reasoning"])
-        if delta.get("content"):
-            return self._text_event("text", "text_delta", "text", delta["content"])
-        return b""
+        text: str = delta.get("content", "")
+        if self._type == "text":
+            return self._text_event("text", "text_delta", "text", text) if text else b""
+        self._blanks.append(text)
+        return self._pop_blanks() if text.strip() else b""
+
+    def finish(self) -> bytes:
+        """The last events: a text of white space if there is no other block, and the end of the open block."""
+        return (self._pop_blanks() if self._index < 0 and any(self._blanks) else b"") + self.close()
+
+    def _pop_blanks(self) -> bytes:
+        """The events of a text that begins with what was held back."""
+        return self._text_event("text", "text_delta", "text", "".join(self._blanks))
 
     def close(self) -> bytes:
         """The events that end the open block, if one is open."""
+        self._blanks = []
         if self._type is None:
             return b""
         events = b""

@@ -111,7 +111,7 @@ class ChatParsers:
         if request.has_exempt_reasoning:
             # all text before the constraint applies is reasoning, with or without an opening tag
             return ReasoningParser(thinking=True)
-        return make_reasoning_parser(self.reasoning, prompt)
+        return make_reasoning_parser(self.reasoning, prompt, request.continue_final_message)
 
     def _make_tool_parser(self, request: ChatCompletionRequest, request_type: str) -> ToolParser | None:
         choice, tools = request.effective_tool_choice, request.tools or ()

@@ -70,7 +70,8 @@ class ServingChat(ServingBase):
             http=http,
             any_length=request.truncate_prompt_tokens is not None,
         )
-        if parsers.reasoning is not None and begins_with_reasoning(parsers.reasoning, text) is not False:
+        continues = request.continue_final_message
+        if parsers.reasoning is not None and begins_with_reasoning(parsers.reasoning, text, continues) is not False:
             # if the tag never comes, the whole text is reasoning, as in vLLM
             request.exempt_reasoning(REASONING_END)
         token_ids = await self.prompts.encode_prompt(request, text, request.add_special_tokens, http)

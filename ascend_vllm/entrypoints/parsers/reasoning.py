@@ -79,24 +79,29 @@ def check_reasoning_parser(name: str) -> None:
         raise ConfigError(f"--reasoning-parser: invalid reasoning parser: {name} (chose from {{ {known} }})")
 
 
-def make_reasoning_parser(name: str, prompt: str) -> ReasoningParser:
-    """A parser for one choice.
+def make_reasoning_parser(name: str, prompt: str, continues: bool = False) -> ReasoningParser | None:
+    """A parser for one choice; None: it continues an answer whose reasoning is over.
 
     Args:
         name: of `REASONING_PARSERS`.
         prompt: the rendered prompt; a template may end it with the opening tag, or with empty reasoning.
+        continues: whether the answer continues the prompt's last message.
     """
-    return ReasoningParser(begins_with_reasoning(name, prompt) is True)
+    begins = begins_with_reasoning(name, prompt, continues)
+    return None if continues and not begins else ReasoningParser(begins is True)
 
 
-def begins_with_reasoning(name: str, prompt: str) -> bool | None:
+def begins_with_reasoning(name: str, prompt: str, continues: bool = False) -> bool | None:
     """Whether an answer begins with reasoning; None: it may, with an opening tag; False: it has none.
 
     Args:
         name: of `REASONING_PARSERS`.
         prompt: of the answer.
+        continues: whether the answer continues the prompt's last message, which may have begun with reasoning.
     """
     start, end = prompt.rfind(REASONING_START), prompt.rfind(REASONING_END)
     if prompt.rstrip().endswith(REASONING_END):
         return False  # the template contains the reasoning
+    if continues:
+        return start > end
     return REASONING_PARSERS[name] or (start > end and prompt.rstrip().endswith(REASONING_START)) or None
