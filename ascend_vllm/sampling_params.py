@@ -218,7 +218,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             if self.structured_outputs is not None:
                 raise ValueError("guided_decoding and structured_outputs are two names of one field; give one.")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        if self.structured_outputs is not None and not self.structured_outputs.constraints():
+        if self.structured_outputs is not None and self.structured_outputs.is_empty:
             self.structured_outputs = None
 
     def _verify(self) -> None:

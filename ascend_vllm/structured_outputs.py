@@ -34,10 +34,14 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         backend: library that compiles the constraint, one of BACKENDS; None: the server's.
         begin_after: the constraint applies behind the first occurrence of this text in the output, such as the end
             of the reasoning; the output before it is unconstrained. None: it applies from the start.
+        begin_within: the tokens of `begin_after` are written after so many other ones at the latest, with or without
+            a constraint. None: there is no limit.
+        begin_opener: `begin_within` is for outputs that begin with this text, but for white space, such as the start
+            of the reasoning; "": for all.
 
     Raises:
-        ValueError: several constraints, an empty choice or begin_after, an unknown backend, or a value that is not
-            valid JSON or Unicode.
+        ValueError: several constraints, an empty choice or begin_after, a begin_within that is negative or without
+            begin_after, an unknown backend, or a value that is not valid JSON or Unicode.
 
     Example::
 
@@ -55,6 +59,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     structural_tag: str | None = None
     backend: str | None = None
     begin_after: str | None = None
+    begin_within: int | None = None
+    begin_opener: str = ""
 
     def __post_init__(self) -> None:
         given = self.constraints()
@@ -68,9 +74,16 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         _check_plain({name: getattr(self, name) for name in (*CONSTRAINTS, "whitespace_pattern", "begin_after")})
         if self.begin_after == "":
             raise ValueError("begin_after cannot be an empty string.")
+        if self.begin_within is not None and (self.begin_after is None or self.begin_within < 0):
+            raise ValueError(f"begin_within needs begin_after, and must be at least 0, got {self.begin_within}.")
         if self.backend is not None and self.backend not in BACKENDS:
             names = ", ".join(f"'{name}'" for name in BACKENDS)
             raise ValueError(f"Unknown guided decoding backend '{self.backend}'. Must be one of {names}")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the output is left as it is."""
+        return self.begin_within is None and not self.constraints()
 
     def constraints(self) -> list[str]:
         """Names of the constraints that are given."""

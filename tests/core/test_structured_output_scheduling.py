@@ -242,6 +242,65 @@ def test_a_constraint_begins_where_thoughts_end(mode: str) -> None:
     assert num_begun >= 5
 
 
+@pytest.mark.parametrize("mode", ["plain", "overlapped, several steps, chunked", "recomputed"])
+def test_reasoning_ends_within_its_budget(mode: str) -> None:
+    """With or without a constraint behind it, and whether the mark is one token or several."""
+    vocabulary = dataclasses.replace(VOCABULARY, encode=lambda text: {"<x>": [39], "abz": [37, 26]}[text])
+    manager = StructuredOutputManager(
+        StructuredOutputsConfig(), make_config().model, lambda: vocabulary, processes=PROCESSES
+    )
+    core, _ = make_core(manager=manager, **MODES[mode])
+    constraints: list[dict[str, Any]] = [{}, {"regex": "q[0-9]w"}]
+    requests = [
+        constrained(
+            f"r{index}",
+            {**constraints[index % 2], "begin_after": ("<x>", "abz")[index // 2 % 2], "begin_within": index % 5},
+            seed=index,
+            max_tokens=20,
+            ignore_eos=index % 2 == 0,
+            prompt=5 + index % 3,
+        )
+        for index in range(20)
+    ]
+    add_all(core, requests)
+    results = run(core)
+    for request in requests:
+        params, found = request.sampling_params.structured_outputs, results[request.request_id]
+        assert params is not None and params.begin_after is not None and params.begin_within is not None
+        texts = [VOCABULARY.bytes_of(token_id).decode() for token_id in found.token_ids]
+        before, mark, rest = "".join(texts).partition(params.begin_after)
+        num_mark_tokens = 1 if mark == "<x>" else 2
+        assert mark
+        if params.constraints():
+            assert rest[0] == "q" and rest[1].isdigit() and rest[2:] == "w<eos>"
+        else:
+            assert found.finish_reason is FinishReason.LENGTH
+            assert len(texts) == 20
+        ends = [count for count in range(len(texts) + 1) if "".join(texts[:count]) == before + mark]
+        assert min(ends) <= params.begin_within + num_mark_tokens
+
+
+def test_a_budget_is_for_texts_with_an_opener() -> None:
+    vocabulary = dataclasses.replace(VOCABULARY, encode=lambda _text: [39])
+    for opener, texts, is_forced in (
+        ("", "q", True),
+        ("ab", "ab", True),
+        ("abc", "abc", True),
+        ("abc", "ab", False),
+        ("abc", "abd", False),
+        ("abc", "q", False),
+    ):
+        params = StructuredOutputsParams(begin_after="<x>", begin_within=1, begin_opener=opener)
+        request = Request(make_request("a", 3, structured_outputs=params), 64, 0)
+        output = OutputConstraint(None, None, request, vocabulary)
+        for text in texts:
+            assert output.accept(TEXTS.index(text))
+        row = np.zeros(VOCABULARY.num_words, np.int32)
+        output.finish_bitmask(row, request.num_prompt_tokens + len(texts))
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        assert (list(allowed) == [39]) == is_forced
+
+
 def test_a_model_without_an_end_of_text_ends_where_nothing_can_follow() -> None:
     vocabulary = dataclasses.replace(VOCABULARY, eos_token_ids=[])
     for backend in BACKENDS:

@@ -323,6 +323,38 @@ def test_constraints_hold_behind_the_thoughts(tool_server: Server, end_id: int) 
             assert (calls[0][1] if calls else content) == text
 
 
+def test_a_thinking_budget(tool_server: Server, end_id: int) -> None:
+    """The end of the reasoning is forced, only if there is reasoning and its budget is used up."""
+    base = {"model": "tiny", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    opened = [*MESSAGES, {"role": "assistant", "content": "<think>I"}]
+    with httpx.Client(base_url=tool_server.url, timeout=60) as http:
+
+        def ask(**fields: Any) -> tuple[list[int], dict[str, Any]]:
+            response = http.post("/v1/chat/completions", json=base | {"messages": MESSAGES} | fields)
+            (choice,) = response.raise_for_status().json()["choices"]
+            return choice["token_ids"], choice["message"]
+
+        open_reasoning = {"messages": opened, "continue_final_message": True}
+        free, message = ask(**open_reasoning)
+        assert end_id not in free
+        assert message["content"] is None
+        for budget in (0, 1, 7):
+            ids, message = ask(**open_reasoning, thinking_token_budget=budget)
+            assert ids[: budget + 1] == [*free[:budget], end_id]
+            assert end_id not in ids[budget + 1 :]
+            assert message["content"]
+        # a text that does not begin with <think> has no reasoning
+        plain, _ = ask()
+        assert ask(thinking_token_budget=3)[0] == plain
+        assert ask(**open_reasoning, thinking_token_budget=-1)[0] == free
+        # the constraint begins behind the tag
+        choice = {"choice": ["cat", "dog"]}
+        _, message = ask(thinking_token_budget=3, structured_outputs=choice, ignore_eos=False)
+        assert message["content"] in ("cat", "dog")
+        refused = http.post("/v1/chat/completions", json=BASE | {"thinking_token_budget": -2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "body.thinking_token_budget")
+
+
 def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
     fields = BASE | {"max_tokens": 4, "temperature": 0}
     for choice, text in (
@@ -336,6 +368,8 @@ def test_requests_on_a_server_without_parsers(http: httpx.Client) -> None:
     assert answer.status_code == 200
     # the tiny model's own template ignores tools
     assert answer.json()["choices"] == plain.json()["choices"]
+    budget = http.post("/v1/chat/completions", json=fields | {"tools": None, "thinking_token_budget": 3})
+    assert (budget.status_code, budget.json()["error"]["param"]) == (400, "thinking_token_budget")
     # a function that is named needs no parser: the output is its arguments
     named = http.post("/v1/chat/completions", json=fields | {"tool_choice": NAMED, "max_tokens": 12})
     (choice,) = named.raise_for_status().json()["choices"]

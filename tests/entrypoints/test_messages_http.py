@@ -251,12 +251,6 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"tools": [{"name": "find"}]}, 400, "Bad Request", "input_schema"),
     ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 400, "Bad Request", "greater than or equal to 1024"),
     (
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
-        400,
-        "BadRequestError",
-        "`thinking.budget_tokens` is not supported",
-    ),
-    (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         400,
         "BadRequestError",
@@ -451,6 +445,25 @@ async def test_tools_and_thinking_reach_the_template() -> None:
         assert engine.prompts[-1] == f"[find]Hello!{told}"
     await ask(engine, {"chat_template": template}, output_config={"effort": "low"})
     assert engine.prompts[-1] == "[find]Hello!Truelow"
+
+
+async def test_a_thinking_budget() -> None:
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    for parser, template, expected in (
+        # the model may open its reasoning, or has it anyway
+        ("qwen3", TEMPLATE, ("</think>", 1024, "<think>")),
+        ("deepseek_r1", TEMPLATE, ("</think>", 1024, "")),
+        ("qwen3", TEMPLATE + "<think>", ("</think>", 1024, "")),
+        # there is no reasoning, or nothing that knows of it
+        ("qwen3", TEMPLATE + "<think>\n\n</think>", None),
+        (None, TEMPLATE, None),
+    ):
+        engine = ScriptedEngine(["x"])
+        engine.max_model_len = 4096
+        await ask(engine, {"reasoning_parser": parser, "chat_template": template}, **thinking)
+        constraints = [params.structured_outputs for params in engine.params]
+        found = [(one.begin_after, one.begin_within, one.begin_opener) for one in constraints if one is not None]
+        assert found == ([] if expected is None else [expected] * 2)
 
 
 async def test_an_error_within_a_stream() -> None:

@@ -201,6 +201,8 @@ def _grammar_of(constraint: Constraint) -> str:
             return matcher.grammar_from_lark(text)
         case ConstraintKind.STRUCTURAL_TAG:
             return _tags_grammar(json.loads(text))
+        case ConstraintKind.NONE:
+            raise GrammarError("there is no grammar")
 
 
 def _schema_grammar(constraint: Constraint) -> str:

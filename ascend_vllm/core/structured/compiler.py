@@ -172,6 +172,9 @@ class GrammarCompiler:
             CancelledError: the entry was cancelled.
         """
         constraint = entry.constraint
+        if constraint.kind is ConstraintKind.NONE:
+            _ = self.vocabulary  # all that such requests need is that it is loaded
+            return
         while entry.candidates:
             name = entry.candidates[0]
             try:

@@ -37,6 +37,8 @@ class ConstraintKind(enum.Enum):
     GBNF = "grammar"
     LARK = "lark"
     STRUCTURAL_TAG = "structural_tag"
+    # only `begin_within`
+    NONE = "begin_within"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,8 @@ def _kind_and_text(params: StructuredOutputsParams) -> tuple[ConstraintKind, str
         return ConstraintKind.GBNF if is_gbnf else ConstraintKind.LARK, params.grammar
     if params.structural_tag is not None:
         return ConstraintKind.STRUCTURAL_TAG, params.structural_tag
+    if params.begin_within is not None:
+        return ConstraintKind.NONE, ""
     raise RequestError("structured_outputs holds no constraint.", _FIELD)
 
 

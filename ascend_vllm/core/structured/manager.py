@@ -141,11 +141,11 @@ class StructuredOutputManager(Connector):
         self._finalizer()
 
     def _attach_grammar(self, request: Request, entry: Entry) -> None:
-        if entry.compiled is None or entry.backend is None:
+        if entry.error is not None:
             if entry.may_retry:
                 # the next request with this constraint has it compiled again
                 self._entries.pop(entry.constraint, None)
-            raise RequestError(entry.error or "the grammar could not be compiled", "structured_outputs")
+            raise RequestError(entry.error, "structured_outputs")
         request.kind = OutputConstraint(entry.compiled, entry.backend, request, self._compiler.vocabulary)
 
     def _timeout_error(self, entry: Entry) -> RequestError:

@@ -11,6 +11,7 @@ from ascend_vllm.core.request import Request, RequestStatus, RowKind
 from ascend_vllm.core.structured.grammar import Bitmask, CompiledGrammar, GrammarBackend, last_word
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.step import NO_TOKEN, StepLogprobs
 
 _GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for its library."
@@ -30,16 +31,19 @@ class OutputConstraint(RowKind):
     A complete text may end with an end-of-sequence or stop token; a text that nothing can follow must. This takes
     precedence over `ignore_eos` and `min_tokens`, since the mask would be empty otherwise.
 
+    A request with `begin_within` only has no grammar, and waits for good.
+
     Args:
-        compiled: the grammar, possibly shared with other requests.
+        compiled: the grammar, possibly shared with other requests; None: there is none.
         backend: of the grammar.
         request: that is constrained.
         vocabulary: of the model.
 
     Attributes:
-        grammar: matcher state of the request's text.
-        backend: as given.
-        is_waiting: whether the output does not contain `begin_after` yet, so that nothing is constrained.
+        grammar: matcher state of the request's text; not set without a grammar.
+        backend: as given; likewise.
+        is_waiting: whether the output does not contain `begin_after` yet, so that nothing is constrained but the
+            tokens of `begin_after` after `begin_within` others.
         budget_s: CPU seconds that its masks may still take; below 0 its request must end.
     """
 
@@ -48,7 +52,12 @@ class OutputConstraint(RowKind):
         "_compiled",
         "_end_ids",
         "_forced_ids",
+        "_has_grammar",
+        "_head",
+        "_mark_ids",
         "_min_num_tokens",
+        "_num_left",
+        "_opener",
         "_tail",
         "_vocabulary",
         "backend",
@@ -62,22 +71,39 @@ class OutputConstraint(RowKind):
     title = "A structured output"
 
     def __init__(
-        self, compiled: CompiledGrammar, backend: GrammarBackend, request: Request, vocabulary: Vocabulary
+        self,
+        compiled: CompiledGrammar | None,
+        backend: GrammarBackend | None,
+        request: Request,
+        vocabulary: Vocabulary,
     ) -> None:
-        self.grammar = compiled.start()
-        self.backend = backend
-        self._compiled = compiled
+        self._has_grammar = False
+        if compiled is not None and backend is not None:
+            self.grammar = compiled.start()
+            self.backend = backend
+            self._compiled = compiled
+            self._has_grammar = True
         self.budget_s = _BURST_S
         self._vocabulary = vocabulary
         self._end_ids = [id_ for id_ in request.end_token_ids if 0 <= id_ < vocabulary.size]
         # tokens that end a text which nothing can follow, even if the request ignores end-of-sequence tokens
         self._forced_ids = self._end_ids or vocabulary.eos_token_ids[:1]
         self._min_num_tokens = request.min_num_tokens
-        params = request.sampling_params.structured_outputs
-        self._begin_after = (params.begin_after if params is not None else None) or ""
+        params = request.sampling_params.structured_outputs or StructuredOutputsParams()
+        self._begin_after = params.begin_after or ""
         self.is_waiting = bool(self._begin_after)
         # while waiting, the last bytes of the output
         self._tail = b""
+        # tokens until those of `begin_after` are forced, the next of which is the last in the list; None: never
+        self._num_left: int | None = None
+        self._mark_ids: list[int] = []
+        if params.begin_within is not None and vocabulary.encode is not None:
+            ids = vocabulary.encode(self._begin_after)[::-1]
+            if ids and max(ids) < vocabulary.size:
+                self._num_left, self._mark_ids = params.begin_within, ids
+        # until it is known whether the output begins with `begin_opener`, that and the first bytes of the output
+        self._opener = params.begin_opener.encode()
+        self._head = b""
 
     def finish_bitmask(self, row: Bitmask, num_tokens: int) -> None:
         """Adds the tokens that may end the text to the grammar's bitmask.
@@ -87,6 +113,10 @@ class OutputConstraint(RowKind):
             num_tokens: length of the sequence.
         """
         bits = row.view(np.uint32)
+        if self._is_closing:
+            row[:] = 0
+            _set_bits(bits, self._mark_ids[-1:], True)
+            return
         if self.is_waiting:
             row[:] = -1
             row[-1] = last_word(len(self._vocabulary.tokens))
@@ -141,11 +171,7 @@ class OutputConstraint(RowKind):
     def accept(self, token_id: int) -> bool:
         """Advances by a sampled token; False if the grammar does not allow it as a continuation."""
         if self.is_waiting:
-            # the constraint starts at the next token once the output contains `begin_after`
-            marker = self._begin_after.encode()
-            self._tail += self._vocabulary.bytes_of(token_id)
-            self.is_waiting = marker not in self._tail
-            self._tail = self._tail[-len(marker) :] if self.is_waiting else b""
+            self._wait(token_id)
             return True
         if self.budget_s < 0 or not self._vocabulary.tokens[token_id]:
             return False
@@ -154,6 +180,38 @@ class OutputConstraint(RowKind):
         self.budget_s = min(self.budget_s + _TOKEN_S, _BURST_S)
         self.charge(time.thread_time() - started)
         return is_accepted and self.budget_s >= 0
+
+    def _wait(self, token_id: int) -> None:
+        """Looks for `begin_after` in the output; the constraint starts at the token behind it."""
+        if self._num_left is None and not self._has_grammar:
+            return
+        marker = self._begin_after.encode()
+        text = self._vocabulary.bytes_of(token_id)
+        self._tail += text
+        is_closing = self._is_closing
+        if is_closing:
+            self._mark_ids.pop()
+        if marker in self._tail or (is_closing and not self._mark_ids):
+            self.is_waiting = not self._has_grammar
+            self._num_left = None
+        elif self._opener:
+            self._check_opener(text)
+        if self._num_left:
+            self._num_left -= 1
+        self._tail = self._tail[-len(marker) :] if self.is_waiting else b""
+
+    @property
+    def _is_closing(self) -> bool:
+        """Whether the next token is one of `begin_after`, since `begin_within` is reached."""
+        return self._num_left == 0 and not self._opener
+
+    def _check_opener(self, text: bytes) -> None:
+        """Drops the limit once the output turns out not to begin with `begin_opener`."""
+        self._head = (self._head + text).lstrip()
+        if self._head.startswith(self._opener):
+            self._opener = b""
+        elif not self._opener.startswith(self._head):
+            self._num_left = None
 
     def charge(self, seconds: float) -> None:
         """Deducts time that the grammar took in a step from its budget."""

@@ -185,12 +185,8 @@ class CountTokensRequest(ApiRequest):
         fields["chat_template_kwargs"].setdefault("enable_thinking", self.thinking.type != "disabled")
         if self.thinking.type == "disabled":
             fields["reasoning_effort"] = "none"
-        if self.thinking.budget_tokens is not None:
-            raise RequestError(
-                "`thinking.budget_tokens` is not supported by this version of the server; thinking of type "
-                "'adaptive' has no budget.",
-                param="thinking",
-            )
+        elif self.thinking.budget_tokens is not None:
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
 
     def _chat_messages(self) -> list[ChatMessage]:
         messages = []

@@ -81,8 +81,13 @@ class ServingMessages:
 
     async def _to_chat(self, request: CountTokensRequest, http: Request) -> ChatCompletionRequest:
         """The chat request, made off the event loop if its body is long; raises as `count_tokens`."""
-        check_number(request.num_blocks, self._chat.settings.max_model_len)
-        return await read_by(http, lambda _body: request.to_chat())
+        settings = self._chat.settings
+        check_number(request.num_blocks, settings.max_model_len)
+        chat = await read_by(http, lambda _body: request.to_chat())
+        if settings.parsers.reasoning is None:
+            # nothing separates reasoning from the answer, so that it cannot be limited
+            chat.thinking_token_budget = None
+        return chat
 
 
 class _Answer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from ascend_vllm.entrypoints.http.streaming import encode_json
 from ascend_vllm.entrypoints.openai.protocol_common import ChunkWriter, GenerationRequest, Usage
@@ -14,6 +14,7 @@ from ascend_vllm.entrypoints.openai.structured_fields import checked_params
 from ascend_vllm.entrypoints.parsers.tools_forced import arguments_schema, calls_schema
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import PositionLogprobs
+from ascend_vllm.refusals import Refusal
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 
 
@@ -28,6 +29,10 @@ class ChatMessage(BaseModel):
 
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
+
+    REFUSALS: ClassVar[dict[str, Refusal]] = {
+        name: refusal for name, refusal in GenerationRequest.REFUSALS.items() if name != "thinking_token_budget"
+    }
 
     messages: list[ChatMessage]
     logprobs: bool | None = False
@@ -45,6 +50,10 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    # -1: no limit
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    # texts that open and end the reasoning, see `exempt_reasoning`
+    _reasoning_start: str = PrivateAttr(default="")
     _reasoning_end: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
@@ -92,9 +101,16 @@ class ChatCompletionRequest(GenerationRequest):
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
         """The constraint on the output: the schema of a forced call, else that of the other fields."""
-        params = self._constraint()
-        if params is not None:
-            params.begin_after = self._reasoning_end
+        params, budget = self._constraint(), self.thinking_token_budget
+        if self._reasoning_end is None or (params is None and budget in (None, -1)):
+            return params
+        is_constrained = params is not None
+        params = params or StructuredOutputsParams()
+        params.begin_after = self._reasoning_end
+        if budget != -1:
+            params.begin_within = budget
+            # before a constraint everything is reasoning
+            params.begin_opener = "" if is_constrained else self._reasoning_start
         return params
 
     @property
@@ -102,9 +118,14 @@ class ChatCompletionRequest(GenerationRequest):
         """`tools` if a call is forced."""
         return super().constraint_field if self.demanded_tools is None else "tools"
 
-    def exempt_reasoning(self, end: str) -> None:
-        """Apply the constraint only after this tag, which ends the reasoning."""
-        self._reasoning_end = end
+    def exempt_reasoning(self, start: str, end: str) -> None:
+        """Apply the constraint only to the answer behind the reasoning, and limit that to its budget.
+
+        Args:
+            start: tag that the output begins with if it has reasoning; "": it has, with or without a tag.
+            end: tag that ends the reasoning.
+        """
+        self._reasoning_start, self._reasoning_end = start, end
 
     @property
     def has_exempt_reasoning(self) -> bool:

@@ -26,7 +26,7 @@ from ascend_vllm.entrypoints.openai.protocol_chat import (
 from ascend_vllm.entrypoints.openai.protocol_common import UsageCounter, unix_time
 from ascend_vllm.entrypoints.openai.request_limits import check_max_tokens, check_request, limit_tokens
 from ascend_vllm.entrypoints.openai.serving_base import Events, ServingBase, event_stream
-from ascend_vllm.entrypoints.parsers.reasoning import REASONING_END, begins_with_reasoning
+from ascend_vllm.entrypoints.parsers.reasoning import REASONING_END, REASONING_START, begins_with_reasoning
 from ascend_vllm.entrypoints.templates.chat_template import parse_messages
 from ascend_vllm.errors import RequestError
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
@@ -59,6 +59,10 @@ class ServingChat(ServingBase):
         request.check_supported()
         check_request(request, 1, self.settings.max_sequences, self.settings.max_n, "messages")
         parsers = self.settings.parsers
+        if request.thinking_token_budget is not None and (parsers.reasoning is None or request.use_beam_search):
+            raise RequestError(
+                "`thinking_token_budget` needs --reasoning-parser, and excludes beam search.", "thinking_token_budget"
+            )
         tools = parsers.prepare(request) if request.tools else None
         text = await self.prompts.render(
             request.messages,
@@ -70,10 +74,11 @@ class ServingChat(ServingBase):
             http=http,
             any_length=request.truncate_prompt_tokens is not None,
         )
-        continues = request.continue_final_message
-        if parsers.reasoning is not None and begins_with_reasoning(parsers.reasoning, text, continues) is not False:
-            # if the tag never comes, the whole text is reasoning, as in vLLM
-            request.exempt_reasoning(REASONING_END)
+        if parsers.reasoning is not None:
+            begins = begins_with_reasoning(parsers.reasoning, text, request.continue_final_message)
+            if begins is not False:
+                # if the end tag never comes, the whole text is reasoning, as in vLLM
+                request.exempt_reasoning("" if begins else REASONING_START, REASONING_END)
         token_ids = await self.prompts.encode_prompt(request, text, request.add_special_tokens, http)
         return Prompt(token_ids, text)
 
