@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import tokenizers
 import torch
@@ -28,7 +29,7 @@ from ascend_vllm import (
     pipeline,
 )
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.lmdeploy.pipeline import Pipeline, WordTokens
+from ascend_vllm.entrypoints.lmdeploy.pipeline import Pipeline, WordTokens, _make_engine_config
 from ascend_vllm.errors import ConfigError, RequestError
 from tests.benchmark_modules import run_here
 from tests.tiny_models import VOCAB_SIZE, tiny_model
@@ -155,14 +156,19 @@ def without_template(directory: str) -> None:
     pathlib.Path(directory, "chat_template.jinja").unlink()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # two that start two workers like "tp", which the next test does too
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (name in ("sampling", "messages")))
+        for name in EXAMPLES
+    ],
+)
 def test_examples_of_the_page(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path / "internlm" / "internlm-chat-7b", max_position_embeddings=2048)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    wants_two = "tp=2" in EXAMPLES[name]
-    with pytest.warns(UserWarning, match="tp=2:") if wants_two else contextlib.nullcontext():
-        exec(EXAMPLES[name], names)
+    exec(EXAMPLES[name], names)
     limit = 512 if name in ("defaults", "tp") else 1024
     responses = names["response"]
     names["pipe"].close()
@@ -170,6 +176,44 @@ def test_examples_of_the_page(name: str, tmp_path: pathlib.Path, monkeypatch: py
     for response in responses:
         assert response.text
         assert response.finish_reason == ("length" if response.generate_token_len == limit else "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"backend_config": TurbomindEngineConfig(tp=2, cache_block_seq_len=16)}, None),
+        ({"backend_config": PytorchEngineConfig(block_size=16), "tp": 2}, "The argument tp is deprecated"),
+    ],
+)
+def test_tp_computes_on_several_devices(pipe: Pipeline, options: Any, warning: str | None) -> None:
+    """Two workers, each with a part of the model, answer what one does."""
+    before = set(psutil.Process().children())
+    with pytest.warns(DeprecationWarning, match=warning) if warning else contextlib.nullcontext():
+        shared = make_pipe(**options)
+    with shared:
+        workers = [one for one in set(psutil.Process().children()) - before if "worker_process" in str(one.cmdline())]
+        assert len(workers) == 2
+        answers, expected = shared(PROMPTS, GREEDY), pipe(PROMPTS, GREEDY)
+        assert isinstance(answers, list) and isinstance(expected, list)
+        assert [one.text for one in answers] == [one.text for one in expected]
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    with pytest.raises(RuntimeError, match="shut down"):
+        shared("Hello", GREEDY)
+
+
+def test_several_devices_take_their_share_of_the_memory_together() -> None:
+    """The share is of the whole machine, and a part of a block is smaller than the block."""
+    configs = [
+        _make_engine_config(
+            tiny_model("qwen2-tied"),
+            TurbomindEngineConfig(tp=tp, cache_block_seq_len=16, enable_prefix_caching=True),
+            {},
+        )
+        for tp in (1, 2)
+    ]
+    one, two = (config.cache.kv_cache_memory_bytes for config in configs)
+    assert one is not None and two is not None
+    assert two == pytest.approx(one / 2, rel=0.2)
 
 
 def test_the_example_program(tmp_path: pathlib.Path) -> None:
@@ -624,7 +668,7 @@ def test_ranges_of_backends(kind: Any, options: Any, words: str) -> None:
         kind(**options)
 
 
-def test_arguments_of_pipeline(pipe: Pipeline) -> None:
+def test_arguments_of_pipeline() -> None:
     with pytest.raises(AssertionError) as error:
         pipeline(tiny_model("qwen2-tied"), backend_config={"tp": 1})  # type: ignore[arg-type]
     assert str(error.value).startswith(
@@ -634,16 +678,6 @@ def test_arguments_of_pipeline(pipe: Pipeline) -> None:
         pipeline(tiny_model("qwen2-tied"), log_level="LOUD")
     with pytest.raises(TypeError, match="absent"):
         pipeline(tiny_model("qwen2-tied"), absent=1)
-    with (
-        pytest.warns(DeprecationWarning, match="The argument tp is deprecated"),
-        pytest.warns(UserWarning, match="tp=2: this version computes on one device"),
-    ):
-        dropped = make_pipe(tp=2, block_size=16)
-    with dropped:
-        assert dropped.llm_engine.config.parallel.tensor_parallel_size == 1
-        assert dropped("Hello", GREEDY).token_ids == pipe("Hello", GREEDY).token_ids  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="shut down"):
-        dropped("Hello", GREEDY)
 
 
 MESSAGES = [

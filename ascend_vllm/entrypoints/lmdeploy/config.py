@@ -7,7 +7,6 @@ they mean the same here. A field whose feature does not exist is refused by name
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +34,7 @@ _REFUSALS: Mapping[str, Refusal] = {
 }
 # field → the field of `EngineArgs` with the same meaning
 _ARGUMENTS: Mapping[str, str] = {
+    "tp": "tensor_parallel_size",
     "session_len": "max_model_len",
     "max_batch_size": "max_num_seqs",
     "cache_block_seq_len": "block_size",
@@ -178,9 +178,6 @@ class _EngineConfig:
         if (found := first_refused(_REFUSALS, values)) is not None:
             shown = found.name if isinstance(found.value, bool | dict) else f"{found.name} {found.value!r}"
             raise UnsupportedFlagError(shown, found.reason)
-        if values["tp"] > 1:
-            text = f"tp={values['tp']}: this version computes on one device; the results are the same."
-            warnings.warn(text, UserWarning, stacklevel=3)
         given = {
             name: _VALUES.get(name, {}).get(value, value) for name, value in values.items() if name in _ARGUMENTS
         }
@@ -197,7 +194,7 @@ class TurbomindEngineConfig(_EngineConfig):
     Args:
         model_name: name of a built-in chat template; None: the model's own, see `pipeline`.
         model_format: "hf" or None; quantised formats are not supported in this version.
-        tp: devices that share each layer. This version computes on one, with a warning and the same results.
+        tp: devices that share each layer, with a worker process for each.
         session_len: most tokens of prompt and output together; None: the model's limit.
         max_batch_size: most sequences that run at the same time.
         cache_max_entry_count: share of memory, between 0 and 1, that the KV cache may take: of what is free once the

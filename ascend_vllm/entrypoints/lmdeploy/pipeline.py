@@ -501,18 +501,22 @@ def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[s
 
 
 def _kv_cache_bytes(config: EngineConfig, share: float) -> int:
-    """A share of the memory that the weights leave free; without prefix caching at most what all sequences fill."""
+    """Size of the KV cache per worker: together they take a share of the memory that the weights leave free.
+
+    Without prefix caching it is at most what all sequences fill.
+    """
     free = available_memory_bytes() - weight_bytes(config.model.model)
     blocks_per_sequence = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
-    num_blocks = int(max(0, free) * share) // _block_bytes(config)
+    num_blocks = int(max(0, free) * share) // config.parallel.local_world_size // _block_bytes(config)
     if not config.cache.enable_prefix_caching:
         num_blocks = min(num_blocks, config.scheduler.max_num_seqs * blocks_per_sequence)
     return max(num_blocks, 1) * _block_bytes(config)
 
 
 def _block_bytes(config: EngineConfig) -> int:
-    """Bytes of a KV block in all layers."""
-    return sum(spec.block_bytes for spec in kv_cache_specs(config.model, config.cache))
+    """Bytes of a worker's part of a KV block, in all layers."""
+    specs = kv_cache_specs(config.model, config.cache, config.parallel.tensor_parallel_size)
+    return sum(spec.block_bytes for spec in specs)
 
 
 def _is_single(prompts: Any) -> bool:
