@@ -22,8 +22,9 @@ _UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/s
 # handler label of all requests that match no route
 _NO_HANDLER = "none"
 
-_DURATION_BUCKETS = [0.1, 0.5, 1]
-_HIGHR_BUCKETS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75]
+# in seconds: the instrumentator's, and finer ones below them
+_DURATION_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1]
+_HIGHR_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75]
 _HIGHR_BUCKETS += [1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60]
 
 
