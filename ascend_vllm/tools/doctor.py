@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -116,10 +118,23 @@ def _version(machine: Machine, package: str) -> str | None:
         return None
 
 
+def _release(torch: str) -> str:
+    """ "2.13.0+cpu" → "2.13.0"."""
+    return torch.partition("+")[0]
+
+
+def _install(requirement: str) -> str:
+    """The command that installs a package into this Python, in backticks; works in any shell and directory."""
+    python = shlex.quote(sys.executable)
+    # environments that uv made have no pip of their own
+    installer = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    return f"`{installer} {requirement}`"
+
+
 def _torch(machine: Machine) -> Iterator[Finding]:
     version = _version(machine, "torch")
     if version is None:
-        yield Finding("torch", "problem", "not installed", "pip install ascend-vllm again; it needs torch")
+        yield Finding("torch", "problem", "not installed", f"{_install('torch')}: every model needs it")
     else:
         yield Finding("torch", "ok", version)
 
@@ -127,12 +142,14 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 def _torch_npu(machine: Machine) -> Iterator[Finding]:
     version, torch = _version(machine, "torch_npu"), _version(machine, "torch")
     if version is None:
-        yield Finding("torch_npu", "problem", "not installed", "pip install 'ascend-vllm[npu]'")
+        package = "torch_npu" if torch is None else f"torch_npu=={_release(torch)}"
+        yield Finding("torch_npu", "problem", "not installed", _install(package))
         return
     # a build requires the release of torch that it was compiled with; .postN are its own patches
     release = ".".join(version.split(".")[:3])
-    if torch is not None and torch.split("+")[0] != release:
-        advice = f"install a pair of one release: pip install torch_npu=={torch.split('+')[0]}, or torch=={release}"
+    if torch is not None and _release(torch) != release:
+        packages = f"torch_npu=={_release(torch)}", f"torch=={release}"
+        advice = f"install a pair of one release: {' or '.join(map(_install, packages))}"
         yield Finding("torch_npu", "problem", f"{version}, made for torch {release} and not {torch}", advice)
     else:
         yield Finding("torch_npu", "ok", version)

@@ -6,12 +6,17 @@ import dataclasses
 import importlib.metadata
 import json
 import pathlib
+import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
 from ascend_vllm.entrypoints import cli
 from ascend_vllm.platforms.facts import NpuProbe
 from ascend_vllm.tools.doctor import Finding, Machine, describe, examine
+from tests.server import ROOT
 
 VERSIONS = {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}
 
@@ -73,13 +78,13 @@ def test_a_machine_without_faults(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("versions", "name", "advice"),
     [
-        ({"torch": "2.13.0"}, "torch_npu", r"pip install 'ascend-vllm[npu]'"),
+        ({"torch": "2.13.0+cpu"}, "torch_npu", f"`{sys.executable} -m pip install torch_npu==2.13.0`"),
         (
             {"torch": "2.10.0+cpu", "torch_npu": "2.13.0"},
             "torch_npu",
-            "pip install torch_npu==2.10.0, or torch==2.13.0",
+            f"`{sys.executable} -m pip install torch_npu==2.10.0` or `{sys.executable} -m pip install torch==2.13.0`",
         ),
-        ({"torch_npu": "2.13.0"}, "torch", "needs torch"),
+        ({"torch_npu": "2.13.0"}, "torch", f"`{sys.executable} -m pip install torch`"),
     ],
 )
 def test_packages_that_do_not_fit(machine: Machine, versions: dict[str, str], name: str, advice: str) -> None:
@@ -178,8 +183,26 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     """Which has no NPU and no torch_npu."""
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
-    assert "problem  torch_npu" in text and "-> pip install 'ascend-vllm[npu]'" in text
+    assert "problem  torch_npu" in text and f"-> `{sys.executable} -m pip install torch_npu==" in text
     assert cli.main(["doctor", "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings["torch"]["level"] == findings["Python"]["level"] == "ok"
     assert findings["CANN runtime"]["level"] == "problem"
+
+
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_the_commands_that_it_names_exist(is_checkout: bool, tmp_path: pathlib.Path) -> None:
+    """In a checkout and where only the package is; in a shell that knows of no environment."""
+    directory = ROOT if is_checkout else tmp_path
+    if not is_checkout:
+        (tmp_path / "ascend_vllm").symlink_to(ROOT / "ascend_vllm")
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(directory)}
+    command = [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    advice = " ".join(finding["advice"] for finding in json.loads(done.stdout))
+    commands = [shlex.split(found) for found in re.findall("`(.+?)`", advice)]
+    assert [words[-1].partition("==")[0] for words in commands] == ["torch_npu"]
+    assert "pip install" not in re.sub("`.+?`", "", advice)
+    for words in commands:
+        known = [*words[: words.index("install") + 1], "--help"]
+        assert subprocess.run(known, cwd=tmp_path, env=environment, capture_output=True, timeout=60).returncode == 0
