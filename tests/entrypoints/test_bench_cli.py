@@ -139,10 +139,19 @@ def test_requests_that_fail(
     assert (result["completed"], result["mean_ttft_ms"], result["ttfts"]) == (0, 0.0, [0.0, 0.0])
     code, printed = bench([*words, "--model", "nope", "--ready-check-timeout-sec", "0.1"], capsys)
     assert code == 1 and "answers no request: HttpError: HTTP 404" in printed
-    code, printed = bench(["serve", "--port", "1", "--num-prompts", "1"], capsys)
-    assert code == 1 and "name one with --model" in printed
     code, printed = bench([*words, "--model", "tiny", "--profile"], capsys)
     assert code == 1 and "--profile: the server refuses to start its profiler: HTTP 404" in printed
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--port", "1"], ["--port", "1", "--model", "m", "--skip-tokenizer-init"]):
+        code, printed = bench(["serve", *words, "--num-prompts", "1", "--ready-check-timeout-sec", "0.1"], capsys)
+        assert code == 1
+        assert printed.startswith("ascend-vllm: error: No server can be reached at http://127.0.0.1:1 (")
+        assert "`ascend-vllm serve MODEL`" in printed and printed.count("\n") == 1
+    with scripted_server([]) as (url, _):
+        code, printed = bench(["serve", "--base-url", url, "--num-prompts", "1"], capsys)
+        assert code == 1 and "name one with --model" in printed
 
 
 # ---- what is sent, and how answers are read ------------------------------------------------------------------
@@ -266,8 +275,9 @@ def test_errors_inside_streams() -> None:
 
 
 def test_both_forms_of_generate() -> None:
-    assert read("generate", b'{"text": ["Hia"]}\0{"text": ["Hiab"]}\0').text == "ab"
-    assert read("generate", b'{"text": ["a"]}\0{"text": ["b"]}\0').text == "ab"
+    for event in (b'{"text": ["Hia"]}\0{"text": ["Hiabcd"]}\0', b'{"text": ["a"]}\0{"text": ["bcd"]}\0'):
+        outcome = read("generate", event)
+        assert (outcome.text, outcome.event_chars) == ("abcd", [1, 3])
 
 
 async def test_connections_are_kept_unless_the_server_closes_them() -> None:
@@ -304,6 +314,18 @@ def test_adapters_in_turn(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
 # ---- figures -------------------------------------------------------------------------------------------------
 
 
+def test_the_peak_counts_tokens_and_not_events() -> None:
+    """Of steps of several tokens, and of a first event that has only the role."""
+    outcome = metrics.Outcome(10.0, 5)
+    event = b'data: {"choices": [{"delta": {"content": "%b"}}]}\n\n'
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 16}}\n\n'
+    chunks = [(10.1, event % b""), (10.2, event % b"12345678"), (11.5, event % b"12345678" + usage)]
+    BACKENDS["openai-chat"].read(chunks, outcome, datasets.SampleRequest("Hi", 1, 16), None, ignore_eos=True)
+    assert outcome.event_tokens.tolist() == [0, 8, 8]
+    result = metrics.figures([outcome], 2.0, metrics=["ttft"], percentiles=[99], goodput={})
+    assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (8.0, 1)
+
+
 def test_figures_of_known_arrivals() -> None:
     first = metrics.Outcome(10.0, 5, moments=[10.5, 10.6, 10.8], output_len=4)
     second = metrics.Outcome(10.2, 7, queued_s=0.2, moments=[11.2], output_len=1)
@@ -332,7 +354,7 @@ def test_figures_of_known_arrivals() -> None:
     assert result["mean_client_queue_time_ms"] == pytest.approx(100)
     assert result["mean_e2el_including_client_queue_ms"] == pytest.approx(1000)
     # three events in the first second, one in the next; both requests in each of them or one
-    assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (3.0, 2)
+    assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (4.0, 2)
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])

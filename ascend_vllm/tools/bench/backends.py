@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -145,6 +146,7 @@ class Backend:
                 num_tokens = usage.get("completion_tokens") or 0
                 outcome.prompt_len = usage.get("prompt_tokens") or outcome.prompt_len
         outcome.text = "".join(texts)
+        outcome.event_chars = list(map(len, texts))
         return num_tokens
 
     @staticmethod
@@ -161,8 +163,14 @@ class Backend:
         prompt = request.prompt if isinstance(request.prompt, str) else ""
         if last["text"][0].startswith(prompt):
             outcome.text = last["text"][0][len(prompt) :]
+            # parsing each frame, all of them with the whole text, would take long: their sizes grow with the text
+            first = len(json.loads(frames[0][1])["text"][0]) - len(prompt)
+            sizes = [len(frame) for _, frame in frames]
+            outcome.event_chars = [first, *(max(0, b - a) for a, b in itertools.pairwise(sizes))]
         else:
-            outcome.text = "".join(json.loads(frame)["text"][0] for _, frame in frames)
+            texts = [json.loads(frame)["text"][0] for _, frame in frames]
+            outcome.text = "".join(texts)
+            outcome.event_chars = list(map(len, texts))
 
 
 _COMPLETIONS = Backend("/v1/completions", _completion_body, _completion_text, takes_ids=True)

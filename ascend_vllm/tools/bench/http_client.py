@@ -89,6 +89,14 @@ class HttpClient:
         """
         return [chunk async for chunk in self._request("POST", path, body, headers)]
 
+    async def check_reachable(self) -> None:
+        """Opens a connection and closes it again.
+
+        Raises:
+            OSError: nobody listens at the address, or TLS cannot be set up.
+        """
+        (await self._connect()).writer.close()
+
     def close(self) -> None:
         while self._idle:
             self._idle.pop().writer.close()

@@ -46,6 +46,25 @@ def base_url(args: argparse.Namespace) -> str:
     return str(args.base_url or f"http://{args.host}:{args.port}")
 
 
+async def wait_until_reachable(client: HttpClient, url: str, timeout_s: float) -> None:
+    """Waits until something listens at the server's address.
+
+    Raises:
+        BenchError: nothing did within the time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await client.check_reachable()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise BenchError(
+                    f"No server can be reached at {url} ({error}): start one with `ascend-vllm serve MODEL`, or name "
+                    "another with --base-url or --host and --port."
+                ) from error
+        await asyncio.sleep(_READY_POLL_S)
+
+
 async def first_model(client: HttpClient) -> tuple[str, str]:
     """The name of the server's first model, and its directory or repository.
 

@@ -33,6 +33,7 @@ class Outcome:
         start: when it was sent.
         queued_s: seconds that it waited in the client before (--max-concurrency).
         moments: arrival times of the events with output.
+        event_chars: characters of text in each of them; empty: not known.
         prompt_len: tokens of the prompt, as counted by the server.
         output_len: tokens of the answer.
         text: the answer.
@@ -43,6 +44,7 @@ class Outcome:
     prompt_len: int
     queued_s: float = 0.0
     moments: list[float] = dataclasses.field(default_factory=list)
+    event_chars: list[int] = dataclasses.field(default_factory=list)
     output_len: int = 0
     text: str = ""
     error: str = ""
@@ -61,6 +63,15 @@ class Outcome:
     def tpot(self) -> float:
         """Seconds per token after the first; 0 for a single one."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+    @property
+    def event_tokens(self) -> np.ndarray:
+        """Tokens in each event, float64: the answer's tokens, divided by the lengths of the events' texts.
+
+        Events do not say how many tokens they have: a server may send several at once, or an event without any.
+        """
+        chars = self.event_chars if any(self.event_chars) else [1] * len(self.moments)
+        return np.asarray(chars, np.float64) * (self.output_len / sum(chars))
 
     @property
     def itls(self) -> list[float]:
@@ -126,16 +137,16 @@ def _summary(name: str, values: Sequence[float], percentiles: Sequence[float]) -
 
 
 def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
-    """The largest number of events in one second, and of requests running in one second."""
+    """The largest number of tokens in one second, and of requests running in one second."""
     if not good:
         return 0.0, 0
     begin = min(outcome.start for outcome in good)
     seconds = math.ceil(max(outcome.moments[-1] for outcome in good) - begin) + 1
-    events, open_requests = np.zeros(seconds), np.zeros(seconds, np.int64)
+    tokens, open_requests = np.zeros(seconds), np.zeros(seconds, np.int64)
     for outcome in good:
-        np.add.at(events, (np.asarray(outcome.moments) - begin).astype(np.int64), 1)
+        np.add.at(tokens, (np.asarray(outcome.moments) - begin).astype(np.int64), outcome.event_tokens)
         open_requests[int(outcome.start - begin) : int(outcome.moments[-1] - begin) + 1] += 1
-    return float(events.max()), int(open_requests.max())
+    return float(tokens.max()), int(open_requests.max())
 
 
 def _is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
@@ -163,7 +174,7 @@ def figures(
     good = [outcome for outcome in outcomes if not outcome.error]
     num_input = sum(outcome.prompt_len for outcome in good)
     num_output = sum(outcome.output_len for outcome in good)
-    events_per_s, concurrent = _peaks(good)
+    peak_tokens, concurrent = _peaks(good)
     values: dict[str, list[float]] = {
         "ttft": [outcome.ttft for outcome in good],
         "tpot": [outcome.tpot for outcome in good if outcome.output_len > 1],
@@ -191,7 +202,7 @@ def figures(
         "queue_times": [outcome.queued_s for outcome in outcomes],
         "generated_texts": [outcome.text for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
-        "max_output_tokens_per_s": events_per_s,
+        "max_output_tokens_per_s": peak_tokens,
         "max_concurrent_requests": concurrent,
         # vLLM's speed of transcription relative to the audio; there is no audio here
         "rtfx": 0.0,

@@ -23,7 +23,15 @@ from ascend_vllm.tools.bench.datasets import (
     apply_general_lengths,
     sample_requests,
 )
-from ascend_vllm.tools.bench.load import BenchError, LoadGenerator, Run, base_url, first_model, make_client
+from ascend_vllm.tools.bench.load import (
+    BenchError,
+    LoadGenerator,
+    Run,
+    base_url,
+    first_model,
+    make_client,
+    wait_until_reachable,
+)
 from ascend_vllm.tools.bench.metrics import (
     DETAILS,
     figures,
@@ -181,11 +189,13 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
             if args.tokenizer is None:
                 raise ConfigError("--backend generate does not tell its model; name it with --model or --tokenizer.")
         else:
+            await wait_until_reachable(client, base_url(args), args.ready_check_timeout_sec)
             found_name, model_id = await first_model(client)
             model_name = args.served_model_name or found_name
             print(f"Model {model_name} of {model_id}")
     tokenizer_id = args.tokenizer or model_id
     tokenizer = None if args.skip_tokenizer_init else load_tokenizer(tokenizer_id, args)
+    await wait_until_reachable(client, base_url(args), args.ready_check_timeout_sec)
     requests = sample_requests(args, tokenizer, args.seed)
     generator = LoadGenerator(args, client, model_name, tokenizer)
     try:
