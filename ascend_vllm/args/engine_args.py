@@ -50,10 +50,10 @@ class EngineArgs(EngineFlags):
 
     def __post_init__(self) -> None:
         """Synchronises pairs of arguments with the same meaning, of which Python callers set one."""
-        if self.disable_log_requests:
-            self.enable_log_requests = False
-        elif not self.enable_log_requests:
-            self.disable_log_requests = True
+        if self.enable_log_requests:
+            self.disable_log_requests = False
+        elif not self.disable_log_requests:
+            self.enable_log_requests = True
         if self.disable_async_output_proc:
             self.async_scheduling = False
         elif not self.async_scheduling:
@@ -136,7 +136,7 @@ class EngineArgs(EngineFlags):
             parallel=parallel,
             device=DeviceConfig(device=facts.name),
             observability=ObservabilityConfig(
-                not self.disable_log_stats, self.otlp_traces_endpoint or None, not self.disable_log_requests
+                not self.disable_log_stats, self.otlp_traces_endpoint or None, self.enable_log_requests
             ),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
         )

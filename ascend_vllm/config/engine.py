@@ -79,7 +79,7 @@ class ObservabilityConfig(msgspec.Struct, frozen=True):
 
     log_stats: bool = True
     otlp_traces_endpoint: str | None = None
-    log_requests: bool = True
+    log_requests: bool = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ class EngineCore:
         self._controls: dict[str, Callable[..., Any]] = {
             name: getattr(self if hasattr(self, name) else self._pausing, name) for name in CONTROLS
         }
-        logger.info(
+        logger.debug(
             "KV cache: %d blocks of %d tokens. Maximum concurrency for %d tokens per request: %.2fx",
             self.num_blocks,
             config.cache.block_size,

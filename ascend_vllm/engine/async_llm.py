@@ -63,6 +63,7 @@ class AsyncLLM(AsyncControls):
     Attributes:
         config: of the engine.
         tokenizer: None under --skip-tokenizer-init.
+        num_kv_blocks: blocks of the KV caches of all engine cores together; 0 until the engine is ready.
 
     Raises:
         ModelLoadError: the tokenizer cannot be loaded.
@@ -91,6 +92,7 @@ class AsyncLLM(AsyncControls):
             raise
         self._output = OutputProcessor.from_config(config, self.tokenizer)
         self._limits = QueueLimits(config, self._output, self._metrics)
+        self.num_kv_blocks = 0
         self._is_ready = False
         self._refusal: RequestError | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -142,6 +144,7 @@ class AsyncLLM(AsyncControls):
             return
         self._is_ready = True
         self._input.max_model_len = min(size.max_model_len for size in sizes)
+        self.num_kv_blocks = sum(size.num_gpu_blocks for size in sizes)
         for rank, size in enumerate(sizes):
             self._metrics.set_num_blocks(size.num_gpu_blocks, size.num_cpu_blocks, rank)
         if self.config.observability.log_stats:

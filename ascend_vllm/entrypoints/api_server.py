@@ -64,5 +64,6 @@ def main() -> None:
     sys.exit(launcher.exit_code_of(lambda: _run_server(args)))
 
 
+            api_path="/generate",
 if __name__ == "__main__":
     main()

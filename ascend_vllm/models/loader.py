@@ -66,7 +66,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
             _check_contents(model_config, model, files, unfilled.slots)
             _fill_from_files(model, files, unfilled, load_config.use_tqdm)
         unfilled.finish()
-    logger.info("Loading model weights took %.2f seconds", time.monotonic() - start)
+    logger.debug("Loading model weights took %.2f seconds", time.monotonic() - start)
     return model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -314,7 +315,7 @@ class Worker:
             # stages that do not sample continue with an arbitrary token
             runner.execute(SchedulerOutput(-1, [], [], [0], [1], [], sampled=[(0, 0)]))
         runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
-        logger.info("Warmed up in %.2f s", time.monotonic() - start)
+        logger.debug("Warmed up in %.2f s", time.monotonic() - start)
 
     def _peak_bytes(self) -> int:
         """Memory that steps need beside the weights and the KV cache; 0 if the platform does not measure it.
@@ -381,7 +382,8 @@ class Worker:
     def _log_ops(self) -> None:
         device_type = self._platform.device_type
         on_reference = ops_on_reference(device_type)
-        logger.info(
+        logger.log(
+            logging.INFO if on_reference else logging.DEBUG,
             "%d of %d ops run on their reference on %s%s",
             len(on_reference),
             sum(device_type in spec.devices for spec in OPS.values()),

@@ -105,8 +105,9 @@ def test_plain_switch_takes_no_value(parser: FlexibleArgumentParser, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "logged"),
     [
-        ([], True),
+        ([], False),
         (["--disable-log-requests"], False),
+        (["--no-disable-log-requests"], True),
         (["--no-enable-log-requests"], False),
         (["--enable-log-requests"], True),
         (["--disable-log-requests", "--enable-log-requests"], True),
@@ -137,8 +138,9 @@ def test_both_names_of_overlap(parser: FlexibleArgumentParser, words: list[str],
 
 
 def test_opposite_switches_of_python_callers() -> None:
-    assert EngineArgs(disable_log_requests=True).enable_log_requests is False
-    assert EngineArgs(enable_log_requests=False).disable_log_requests is True
+    assert EngineArgs(disable_log_requests=False).enable_log_requests is True
+    assert EngineArgs(enable_log_requests=True).disable_log_requests is False
+    assert EngineArgs().enable_log_requests is False
     assert EngineArgs(disable_async_output_proc=True).async_scheduling is False
     assert EngineArgs(async_scheduling=False).disable_async_output_proc is True
 

@@ -19,8 +19,8 @@ GOLDEN: dict[str, dict[str, Any]] = json.loads((pathlib.Path(__file__).parent / 
 FLAGS = {item.name: item for item in all_flags()}
 OWNERS = (FrontendArgs, GenerateServerArgs, EngineArgs)
 
-# where this project deliberately differs from 0.6.3: the device decides on the block size
-DEFAULTS_THAT_DIFFER = {"--block-size": None}
+# where this project deliberately differs from 0.6.3: the device decides on the block size, and prompts are private
+DEFAULTS_THAT_DIFFER = {"--block-size": None, "--disable-log-requests": True}
 # 0.6.3 lists 8, 16 and 32; here the device says at start which sizes it has. Options may follow a guided backend.
 CHOICES_THAT_DIFFER = {"--block-size", "--guided-decoding-backend"}
 KINDS = {

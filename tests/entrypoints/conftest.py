@@ -44,11 +44,12 @@ LONG_ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 @pytest.fixture(scope="session")
 def patient_server(tiny_dir: str) -> Iterator[Server]:
-    """The OpenAI-compatible server whose requests may be long, and are short unless they say more.
+    """The OpenAI-compatible server whose requests may be long, and are short unless they say more; it logs them.
 
     Nothing that is asked of it fills the context of what is asked next.
     """
     flags = ["--served-model-name", "tiny", "alias", "--override-generation-config", '{"max_new_tokens": 8}']
+    flags += ["--enable-log-requests"]
     with running(OPENAI_SERVER, ["--model", tiny_dir, *flags, *LONG_FLAGS], LONG_ENV) as server:
         yield server
 
@@ -98,7 +99,12 @@ def collector() -> Iterator[Collector]:
 def guarded_server(tiny_dir: str, collector: Collector) -> Iterator[Server]:
     """The OpenAI-compatible server with a key and with what is off by default."""
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
-    flags += ["--enable-server-load-tracking", "--enable-tokenizer-info-endpoint", "--enable-log-outputs"]
+    flags += [
+        "--enable-server-load-tracking",
+        "--enable-tokenizer-info-endpoint",
+        "--enable-log-requests",
+        "--enable-log-outputs",
+    ]
     flags += ["--sse-keep-alive-interval", "0.5", "--disable-access-log-for-endpoints", "/ping, /v1/models"]
     flags += ["--middleware", "tests.failing_middleware.FailingMiddleware"]
     flags += ["--otlp-traces-endpoint", collector.url, "--collect-detailed-traces", "model,worker"]

@@ -42,7 +42,15 @@ def server(tiny_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (directory / "logging.json").write_text(json.dumps(LOGGING))
     flags = ["--served-model-name", "tiny", "--max-num-seqs", "1", "--stream-interval", "4"]
     flags += ["--max-num-queued-tokens", "40", "--tokenizer-extension-path", str(directory / "vllm_extension.py")]
-    flags += ["--max-log-len", "2", "--kv-cache-memory-bytes", "64M", "--logprobs-mode", "raw_logits"]
+    flags += [
+        "--enable-log-requests",
+        "--max-log-len",
+        "2",
+        "--kv-cache-memory-bytes",
+        "64M",
+        "--logprobs-mode",
+        "raw_logits",
+    ]
     flags += ["--max-model-len", "32768"]
     env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_LOGGING_CONFIG_PATH": str(directory / "logging.json")}
     with running(OPENAI_SERVER, ["--model", tiny_dir, *ENGINE_FLAGS, *flags], env) as found:
@@ -111,7 +119,7 @@ def test_logits_instead_of_logprobs(http: httpx.Client) -> None:
 
 def test_the_log_is_written_as_its_file_says(http: httpx.Client, server: Server) -> None:
     lines = server.log.splitlines()
-    assert any(line.startswith("OWN INFO args: Namespace(") for line in lines)
+    assert any(line.startswith("OWN INFO non-default args: {'host': '127.0.0.1', 'port': ") for line in lines)
     # of a prompt two characters or tokens
     http.post("/v1/completions", json={"model": "tiny", "prompt": "Hello", "max_tokens": 1})
     assert re.search(r"prompt: 'He', params: SamplingParams\(.*\), prompt_token_ids: \[\d+, \d+\]\.", server.log)

@@ -33,11 +33,12 @@ def ask_raw(server: Server, request: bytes) -> bytes:
         return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
-def test_nothing_of_a_request_forges_a_line(openai_server: Server) -> None:
+def test_nothing_of_a_request_forges_a_line(patient_server: Server) -> None:
     """Names of fields, texts, headers and paths are logged; ids that clients chose were, too."""
-    before = len(openai_server.log)
+    server = patient_server
+    before = len(server.log)
     text = "x" + FORGED.join(EVIL) + FORGED
-    with httpx.Client(base_url=openai_server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         for stream in (False, True):
             body = {"prompt": text, "max_tokens": 1, "user": text, "stream": stream}
             body |= {f"field{number}{evil}{FORGED}": 1 for number, evil in enumerate(EVIL)}
@@ -48,16 +49,30 @@ def test_nothing_of_a_request_forges_a_line(openai_server: Server) -> None:
         http.post("/v1/chat/completions", json={"messages": [{"role": text, "content": text}], "max_tokens": 1})
         http.post("/v1/responses", json={"input": "x", "request_id": text, "max_output_tokens": 1})
     for target in (b"/%0aFORGED", b"/%1b%5b2K", b"/x?a=%0d%0aFORGED", b"/x?\x9b2KFORGED", b"/\xc2\x85FORGED"):
-        ask_raw(openai_server, b"GET " + target + b" HTTP/1.1\r\nConnection: close\r\n\r\n")
+        ask_raw(server, b"GET " + target + b" HTTP/1.1\r\nConnection: close\r\n\r\n")
     evil_headers = b"X-Forwarded-For: \x9b2K\x85FORGED\r\nX-Request-Id: \x85FORGED\r\nConnection: close\r\n\r\n"
-    ask_raw(openai_server, b"GET /version HTTP/1.1\r\n" + evil_headers)
-    assert wait_until(lambda: "GET /version" in openai_server.log[before:])
-    log = openai_server.log[before:]
+    ask_raw(server, b"GET /version HTTP/1.1\r\n" + evil_headers)
+    assert wait_until(lambda: "GET /version" in server.log[before:])
+    log = server.log[before:]
     assert "Received request cmpl-" in log and "Ignored fields" in log
     lines = log.split("\n")
     assert not [line for line in lines if line.lstrip().startswith("FORGED")]
     assert not UNSAFE.search(log), UNSAFE.findall(log)
     assert max(map(len, lines)) < MAX_CHARACTERS + 200
+
+
+def test_prompts_are_private_unless_requests_are_logged(openai_server: Server, patient_server: Server) -> None:
+    for server, is_logged in ((openai_server, False), (patient_server, True)):
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for stream in (False, True):
+                body = {"model": "tiny", "max_tokens": 1, "stream": stream}
+                assert http.post("/v1/completions", json=body | {"prompt": "my secret"}).status_code == 200
+                messages = [{"role": "user", "content": "my secret"}]
+                assert http.post("/v1/chat/completions", json=body | {"messages": messages}).status_code == 200
+            http.post("/v1/completions", json={"model": "nobody", "prompt": "my secret"})
+            http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": -1})
+        assert wait_until(lambda server=server: "POST /v1/chat/completions" in server.log)
+        assert ("my secret" in server.log) is is_logged
 
 
 def test_a_line_has_a_limit(openai_server: Server) -> None:

@@ -26,7 +26,7 @@ from tests.entrypoints.conftest import LONG_ENV, LONG_FLAGS, LONG_TOKENS
 from tests.raw_requests import post_raw, read_events, read_rest
 from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, needs_openssl, wait_until
 
-FLAGS = [*LONG_FLAGS, "--shutdown-timeout", "1", "--sse-keep-alive-interval", "0.2"]
+FLAGS = [*LONG_FLAGS, "--enable-log-requests", "--shutdown-timeout", "1", "--sse-keep-alive-interval", "0.2"]
 HELLO = [{"role": "user", "content": "Hello"}]
 LONG: dict[str, Any] = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 PLACES: dict[str, dict[str, Any]] = {

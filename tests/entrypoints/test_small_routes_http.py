@@ -288,7 +288,10 @@ def test_a_unix_socket_with_tls_that_is_renewed(tiny_dir: str, tmp_path: pathlib
     server = Server(OPENAI_SERVER, ["--model", tiny_dir, *flags, *ENGINE_FLAGS])
     try:
         assert wait_until(lambda: f"OWN uvicorn.error Uvicorn running on unix socket {path}" in server.log, 90)
-        assert "OWN ascend_vllm.entrypoints.http.launcher args: Namespace(" in server.log
+        assert (
+            f"OWN ascend_vllm.entrypoints.http.launcher   address   https://localhost/v1 through {path}\n"
+            in server.log
+        )
         transport = httpx.HTTPTransport(uds=str(path), verify=False)
         with httpx.Client(transport=transport, base_url="https://localhost") as client:
             assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200

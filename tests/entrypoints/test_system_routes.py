@@ -135,13 +135,21 @@ def test_cross_origin_requests_are_allowed(http: httpx.Client) -> None:
     assert response.headers["access-control-allow-origin"] == "*"
 
 
-def test_the_log_of_a_start(openai_server: Server) -> None:
+def test_the_log_of_a_start(openai_server: Server, tiny_dir: str) -> None:
+    """One page: what runs and where to reach it."""
     log = openai_server.log
     marks = [
         f"ascend-vllm API server version {ascend_vllm.__version__}",
-        "args: Namespace(",
-        "Available routes are:",
-        "Route: /v1/chat/completions, Methods: POST",
+        f"non-default args: {{'host': '127.0.0.1', 'port': {openai_server.port}, 'model': '{tiny_dir}', ",
+        "ascend-vllm API server is ready:",
+        "  model     tiny, alias\n",
+        f"  Qwen2ForCausalLM of {tiny_dir}\n",
+        "  dtype     float32, 0.00 GiB of weights\n",
+        "  device    cpu, ",
+        "  limits    512 tokens per request, 64 requests at a time, ",
+        "  KV cache  ",
+        f"  address   http://127.0.0.1:{openai_server.port}/v1\n",
+        f"  http://127.0.0.1:{openai_server.port}/docs, http://127.0.0.1:{openai_server.port}/metrics\n",
         "server launch time cost: ",
         "Started server process",
         "Waiting for application startup.",
@@ -150,3 +158,5 @@ def test_the_log_of_a_start(openai_server: Server) -> None:
     ]
     places = [log.index(mark) for mark in marks]
     assert places == sorted(places)
+    assert "Route: " not in log
+    assert log[: log.index("Uvicorn running on")].count("\n") <= 25

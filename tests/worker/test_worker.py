@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import psutil
 import pytest
 import torch
@@ -144,6 +146,7 @@ def test_order_of_calls_is_explained(loaded: Worker) -> None:
 
 
 def test_the_log_says_what_runs_on_references(package_log: pytest.LogCaptureFixture) -> None:
+    package_log.set_level(logging.DEBUG, "ascend_vllm")
     worker = loaded_with(num_gpu_blocks_override=4)
     worker.initialize_cache(4)
     assert "ops run on their reference on cpu" in package_log.text

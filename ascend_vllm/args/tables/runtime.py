@@ -395,15 +395,16 @@ class ObservabilityArgs:
         "seconds.",
     )
     disable_log_requests: bool = flag(
-        False,
-        "Stops the server from writing a line for every request to its log.",
+        True,
+        "Writes no requests to the log. This is on unless --enable-log-requests is given.",
         opposite="enable_log_requests",
     )
     enable_log_requests: bool = flag(
-        True,
-        "Writes a line for every request to the log. This is on unless --disable-log-requests is given.",
+        False,
+        "Writes a line for every request to the log, with its prompt and its parameters. --max-log-len truncates the "
+        "prompt.",
         opposite="disable_log_requests",
-        example="--no-enable-log-requests",
+        example="--enable-log-requests",
     )
     otlp_traces_endpoint: str | None = flag(
         None,

@@ -25,6 +25,7 @@ import ascend_vllm
 from ascend_vllm.args.tables.server import HttpArgs
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.entrypoints.http import tls
+from ascend_vllm.entrypoints.http.start_page import base_url, changed_flags, start_page
 from ascend_vllm.entrypoints.http.stop_signals import StopSignals
 from ascend_vllm.errors import AscendVllmError, ConfigError
 from ascend_vllm.logger import init_logger
@@ -122,21 +123,13 @@ def _configure_log(path: str) -> None:
         raise ConfigError(f"--log-config-file {path} cannot be used: {error}") from error
 
 
-def _without_secrets(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags for the log, without API keys."""
-    shown = vars(args).copy()
-    if shown.get("api_key"):
-        shown["api_key"] = ["***" for _ in shown["api_key"]]
-    return argparse.Namespace(**shown)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Parameters of one of the server programs.
 
     Attributes:
         name: for the first line of the log.
-        flags: all flags, for the log.
+        flags: as parsed, for the log.
         http_args: address and encryption.
         engine_args: of the engine.
         load_app: imports the web framework, which takes a while, and returns the application's factory, which is
@@ -144,6 +137,7 @@ class Program:
         log_level: of uvicorn.
         access_log: one line per HTTP request.
         demo_example: an example request to the demo model, with {url} for the server's address.
+        api_path: the path below which clients find the API, or its only route.
     """
 
     name: str
@@ -154,6 +148,7 @@ class Program:
     log_level: str
     access_log: bool
     demo_example: str
+    api_path: str
 
 
 def serve(program: Program) -> int:
@@ -170,7 +165,7 @@ def serve(program: Program) -> int:
     if program.http_args.log_config_file is not None:
         _configure_log(program.http_args.log_config_file)
     logger.info("%s version %s", program.name, ascend_vllm.__version__)
-    logger.info("args: %s", _without_secrets(program.flags))
+    logger.info("non-default args: %s", changed_flags(program.flags, program.http_args))
     http_args = program.http_args
     http_args.check()
     tls.check_files(http_args)
@@ -258,7 +253,7 @@ def _open(
             with stop.cancelling():
                 await engine.ready()
                 app = make_app(engine)
-                _describe_routes(app)
+                _describe(program, engine, app, sock)
                 server = HttpServer(
                     app,
                     program.http_args,
@@ -287,10 +282,16 @@ def _open(
         return runner.run(serve_app())
 
 
-def _describe_routes(app: FastAPI) -> None:
-    logger.info("Available routes are:")
+def _describe(program: Program, engine: AsyncLLM, app: FastAPI, sock: socket.socket) -> None:
+    """Logs what runs and where to reach it; all routes at level DEBUG."""
+    paths = set()
     for route in app.routes:
         methods = getattr(route, "methods", None)
         path = getattr(route, "path", None)
         if methods and path:
-            logger.info("Route: %s, Methods: %s", path, ", ".join(sorted(methods)))
+            paths.add(path)
+            logger.debug("Route: %s, Methods: %s", path, ", ".join(sorted(methods)))
+    logger.info("%s is ready:", program.name)
+    args = program.http_args
+    for line in start_page(engine, base_url(args, sock), args.uds, program.api_path, paths):
+        logger.info("%s", line)

@@ -26,6 +26,7 @@ from ascend_vllm.entrypoints.http.protocol import (
     LimitedHttpProtocol,
     StartLimiter,
 )
+from ascend_vllm.entrypoints.http.start_page import base_url
 from ascend_vllm.entrypoints.http.validation import BodyLimitMiddleware
 from ascend_vllm.errors import ConfigError, ServerStoppingError
 from ascend_vllm.log_lines import keep_safe
@@ -165,13 +166,10 @@ class HttpServer(uvicorn.Server):
     def _show_example(self) -> None:
         if self._example is None:
             return
-        command = self._example
-        if self.config.uds is not None:
-            command, url = command.replace("curl ", f"curl --unix-socket {self.config.uds} ", 1), "http://localhost"
-        else:
-            host = self.config.host if self.config.host != "0.0.0.0" else "localhost"
-            url = f"{'https' if self.config.is_ssl else 'http'}://{host}:{self.config.port}"
-        print(f"\nThe demo model is ready. Try:\n\n  {command.replace('{url}', url)}\n", flush=True)
+        command = self._example.replace("{url}", base_url(self._args, self._sock))
+        if self._args.uds is not None:
+            command = command.replace("curl ", f"curl --unix-socket {self._args.uds} ", 1)
+        print(f"\nThe demo model is ready. Try:\n\n  {command}\n", flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -55,7 +55,7 @@ def _run_server(args: argparse.Namespace) -> int:
             "--headless starts no API server, and the one of --nnodes is on this machine, as --node-rank is 0: leave "
             "--headless out, or give --nnodes and a --node-rank above 0."
         )
-    log_requests = bool(engine_args.enable_log_requests)
+    log_requests = engine_args.enable_log_requests
     if frontend_args.enable_log_outputs and not log_requests:
         raise ConfigError("--enable-log-outputs requires --enable-log-requests.")
     parsers = ChatParsers.from_flags(frontend_args, engine_args.reasoning_parser)
@@ -84,4 +84,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+            api_path="/v1",
     main()
