@@ -28,6 +28,8 @@ underscores.
 - `--max_model_len` and `--max-model-len` are the same flag, and `--flag=value` is the same as `--flag value`.
 - A switch such as `--trust-remote-code` is turned off by `--no-trust-remote-code`; the last one given wins.
 - Counts may have a unit: `4k` is 4000, `4K` is 4096.
+- `--help=WORD` shows the flags with WORD in their names (or, if there are none, in their help), `--help=GROUP` those
+  of a group, such as `--help="kv cache"`, `--help=listgroup` the groups, `--help=page` everything in a pager.
 - `ascend-vllm serve MODEL --config FILE.yaml` reads flags from a file, without the dashes in front. What stands on
   the command line wins.
 - A flag that is **not yet** supported is refused at start when it is given a value other than its default, never

@@ -29,8 +29,11 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms import resolve_device
 from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
+
+logger = init_logger(__name__)
 
 # share of the KV-cache memory available now; the rest is a reserve for changes until the engine allocates it
 _AUTO_LENGTH_SHARE = 0.9
@@ -69,8 +72,19 @@ class EngineArgs(EngineFlags):
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
-        """The arguments in a namespace of such a parser; absent ones have their defaults."""
-        return cls(**fields_from_namespace(cls, namespace))
+        """The arguments in a namespace of such a parser; absent ones have their defaults.
+
+        A server's parser has None for --model if none is named: then a warning says which one is taken.
+        """
+        fields = fields_from_namespace(cls, namespace)
+        if fields.get("model", cls.model) is None:
+            del fields["model"]
+            logger.warning(
+                "No model is named, so --model's default %s is taken: name one as `ascend-vllm serve MODEL`, or the "
+                "built-in `demo`.",
+                cls.model,
+            )
+        return cls(**fields)
 
     def with_model_directory(self, directory: str) -> EngineArgs:
         """The same arguments with the model's directory; the model is still served under its original name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import decimal
+import difflib
 import functools
 import json
 import pathlib
@@ -167,23 +168,107 @@ class _SwitchAction(argparse.Action):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An argparse parser that reads `--max_model_len` as `--max-model-len`."""
+    """An argparse parser that reads `--max_model_len` as `--max-model-len`, and searches its help."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parses; an unknown flag is an error of the subcommand that lacks it and names the nearest one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._of_subcommand(found)._refuse(unknown)
+        return found
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Replaces underscores in the names of long flags by dashes, then parses."""
+        """Replaces underscores in the names of long flags by dashes, then parses; `--help=WORD` prints and exits."""
         if args is None:
             import sys
 
             args = sys.argv[1:]
         # words after "--" are not flags
         end = args.index("--") if "--" in args else len(args)
+        if self._subparsers is None:
+            for word in args[:end]:
+                if word.startswith("--help="):
+                    self._show_help_on(word.removeprefix("--help="))
+        elif args[:1] and args[0].startswith("--help="):
+            # the subcommands have the flags
+            args = ["--help"]
         return super().parse_known_args([*map(_dashed, args[:end]), *args[end:]], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2 after one line with the error and a hint to --help."""
         self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help for every flag.\n")
+
+    def _of_subcommand(self, namespace: argparse.Namespace) -> FlexibleArgumentParser:
+        """The parser of the subcommand that was chosen, or this one."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parser: FlexibleArgumentParser = action.choices[getattr(namespace, action.dest)]
+                return parser._of_subcommand(namespace)
+        return self
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        nearest = [difflib.get_close_matches(name, self._option_string_actions, 1) for name in names]
+        hint = " or ".join(dict.fromkeys(name for found in nearest for name in found))
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {hint}?" if hint else ""))
+
+    def _show_help_on(self, word: str) -> NoReturn:
+        """Prints the help on some flags and exits.
+
+        Args:
+            word: "all", "page" (all, in a pager), "listgroup", a group's title, or a word of names or help texts.
+        """
+        match word.lower():
+            case "all":
+                text = self.format_help()
+            case "page":
+                import pydoc
+
+                pydoc.pager(self.format_help())
+                text = ""
+            case "listgroup":
+                text = "".join(f"{group.title}\n" for group in self._groups())
+            case _:
+                text = self._search_help(word)
+        print(text, end="")
+        self.exit()
+
+    def _groups(self) -> list[argparse._ArgumentGroup]:
+        return [group for group in self._action_groups if group._group_actions]
+
+    def _search_help(self, word: str) -> str:
+        """The flags of the group with this title; else those whose names contain the word; else whose help does."""
+        title, name, text = _letters(word), word.lower().lstrip("-").replace("_", "-"), word.lower()
+        groups = self._groups()
+        tests: list[Callable[[argparse._ArgumentGroup, argparse.Action], bool]] = [
+            lambda group, _: _letters(group.title or "") == title,
+            lambda _, action: any(name in option for option in action.option_strings),
+            lambda group, _: title in _letters(group.title or ""),
+            lambda _, action: text in (action.help or "").lower(),
+        ]
+        for test in tests:
+            formatter = self._get_formatter()
+            matches = [(group, [one for one in group._group_actions if test(group, one)]) for group in groups]
+            if not any(actions for _, actions in matches):
+                continue
+            for group, actions in matches:
+                formatter.start_section(group.title)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+            return formatter.format_help()
+        options = [option.lstrip("-") for option in self._option_string_actions]
+        nearest = difflib.get_close_matches(name, options, 1)
+        hint = f" The nearest flag is --{nearest[0]}." if nearest else ""
+        return f"No group or flag has {word!r} in its name or help.{hint} --help=listgroup lists the groups.\n"
+
+
+def _letters(title: str) -> str:
+    """A group's title in the form in which titles are compared: "KV cache" → "kvcache"."""
+    return "".join(character for character in title.lower() if character.isalnum())
 
 
 def _dashed(arg: str) -> str:
@@ -212,6 +297,10 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
         parser: to add to; the names in the namespace are those of the fields.
         owner: a dataclass with fields made by `fields.flag`.
     """
+    parser.epilog = (
+        "--help=WORD shows the flags with WORD in their names, --help=GROUP those of a group, and --help=listgroup "
+        "the groups' names."
+    )
     groups: dict[str, Any] = {}
     for item in flags_of(owner):
         group = groups.setdefault(item.section, None) or parser.add_argument_group(item.section)

@@ -9,15 +9,21 @@ byte::
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ascend_vllm.args.engine_args import EngineArgs
-from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
-from ascend_vllm.args.tables.server import GenerateServerArgs
-from ascend_vllm.entrypoints.http import launcher
+from ascend_vllm.entrypoints.interrupts import report_interrupt
+
+try:
+    import argparse
+    from collections.abc import Callable
+    from typing import TYPE_CHECKING
+
+    from ascend_vllm.args.engine_args import EngineArgs
+    from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+    from ascend_vllm.args.tables.server import GenerateServerArgs
+    from ascend_vllm.entrypoints.http import launcher
+except KeyboardInterrupt:
+    sys.exit(report_interrupt())
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,7 +38,10 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line: the server's flags and the engine's."""
     parser = FlexibleArgumentParser(prog=prog, description="Plain /generate server of ascend-vllm.")
     add_flags(parser, GenerateServerArgs)
-    return EngineArgs.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
+    # None: no model is named, which EngineArgs.from_cli_args says
+    parser.set_defaults(model=None)
+    return parser
 
 
 def _run_server(args: argparse.Namespace) -> int:
@@ -55,15 +64,14 @@ def _run_server(args: argparse.Namespace) -> int:
             log_level=server_args.log_level,
             access_log=True,
             demo_example=_DEMO_EXAMPLE,
+            api_path="/generate",
         )
     )
 
 
 def main() -> None:
-    args = make_parser().parse_args()
-    sys.exit(launcher.exit_code_of(lambda: _run_server(args)))
+    sys.exit(launcher.exit_code_of(lambda: _run_server(make_parser().parse_args())))
 
 
-            api_path="/generate",
 if __name__ == "__main__":
     main()

@@ -5,23 +5,29 @@ Subcommands stand in a table; each imports what it needs when it runs, so that h
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import importlib
-import pathlib
-import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import ascend_vllm
-from ascend_vllm.args.engine_args import EngineArgs
-from ascend_vllm.args.fields import flags_of
-from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, expand_config_file
-from ascend_vllm.args.tables.server import FrontendArgs
-from ascend_vllm.entrypoints import cli_client
-from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-from ascend_vllm.errors import AscendVllmError, ConfigError
+from ascend_vllm.entrypoints.interrupts import report_interrupt
+
+try:
+    import argparse
+    import dataclasses
+    import importlib
+    import pathlib
+    import re
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    import ascend_vllm
+    from ascend_vllm.args.engine_args import EngineArgs
+    from ascend_vllm.args.fields import flags_of
+    from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, expand_config_file
+    from ascend_vllm.args.tables.server import FrontendArgs
+    from ascend_vllm.entrypoints import cli_client
+    from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+    from ascend_vllm.errors import AscendVllmError, ConfigError
+except KeyboardInterrupt:
+    sys.exit(report_interrupt())
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -51,6 +57,8 @@ def _add_serve_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a YAML file with flags; the command line wins over it")
     add_flags(parser, FrontendArgs)
     EngineArgs.add_cli_args(parser)
+    # None: no model is named, which EngineArgs.from_cli_args says
+    parser.set_defaults(model=None)
 
 
 def _expand_serve(words: Sequence[str]) -> list[str]:
@@ -67,14 +75,22 @@ def _model_behind_keys(keys: list[str] | None) -> str | None:
     return None
 
 
+def _is_model_flag(word: str) -> bool:
+    return word.partition("=")[0] == "--model"
+
+
 def _serve(namespace: argparse.Namespace) -> int:
     from ascend_vllm.entrypoints.openai.api_server import run_server
 
-    if namespace.model_tag is None and namespace.model == EngineArgs.model:
-        namespace.model_tag = _model_behind_keys(namespace.api_key)
-    if namespace.model_tag is not None:
-        namespace.model = namespace.model_tag
-    del namespace.model_tag, namespace.config
+    tag = namespace.model_tag
+    if tag is None and namespace.model is None:
+        tag = _model_behind_keys(namespace.api_key)
+    if tag is not None:
+        # a model in --config is not typed: the command line wins over it
+        if namespace.model not in (None, tag) and any(_is_model_flag(word) for word in namespace.typed):
+            raise ConfigError(f"Two models are named, {tag} and --model {namespace.model}: leave one of them out.")
+        namespace.model = tag
+    del namespace.model_tag, namespace.config, namespace.typed
     return run_server(namespace)
 
 
@@ -139,19 +155,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None: those of this process.
 
     Returns:
-        The exit code: 0, 1 after a failure, 2 after a wrong command line.
+        The exit code: 0, 1 after a failure, 2 after a wrong command line, 130 after Ctrl-C.
 
     Example::
 
         main(["serve", "demo", "--port", "8080"])
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    chosen = words[0] if words and words[0] in COMMANDS else None
-    parser = make_parser(chosen)
     try:
-        if chosen is not None:
-            words = [chosen, *COMMANDS[chosen].expand(words[1:])]
-        namespace = parser.parse_args(words)
+        typed = list(sys.argv[1:] if argv is None else argv)
+        chosen = typed[0] if typed and typed[0] in COMMANDS else None
+        parser = make_parser(chosen)
+        words = typed if chosen is None else [chosen, *COMMANDS[chosen].expand(typed[1:])]
+        namespace = parser.parse_args(words, argparse.Namespace(typed=typed))
         return COMMANDS[namespace.command].run(namespace)
     except ConfigError as err:
         print(f"ascend-vllm: error: {err}", file=sys.stderr)
@@ -159,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AscendVllmError as err:
         print(f"ascend-vllm: error: {err}", file=sys.stderr)
         return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return report_interrupt()
 
 
 if __name__ == "__main__":

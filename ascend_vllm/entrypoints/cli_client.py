@@ -7,7 +7,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from ascend_vllm import envs
@@ -96,24 +96,25 @@ def _add_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument("--url", default="http://localhost:8000/v1", help="the server (default: %(default)s)")
     parser.add_argument("--model-name", help="the model to ask; without it the first that the server has")
     parser.add_argument("--api-key", help="the key that the server wants; without it VLLM_API_KEY")
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send only this, print the answer and end")
 
 
 def complete(args: argparse.Namespace) -> int:
-    """Completes lines of the standard input until it ends. Returns the exit code."""
+    """Completes lines of the standard input until it ends, or one from --quick. Returns the exit code."""
     client, model = _connect(args)
-    for prompt in _typed_lines("Please enter prompt to complete:", sys.stdin, sys.stdout):
+    for prompt in _messages(args, "Please enter prompt to complete:"):
         body = {"model": model, "prompt": prompt}
         _print(choice.get("text") or "" for choice in client.stream("/completions", body))
     return 0
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answers lines of the standard input as one conversation until it ends. Returns the exit code."""
+    """Answers lines of the standard input as one conversation until it ends, or --quick. Returns the exit code."""
     client, model = _connect(args)
     messages: list[dict[str, str]] = []
     if args.system_prompt:
         messages.append({"role": "system", "content": args.system_prompt})
-    for line in _typed_lines("Please enter a message for the chat model:", sys.stdin, sys.stdout):
+    for line in _messages(args, "Please enter a message for the chat model:"):
         messages.append({"role": "user", "content": line})
         events = client.stream("/chat/completions", {"model": model, "messages": messages})
         text = _print(choice.get("delta", {}).get("content") or "" for choice in events)
@@ -126,6 +127,11 @@ def _connect(args: argparse.Namespace) -> tuple[Client, str]:
     model = args.model_name or client.first_model()
     print(f"Using model: {model}")
     return client, model
+
+
+def _messages(args: argparse.Namespace, invitation: str) -> Iterable[str]:
+    """The message of --quick, or lines of the standard input."""
+    return _typed_lines(invitation, sys.stdin, sys.stdout) if args.quick is None else [args.quick]
 
 
 def _typed_lines(invitation: str, source: TextIO, terminal: TextIO) -> Iterator[str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 
 from tests.server import ROOT, Server, free_port
 
@@ -46,6 +47,15 @@ def test_chat_keeps_the_conversation(patient_server: Server) -> None:
     one, two = counts[1] - counts[0], counts[2] - counts[1]
     # the second question brings the first one and its answer along
     assert two > 2 * one
+
+
+@pytest.mark.parametrize("name", ["chat", "complete"])
+def test_one_message_only(openai_server: Server, name: str) -> None:
+    for flag in ("-q", "--quick"):
+        done = run(name, "--url", f"{openai_server.url}/v1", flag, "hello", typed="not read\n")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("Using model: tiny\n") and "Please enter" not in done.stdout
+        assert len(done.stdout.splitlines()) > 1
 
 
 def test_a_server_that_refuses_is_one_line(openai_server: Server) -> None:

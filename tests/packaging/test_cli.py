@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import ascend_vllm
+from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.entrypoints import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -55,8 +56,8 @@ def test_a_model_behind_the_keys_is_no_key(served: list[argparse.Namespace], tmp
         ([model, "--api-key", "k1", "--api-key", "k2"], (model, ["k1", "k2"])),
         (["--model", model, "--api-key", "k1", model], (model, ["k1", model])),
         # what is no model's name stays a secret
-        (["--api-key", "k1", "k2"], ("facebook/opt-125m", ["k1", "k2"])),
-        (["--api-key", model], ("facebook/opt-125m", [model])),
+        (["--api-key", "k1", "k2"], (None, ["k1", "k2"])),
+        (["--api-key", model], (None, [model])),
     ):
         assert cli.main(["serve", *words]) == 0
         assert (served[-1].model, served[-1].api_key) == expected, words
@@ -70,6 +71,89 @@ def test_serve_with_config_file(served: list[argparse.Namespace], tmp_path: path
     first, second = served
     assert (first.model, first.port, first.served_model_name) == ("/from/file", 1, ["a", "b"])
     assert (second.model, second.port, second.served_model_name) == ("/typed", 2, ["a", "b"])
+
+
+def test_two_models_are_an_error(
+    served: list[argparse.Namespace], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["A", "--model", "B"], ["--model=B", "A"], ["--port", "1", "A", "--model", "B"]):
+        assert cli.main(["serve", *words]) == 2
+        error = capsys.readouterr().err
+        assert error == "ascend-vllm: error: Two models are named, A and --model B: leave one of them out.\n"
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: B\n")
+    # the same twice is no contradiction, and the command line wins over a file
+    for words in (["A", "--model", "A"], ["A", "--config", str(path)], ["--port", "1", "A", "--config", str(path)]):
+        assert cli.main(["serve", *words]) == 0
+        assert served[-1].model == "A"
+
+
+def test_no_model_is_said(served: list[argparse.Namespace], package_log: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["serve"]) == cli.main(["serve", "facebook/opt-125m"]) == 0
+    nothing, named = served
+    assert EngineArgs.from_cli_args(named).model == "facebook/opt-125m"
+    assert package_log.text == ""
+    assert EngineArgs.from_cli_args(nothing).model == "facebook/opt-125m"
+    assert "No model is named, so --model's default facebook/opt-125m is taken" in package_log.text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["serve", "--hlep"], "ascend-vllm serve: error: unrecognized arguments: --hlep. Did you mean --help?"),
+        (
+            ["serve", "m", "--max_modle_len=4k"],
+            "unrecognized arguments: --max-modle-len=4k. Did you mean --max-model-len?",
+        ),
+        (["serve", "--prot", "80", "m"], "unrecognized arguments: --prot m. Did you mean --port?"),
+        (
+            ["bench", "serve", "--num-promps", "4"],
+            "ascend-vllm bench serve: error: unrecognized arguments: --num-promps",
+        ),
+        (["chat", "--zzzz"], "ascend-vllm chat: error: unrecognized arguments: --zzzz\n"),
+    ],
+)
+def test_the_nearest_flag_is_named(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert error in shown
+    assert f"See ascend-vllm {words[0]}" in shown
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "hidden"),
+    [
+        ("max-model-len", ["--max-model-len", "Model and tokenizer:"], ["--port", "KV cache:"]),
+        ("MAX_NUM", ["--max-num-seqs", "--max-num-queued-reqs"], ["--port"]),
+        ("kv-cache", ["KV cache:", "--block-size", "--kv-cache-memory-bytes"], ["--port", "--max-num-seqs"]),
+        ("kv cache", ["KV cache:", "--block-size", "--kv-cache-memory-bytes"], ["--port"]),
+        ("parallelism", ["Devices and parallelism:", "--tensor-parallel-size"], ["--port"]),
+        ("opentelemetry", ["--otlp-traces-endpoint"], ["--port"]),
+        ("all", ["--port", "--max-num-seqs", "--help=WORD"], []),
+        ("page", ["--port", "--max-num-seqs"], []),
+        ("listgroup", ["OpenAI server\n", "KV cache\n"], ["--port"]),
+        ("prot", ["No group or flag has 'prot' in its name or help. The nearest flag is --port."], ["Default"]),
+    ],
+)
+def test_help_on_some_flags(
+    word: str, shown: list[str], hidden: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "m", f"--help={word}"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in shown), text
+    assert not any(part in text for part in hidden), text
+
+
+def test_help_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help=x"], ["bench", "--help=x"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 0
+        assert "serve" in capsys.readouterr().out
 
 
 def test_wrong_config_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

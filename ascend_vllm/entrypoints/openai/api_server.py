@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ascend_vllm.args.engine_args import EngineArgs
-from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
-from ascend_vllm.args.tables.server import FrontendArgs
-from ascend_vllm.entrypoints.http import launcher
-from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
-from ascend_vllm.errors import ConfigError
+from ascend_vllm.entrypoints.interrupts import report_interrupt
+
+try:
+    import argparse
+    from collections.abc import Callable
+    from typing import TYPE_CHECKING
+
+    from ascend_vllm.args.engine_args import EngineArgs
+    from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
+    from ascend_vllm.args.tables.server import FrontendArgs
+    from ascend_vllm.entrypoints.http import launcher
+    from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
+    from ascend_vllm.errors import ConfigError
+except KeyboardInterrupt:
+    sys.exit(report_interrupt())
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,7 +37,10 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line: the server's flags and the engine's."""
     parser = FlexibleArgumentParser(prog=prog, description="OpenAI-compatible server of ascend-vllm.")
     add_flags(parser, FrontendArgs)
-    return EngineArgs.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
+    # None: no model is named, which EngineArgs.from_cli_args says
+    parser.set_defaults(model=None)
+    return parser
 
 
 def run_server(args: argparse.Namespace) -> int:
@@ -75,14 +84,14 @@ def _run_server(args: argparse.Namespace) -> int:
             log_level=frontend_args.uvicorn_log_level,
             access_log=not frontend_args.disable_uvicorn_access_log,
             demo_example=_DEMO_EXAMPLE.replace("{model}", (engine_args.served_model_name or ["demo"])[0]),
+            api_path="/v1",
         )
     )
 
 
 def main() -> None:
-    sys.exit(run_server(make_parser().parse_args()))
+    sys.exit(launcher.exit_code_of(lambda: _run_server(make_parser().parse_args())))
 
 
 if __name__ == "__main__":
-            api_path="/v1",
     main()

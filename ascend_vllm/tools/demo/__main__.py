@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
 
 from ascend_vllm.entrypoints.demo_model import demo_model_path
+from ascend_vllm.entrypoints.interrupts import EXIT_INTERRUPTED
 from ascend_vllm.logger import init_logger
 
 logger = init_logger("ascend_vllm.tools.demo")
@@ -32,4 +34,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        # a server that waits for the model gets the signal of the terminal, too, and reports it
+        sys.exit(EXIT_INTERRUPTED)
