@@ -269,11 +269,16 @@ class Tokenizer:
         if self._byte_tables is not None:
             table = self._byte_tables[skip_special_tokens]
             return ByteDetokenizer(table.__getitem__, prompt_token_ids[-_BYTE_PROMPT_TAIL:])
-        decode = functools.partial(
-            self.decode,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-        )
+        decode: Callable[[list[int]], str]
+        if self._backend is not None:
+            # without `self.decode`, which takes as long again: a model's ids fit into 32 bits
+            decode = functools.partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+        else:
+            decode = functools.partial(
+                self.decode,
+                skip_special_tokens=skip_special_tokens,
+                spaces_between_special_tokens=spaces_between_special_tokens,
+            )
         return WindowDetokenizer(decode, prompt_token_ids, self._ends_with_whole_character)
 
     def _ends_with_whole_character(self, token_ids: Sequence[int]) -> bool:
