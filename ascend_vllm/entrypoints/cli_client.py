@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import sys
 import urllib.error
@@ -135,16 +137,20 @@ def _messages(args: argparse.Namespace, invitation: str) -> Iterable[str]:
 
 
 def _typed_lines(invitation: str, source: TextIO, terminal: TextIO) -> Iterator[str]:
-    """Prompts for lines, and yields those that are not empty."""
+    """Prompts for lines, and yields those that are not empty; in a terminal they can be edited and recalled."""
+    if source.isatty() and terminal.isatty():
+        # `input` takes its keys; a Python without the module has those of the terminal
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
     print(invitation)
     while True:
-        print("> ", end="", flush=True, file=terminal)
-        line = source.readline()
-        if not line:
+        try:
+            line = input("> ")
+        except EOFError:
             print(file=terminal)
             return
         if line.strip():
-            yield line.rstrip("\n")
+            yield line
 
 
 def _print(deltas: Iterator[str]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import subprocess
 import sys
 
@@ -56,6 +59,30 @@ def test_one_message_only(openai_server: Server, name: str) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("Using model: tiny\n") and "Please enter" not in done.stdout
         assert len(done.stdout.splitlines()) > 1
+
+
+def test_lines_are_edited_and_recalled_in_a_terminal() -> None:
+    """Arrow keys were sent to the model as escape sequences."""
+    pytest.importorskip("readline")
+    code = "import sys; from ascend_vllm.entrypoints import cli_client as c; "
+    code += "print(list(c._typed_lines('Please', sys.stdin, sys.stdout)))"
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as keyboard:
+        environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull, "PYTHONPATH": str(ROOT)}
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, env=environment)
+        os.close(theirs)
+        seen = b""
+        # left, "l"; up, "!"; a pasted text of two lines; the end of the input
+        for keys in (b"helo\x1b[Dl\r", b"\x1b[A!\r", b"\x1b[200~two\nlines\x1b[201~\r", b"\x04"):
+            while not seen.endswith(b"> ") and child.poll() is None:
+                seen += keyboard.read(1024)
+            keyboard.write(keys)
+            seen = b""
+        with contextlib.suppress(OSError):  # a terminal ends with EIO
+            while more := keyboard.read(1024):
+                seen += more
+        assert child.wait(60) == 0
+    assert b"['hello', 'hello!', 'two\\nlines']" in seen
 
 
 def test_a_server_that_refuses_is_one_line(openai_server: Server) -> None:
