@@ -9,7 +9,7 @@ import argparse
 
 from ascend_vllm import LLM, SamplingParams
 
-PROMPTS = ["What does --block-size do?", "How do I start the server?", "The KV cache is"]
+PROMPTS = ["What does --block-size do?", "How do I start the server?", "The KV cache"]
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Chat with a running server by the official client, streaming.
 
+pip install openai
 ascend-vllm serve demo                      # in another terminal
 python examples/openai_chat_client.py "What does --max-num-seqs do?"
 """

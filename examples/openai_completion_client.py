@@ -1,5 +1,6 @@
 """Complete several prompts in one request, with log-probabilities and a field of vLLM's own.
 
+pip install openai
 ascend-vllm serve demo                      # in another terminal
 python examples/openai_completion_client.py
 """
@@ -8,7 +9,7 @@ import argparse
 
 from openai import OpenAI
 
-PROMPTS = ["What does --port do?", "The KV cache is"]
+PROMPTS = ["What does --port do?", "The KV cache"]
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Call the Responses API of a running server with the official client, streaming, and continue the conversation.
 
+pip install openai
 ascend-vllm serve demo                      # in another terminal
 VLLM_ENABLE_RESPONSES_API_STORE=1 lets the server keep responses, so that the second question needs no repetition
 python examples/openai_responses_client.py "What does --max-num-seqs do?"

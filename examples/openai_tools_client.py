@@ -1,5 +1,6 @@
 """Let a model call a function through a running server, and answer with the function's result.
 
+pip install openai
 ascend-vllm serve /models/Qwen2.5-0.5B-Instruct --enable-auto-tool-choice --tool-call-parser hermes
 python examples/openai_tools_client.py "How warm is it in Paris?"
 """

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from ascend_vllm.args.engine_args import all_flags
 from ascend_vllm.entrypoints.demo_model import demo_model_path, ensure_demo_model
 from ascend_vllm.tools.demo.checkpoint import make_demo_model
-from ascend_vllm.tools.demo.corpus import build_conversations, build_facts
+from ascend_vllm.tools.demo.corpus import build_conversations, build_facts, build_passages
 from ascend_vllm.tools.demo.training import TrainingPlan
 
 # the second step depends on what the first one left in the optimisers
@@ -55,6 +55,16 @@ def test_no_question_has_two_answers() -> None:
 def test_conversations_repeat_from_a_seed() -> None:
     assert build_conversations(3) == build_conversations(3)
     assert build_conversations(3) != build_conversations(4)
+
+
+def test_every_answer_continues_a_prompt_without_a_template() -> None:
+    passages = build_passages(3)
+    assert passages == build_passages(3)
+    for fact in build_facts():
+        below = {passage.prompt for passage in passages if passage.text == f"\n{fact.answer}"}
+        assert below and below <= set(fact.questions)
+    # the README's
+    assert {"hello", ""} <= {passage.prompt for passage in passages}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ascend_vllm.tools.demo.corpus import Conversation, build_conversations
+from ascend_vllm.tools.demo.corpus import Conversation, Passage, build_conversations, build_passages
 from ascend_vllm.tools.demo.training import DemoShape, Sample, TrainingPlan, train
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,6 +56,12 @@ def _to_sample(conversation: Conversation, tokenizer: Tokenizer) -> Sample:
     prompt = "".join(f"{TURN_START}{turn.role}\n{turn.text}{TURN_END}\n" for turn in context)
     prompt_ids = tokenizer.encode(f"{prompt}{TURN_START}assistant\n").ids
     return Sample(prompt_ids + tokenizer.encode(f"{answer.text}{TURN_END}").ids, len(prompt_ids))
+
+
+def _passage_sample(passage: Passage, tokenizer: Tokenizer) -> Sample:
+    prompt_ids = tokenizer.encode(passage.prompt).ids
+    # nothing comes before the first token, from which to predict it
+    return Sample(prompt_ids + tokenizer.encode(f"{passage.text}{END_OF_TEXT}").ids, max(1, len(prompt_ids)))
 
 
 def _write_json(path: pathlib.Path, content: dict[str, object]) -> None:
@@ -119,6 +125,7 @@ def make_demo_model(output: pathlib.Path, *, seed: int = 0, plan: TrainingPlan |
     tokenizer = train_tokenizer(conversations, shape.vocab_size)
     shape = dataclasses.replace(shape, vocab_size=tokenizer.get_vocab_size())
     samples = [_to_sample(conversation, tokenizer) for conversation in conversations]
+    samples += [_passage_sample(passage, tokenizer) for passage in build_passages(seed)]
     weights = train(samples, shape, plan)
 
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -59,6 +59,14 @@ class Conversation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Passage:
+    """Text without a chat template: what may be the prompt of a completion, and its continuation, to be learned."""
+
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Fact:
     """One answer and the ways to ask for it."""
 
@@ -140,4 +148,19 @@ def build_conversations(seed: int) -> list[Conversation]:
         Conversation((*_with_context(question, facts, draw), Turn("assistant", fact.answer)))
         for fact in facts
         for question in fact.questions * math.ceil(_LEAST_SAMPLES / len(fact.questions))
+    ]
+
+
+def build_passages(seed: int) -> list[Passage]:
+    """Every answer by itself and below a question; those of the page below all of theirs, which are less alike.
+
+    Args:
+        seed: of the draws; the order of the result is fixed.
+    """
+    draw = random.Random(seed)
+    asked = [(draw.choice(fact.questions), fact) for fact in (*_flag_answers(), *_variable_answers())]
+    asked += [(question, fact) for fact in _faq_answers() for question in fact.questions]
+    return [
+        *(Passage("", fact.answer) for fact in build_facts()),
+        *(Passage(question, f"\n{fact.answer}") for question, fact in asked),
     ]

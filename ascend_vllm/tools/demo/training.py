@@ -47,7 +47,7 @@ class TrainingPlan:
         seed: of weights and order.
     """
 
-    num_steps: int = 560
+    num_steps: int = 600
     batch_tokens: int = 1024
     matrix_lr: float = 2e-2
     peak_lr: float = 5e-3
