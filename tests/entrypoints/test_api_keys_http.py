@@ -27,7 +27,8 @@ from tests.recording_middleware import RecordingMiddleware
 from tests.scripted_engine import ScriptedEngine
 
 KEY = "sesame"
-OPEN = {"/health", "/ping", "/version", "/metrics"}
+OPEN = {"/health", "/ping", "/version", "/metrics", "/ui", "/ui/{name}"}
+OPEN_PATHS = {"/health", "/ping", "/version", "/metrics", "/ui", "/ui/resp_1"}
 # what an operator, or a mistake, may give to --root-path
 ROOT_PATHS = ["", "/", "//", "/llm", "/llm/", "/a/b", "/v", "/v1", "/v1/", "/v1/completions", "/health", "/metrics/"]
 
@@ -173,7 +174,7 @@ async def test_no_spelling_of_a_path_opens_a_guarded_route(
                     assert method == "HEAD" or body == b'{"error":"Unauthorized"}'
                     assert reached == [], target
                 elif status == 307:  # to what is open, by a slash less
-                    assert location.rstrip("/").endswith(tuple(OPEN)), target
+                    assert location.rstrip("/").endswith(tuple(OPEN_PATHS)), target
                 else:
                     assert reached and (reached[0] in OPEN or (status, reached) == (404, [None])), (method, target)
 
@@ -184,11 +185,11 @@ async def test_every_route_is_there_and_opens_with_the_key(every_route: None, re
     for app in (make_app(), make_app(pooler=pooler), make_app("/llm/", pooler)):
         routes = methods_and_paths(app)
         paths = {path for _, path in routes}
-        assert paths >= OPEN | {"/tokenize", "/tokenizer_info", "/load", "/docs", "/redoc", "/openapi.json"}
+        assert paths >= OPEN_PATHS | {"/tokenize", "/tokenizer_info", "/load", "/docs", "/redoc", "/openapi.json"}
         assert paths >= {"/sleep", "/collective_rpc", "/start_profile", "/v1/load_lora_adapter", "/invocations"}
         async with connected(app) as connection:
             for method, path in routes:
-                opens_without = path in OPEN
+                opens_without = path in OPEN_PATHS
                 status, _, _ = await connection.ask(method, path)
                 assert (status != 401) == opens_without, (method, path)
                 reached.clear()

@@ -330,6 +330,9 @@ class FrontendArgs(HttpArgs):
     disable_fastapi_docs: bool = flag(
         False, "Turns off the pages at /docs, /redoc and /openapi.json that describe the HTTP interface."
     )
+    disable_ui: bool = flag(
+        False, "Turns off the page at /ui, where a browser chats with the model and watches the engine."
+    )
     enable_prompt_tokens_details: bool = flag(
         False, "Adds to the usage of an answer how many tokens of the prompt came from the cache."
     )

@@ -23,8 +23,8 @@ from ascend_vllm.errors import RequestError
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
 
-# for monitoring: never need a key
-_OPEN = frozenset({"/health", "/ping", "/version", "/metrics"})
+# never need a key: monitoring, and the files of the page /ui, which asks for the key itself
+_OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/ui", "/ui/{name}"})
 # prefixes that need a key in vLLM, and /invocations, which dispatches to them
 _INFERENCE = ("/v1", "/v2", "/inference", "/invocations")
 # entries of a request's scope: index of its key, and the function that releases its slot of the concurrency limit

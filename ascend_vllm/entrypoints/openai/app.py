@@ -320,6 +320,10 @@ def build_app(
         add_profiling_routes(app, engine)
     load = ServerLoad()
     add_small_routes(app, engine, args, load)
+    if not args.disable_ui:
+        from ascend_vllm.entrypoints.ui.routes import add_ui_routes
+
+        add_ui_routes(app, settings, engine.config)
     _install_openapi(app, _DOCUMENTED_BODIES)
     if args.max_concurrent_requests_per_key:
         app.add_middleware(ConcurrencyLimitMiddleware, limit=args.max_concurrent_requests_per_key)
