@@ -29,7 +29,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         json_object: True: any JSON object.
         disable_any_whitespace: JSON has no insignificant whitespace.
         disable_additional_properties: objects have only the properties that the schema names.
-        whitespace_pattern: a regular expression for the whitespace between JSON's elements; None: the backend's.
+        whitespace_pattern: a regular expression for the whitespace between two tokens of JSON; None: at most a
+            newline and 64 spaces.
         structural_tag: JSON of structural tags: schemas that apply between a start and an end text.
         backend: library that compiles the constraint, one of BACKENDS; None: the server's.
         begin_after: the constraint applies behind the first occurrence of this text in the output, such as the end
@@ -38,6 +39,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
             a constraint. None: there is no limit.
         begin_opener: `begin_within` is for outputs that begin with this text, but for white space, such as the start
             of the reasoning; "": for all.
+        single_space: without a whitespace_pattern, at most one space between two tokens of JSON, as in vLLM 0.6.3.
 
     Raises:
         ValueError: several constraints, an empty choice or begin_after, a begin_within that is negative or without
@@ -61,6 +63,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     begin_after: str | None = None
     begin_within: int | None = None
     begin_opener: str = ""
+    single_space: bool = False
 
     def __post_init__(self) -> None:
         given = self.constraints()
@@ -130,5 +133,12 @@ def GuidedDecodingParams(  # noqa: N802 - a class to its users, with the name an
     if len(given) > 1:
         raise ValueError(f"You can only use one kind of guided decoding but multiple are specified: {given}")
     return StructuredOutputsParams(
-        json, regex, choice, grammar, json_object, whitespace_pattern=whitespace_pattern, backend=backend
+        json,
+        regex,
+        choice,
+        grammar,
+        json_object,
+        whitespace_pattern=whitespace_pattern,
+        backend=backend,
+        single_space="json" in given,
     )

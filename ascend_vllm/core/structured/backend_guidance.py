@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind
+from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind, Whitespace
 from ascend_vllm.core.structured.grammar import (
     Bitmask,
     CompiledGrammar,
@@ -28,6 +29,12 @@ _MIN_BYTES = 256 << 10
 _BYTES_PER_SECOND = 200 << 20
 _MAX_LEXER_STATES = 100_000
 _BYTES_PER_STATE = 1 << 10
+
+# keyword of the library's options in a schema
+_OPTIONS = "x-guidance"
+# where a schema begins in Lark's notation; strings, comments and expressions are matched too, so that they are
+# skipped
+_LARK_SCHEMA = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|(?://|\#)[^\n]*+|/(?:[^/\\\n]|\\.)++/|(?P<schema>%json\s*+)(?=\{)')
 
 
 class LLGuidance(Grammar):
@@ -198,7 +205,7 @@ def _grammar_of(constraint: Constraint) -> str:
         case ConstraintKind.GBNF:
             return llguidance.grammar_from("gbnf", text)
         case ConstraintKind.LARK:
-            return matcher.grammar_from_lark(text)
+            return matcher.grammar_from_lark(_with_bounded_whitespace(text))
         case ConstraintKind.STRUCTURAL_TAG:
             return _tags_grammar(json.loads(text))
         case ConstraintKind.NONE:
@@ -214,11 +221,39 @@ def _schema_grammar(constraint: Constraint) -> str:
         for part in list(schemas_in(schema)):
             if isinstance(part.get("properties"), dict):
                 part.setdefault("additionalProperties", False)
-    options: dict[str, Any] = {"whitespace_flexible": constraint.any_whitespace}
+    overrides: dict[str, Any] = {}
     if constraint.whitespace_pattern is not None:
-        options["whitespace_pattern"] = constraint.whitespace_pattern
-    # the library's TypedDict declares all keys as required
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+        overrides["whitespace_pattern"] = constraint.whitespace_pattern
+    elif constraint.whitespace is Whitespace.NONE:
+        overrides["whitespace_flexible"] = False
+    elif isinstance(schema, dict):
+        schema = _with_whitespace(schema, constraint.whitespace)
+    # the library's TypedDict is not there at run time
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)  # type: ignore[arg-type]
+
+
+def _with_whitespace(schema: dict[str, Any], whitespace: Whitespace) -> dict[str, Any]:
+    """A schema with the library's option for the whitespace, which it allows at most once between two tokens.
+
+    An option of the schema's own takes precedence.
+    """
+    return schema | {_OPTIONS: {"whitespace_pattern": whitespace.value} | schema.get(_OPTIONS, {})}
+
+
+def _with_bounded_whitespace(grammar: str) -> str:
+    """A grammar in Lark's notation whose JSON schemas have the option for whitespace."""
+    parts, index = [], 0
+    while (match := _LARK_SCHEMA.search(grammar, index)) is not None:
+        parts.append(grammar[index : match.end()])
+        index = match.end()
+        if match["schema"] is None:
+            continue
+        try:
+            schema, index = json.JSONDecoder().raw_decode(grammar, index)
+        except (ValueError, RecursionError):
+            return grammar  # invalid: the library says why
+        parts.append(json.dumps(_with_whitespace(schema, Whitespace.LAYOUT)))
+    return "".join(parts) + grammar[index:]
 
 
 def _tags_grammar(tag: Any) -> str:
@@ -233,4 +268,4 @@ def _tags_grammar(tag: Any) -> str:
         tags.append(
             llguidance.StructTag(trigger=trigger, begin=item["begin"], grammar=item["schema"], end=item["end"])
         )
-    return llguidance.StructTag.to_grammar(tags, assume_special=False)
+    return _with_bounded_whitespace(llguidance.StructTag.to_grammar(tags, assume_special=False))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind
+from ascend_vllm.core.structured.constraint import Constraint, ConstraintKind, Whitespace
 from ascend_vllm.core.structured.grammar import (
     Bitmask,
     CompiledGrammar,
@@ -36,6 +36,24 @@ _USUAL_SCHEMA = """{"type": "object", "properties": {"a": {"type": "string"}, "b
 # in memory
 _AUTOMATON_BYTES = 4
 _BYTES_PER_MASK_BYTE = 2
+
+# In the text of a schema's grammar the library writes whitespace as this character class; strings and other character
+# classes are matched too, so that they are not searched.
+_ANY_WHITESPACE = re.compile(r'"(?:[^"\\]|\\.)*+"|(?P<whitespace>\[ \\n\\r\\t\]\*)|\[(?:[^\]\\]|\\.)*+\]')
+# What replaces it. A run of 64 spaces has a state for each, and a mask of each state is computed for each schema.
+# With blocks of 16 spaces there are fewer, and their masks are small, since what may follow stands after "(=":
+# otherwise all tokens that begin with a space would be tried at run time. The library takes what stands there for all
+# that may follow where a rule is used in one place only; these are used in several.
+_REPLACEMENTS = {Whitespace.NONE: '""', Whitespace.SPACE: "[ ]{0,1}", Whitespace.LAYOUT: "json_layout"}
+_LAYOUT_RULES = r"""
+json_layout ::= json_block{0,3} json_spaces | "\n" json_block{0,3} json_spaces
+json_block ::= Regex("[ ]{16}") (=(json_after_block))
+json_spaces ::= Regex("[ ]{0,16}") (=(json_token))
+json_after_block ::= " " | json_token
+json_token ::= [{}\[\],:"\-0-9] | "true" | "false" | "null"
+"""
+# whitespace characters between two elements of a structural tag in XML
+_MAX_XML_WHITESPACE = 65
 
 # first byte of a packed grammar: the vocabulary that it was compiled for
 _JSON_MARK, _TEXT_MARK = b"j", b"t"
@@ -129,7 +147,8 @@ class XGrammarBackend(GrammarBackend):
         self._json_compiler = _make_compiler(self._json_info, num_threads)
         self._batch = xgrammar.BatchGrammarMatcher(num_threads)
         # fills the cache with the parts that most schemas share
-        self._json_compiler.compile_json_schema(_USUAL_SCHEMA)
+        for whitespace in Whitespace:
+            self._json_compiler.compile_grammar(schema_grammar(_USUAL_SCHEMA, whitespace))
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         try:
@@ -185,11 +204,7 @@ class XGrammarBackend(GrammarBackend):
         if ignored:
             raise GrammarError(f"the schema uses keywords that are not supported: {', '.join(ignored)}")
         # with `properties`, the library never generates other properties, whatever the settings
-        return self._json_compiler.compile_json_schema(
-            constraint.text,
-            any_whitespace=constraint.any_whitespace,
-            separators=None if constraint.any_whitespace else (",", ":"),
-        )
+        return self._json_compiler.compile_grammar(schema_grammar(constraint.text, constraint.whitespace))
 
     def _compile_structural_tag(self, tag: Any) -> Any:
         if isinstance(tag, dict) and "structures" in tag:
@@ -197,8 +212,8 @@ class XGrammarBackend(GrammarBackend):
                 xgrammar.StructuralTagItem(begin=item["begin"], schema=_as_text(item["schema"]), end=item["end"])
                 for item in tag["structures"]
             ]
-            tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
-        return self._compiler.compile_structural_tag(tag)
+            tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"]).model_dump()
+        return self._compiler.compile_structural_tag(_with_bounded_whitespace(tag))
 
 
 def _make_info(tokens: list[bytes]) -> Any:
@@ -208,6 +223,34 @@ def _make_info(tokens: list[bytes]) -> Any:
 def _make_compiler(info: Any, num_threads: int) -> Any:
     # its cache is for subgrammars; whole grammars are cached by core/structured/manager.py
     return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_limit_bytes=_CACHE_BYTES)
+
+
+def schema_grammar(schema: str, whitespace: Whitespace) -> str:
+    """The grammar of a JSON schema in EBNF, with bounded whitespace.
+
+    The library itself can only bound the number of whitespace characters, and writes ", " in values of any type where
+    it should write no whitespace.
+    """
+    text = str(xgrammar.Grammar.from_json_schema(schema))
+    bounded = _ANY_WHITESPACE.sub(lambda match: _REPLACEMENTS[whitespace] if match["whitespace"] else match[0], text)
+    return bounded + (_LAYOUT_RULES if whitespace is Whitespace.LAYOUT else "")
+
+
+def _with_bounded_whitespace(part: Any) -> Any:
+    """A structural tag, or a part of it, whose schemas have become grammars with bounded whitespace.
+
+    A bound of the request's own takes precedence.
+    """
+    if isinstance(part, list):
+        return [_with_bounded_whitespace(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if "json_schema" not in part or part.get("max_whitespace_cnt") is not None:
+        return {key: _with_bounded_whitespace(value) for key, value in part.items()}
+    is_plain = part.get("type") == "json_schema" and part.get("style", "json") == "json"
+    if not is_plain or part.get("excludes") or part.get("any_order"):
+        return part | {"max_whitespace_cnt": _MAX_XML_WHITESPACE}
+    return {"type": "grammar", "grammar": schema_grammar(_as_text(part["json_schema"]), Whitespace.LAYOUT)}
 
 
 def ignored_keywords(schema: Any) -> set[str]:

@@ -41,6 +41,19 @@ class ConstraintKind(enum.Enum):
     NONE = "begin_within"
 
 
+class Whitespace(enum.Enum):
+    """The whitespace that JSON may have between two tokens; the value is a regular expression.
+
+    It is always bounded: a weak model would write whitespace until its last token otherwise.
+    """
+
+    NONE = ""
+    # as vLLM 0.6.3 wrote with outlines
+    SPACE = " ?"
+    # an indented layout
+    LAYOUT = r"\n? {0,64}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Constraint:
     """One constraint; equal ones have the same grammar.
@@ -49,15 +62,15 @@ class Constraint:
         kind: its notation.
         text: a JSON schema, regular expression, JSON list of choices, grammar or JSON of structural tags.
         backend: library that the request or the server names; "auto": any that supports the constraint.
-        any_whitespace: whether JSON may have insignificant whitespace.
+        whitespace: that JSON may have.
         additional_properties: whether objects may have properties that the schema neither names nor forbids.
-        whitespace_pattern: regular expression of the whitespace in JSON; None: `any_whitespace` decides.
+        whitespace_pattern: the request's own regular expression for JSON's whitespace; None: `whitespace` decides.
     """
 
     kind: ConstraintKind
     text: str
     backend: str = "auto"
-    any_whitespace: bool = True
+    whitespace: Whitespace = Whitespace.LAYOUT
     additional_properties: bool = True
     whitespace_pattern: str | None = None
 
@@ -80,16 +93,21 @@ def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsCo
         raise RequestError(f"whitespace_pattern goes with a JSON schema, not with {kind.value}.", _FIELD)
     if pattern is not None:
         _check_size("whitespace_pattern", pattern, MAX_WHITESPACE_BYTES)
-    compact = params.disable_any_whitespace or config.disable_any_whitespace
     if pattern is not None and params.disable_any_whitespace:
         raise RequestError("whitespace_pattern and disable_any_whitespace contradict each other.", _FIELD)
     closed = params.disable_additional_properties or config.disable_additional_properties
     is_json = kind is ConstraintKind.JSON
+    whitespace = Whitespace.LAYOUT
+    if is_json and pattern is None:
+        if params.disable_any_whitespace or config.disable_any_whitespace:
+            whitespace = Whitespace.NONE
+        elif params.single_space:
+            whitespace = Whitespace.SPACE
     return Constraint(
         kind,
         text,
         params.backend or config.backend,
-        any_whitespace=not (is_json and compact and pattern is None),
+        whitespace=whitespace,
         additional_properties=not (is_json and closed),
         whitespace_pattern=pattern,
     )

@@ -64,7 +64,8 @@ def _read_options(options: Any) -> StructuredOutputsParams | None:
     if schema is not None and hasattr(schema, "model_json_schema"):
         given["guided_json"] = schema.model_json_schema()
     try:
-        return StructuredOutputsParams(**{known[name]: value for name, value in given.items()})
+        values = {known[name]: value for name, value in given.items()}
+        return StructuredOutputsParams(**values, single_space=schema is not None)
     except ValueError as error:
         raise RequestError(str(error), "guided_options_request") from error
 

@@ -132,7 +132,8 @@ def from_guided(values: Mapping[str, Any], backend: str | None, whitespace: str 
     """
     ((name, value),) = values.items()
     check_schema_text("guided_json", values.get("guided_json"))
-    return checked_params(name, **{_GUIDED[name]: value}, backend=backend, whitespace_pattern=whitespace)
+    options = {"backend": backend, "whitespace_pattern": whitespace, "single_space": name == "guided_json"}
+    return checked_params(name, **{_GUIDED[name]: value}, **options)
 
 
 def from_structured_outputs(fields: StructuredOutputs) -> StructuredOutputsParams:
