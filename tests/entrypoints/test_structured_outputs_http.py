@@ -88,6 +88,19 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}},
         is_of_schema,
     ),
+    "response_format json_object with schema": (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        is_of_schema,
+    ),
+    # what huggingface_hub's client sends
+    "response_format json_object with value": (
+        {"response_format": {"type": "json_object", "value": SCHEMA}},
+        is_of_schema,
+    ),
+    "response_format json_object with text": (
+        {"response_format": {"type": "json_object", "value": json.dumps(SCHEMA)}},
+        is_of_schema,
+    ),
     "response_format structural_tag": ({"response_format": TAG}, matches),
 }
 
@@ -273,6 +286,47 @@ WRONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_schema_comes_to_an_end(patient_server: Server, spelling: str, library: str) -> None:
     complete_schemas(patient_server.url, spelling, library)
+
+
+UNKNOWN_KEYS: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "json_object", "shema": SCHEMA}, "['shema']", "['json_schema', 'schema', 'type', 'value']"),
+    ({"type": "json_schema", "json_schema": {"schema": SCHEMA}, "name": "x"}, "['name']", "['json_schema', 'type']"),
+    ({"type": "json_schema", "schema": SCHEMA}, "['schema']", "['json_schema', 'type']"),
+    (
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "value": {}, "a": 1}},
+        "['a', 'value']",
+        "['description', 'name', 'schema', 'strict']",
+    ),
+    ({"type": "text", "value": SCHEMA}, "['value']", "['json_schema', 'type']"),
+    (TAG | {"structure": []}, "['structure']", "['format', 'structures', 'triggers', 'type']"),
+]
+
+
+@pytest.mark.parametrize(("form", "unknown", "known"), UNKNOWN_KEYS)
+def test_unknown_keys_of_a_response_format(http: httpx.Client, form: Any, unknown: str, known: str) -> None:
+    for path in (COMPLETIONS, CHAT):
+        error = http.post(path, json=BASES[path] | {"response_format": form}).json()["error"]
+        assert (error["code"], error["param"]) == (400, "response_format")
+        assert f"has unknown keys {unknown}; it may hold {known}" in error["message"]
+
+
+def test_response_formats_that_hold_no_schema(http: httpx.Client) -> None:
+    short = BASES[CHAT] | {"max_tokens": 3}
+    for form in (
+        {"type": "text", "json_schema": None},
+        {"type": "json_object", "json_schema": None, "schema": None, "value": None},
+        {"type": "json_object", "schema": {}},
+    ):
+        text = http.post(CHAT, json=short | {"response_format": form}).json()["choices"][0]["message"]["content"]
+        assert text.startswith("{") == (form["type"] == "json_object")
+    twice = {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}
+    for form, message in (
+        (twice, "`response_format` has both `schema` and `value`, which mean the same."),
+        ({"type": "json_object", "value": "{"}, "Expecting property name"),
+    ):
+        error = http.post(CHAT, json=short | {"response_format": form}).json()["error"]
+        assert (error["code"], error["param"]) == (400, "response_format")
+        assert message in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

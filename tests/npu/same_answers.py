@@ -170,7 +170,8 @@ def _with_token_ids(cpu: Side, case: Case) -> Case:
     body = {"prompt": [int(number) for number in prompt.split(",")], "max_tokens": length, "temperature": 0}
     wanted = case.body.get("text", {}).get("format", {"type": "text"})
     if wanted["type"] != "text":
-        body["response_format"] = wanted if wanted["type"] == "json_object" else wanted | {"json_schema": wanted}
+        schema = {name: value for name, value in wanted.items() if name != "type"}
+        body["response_format"] = {"type": wanted["type"]} | ({"json_schema": schema} if schema else {})
     return Case(case.name, "/v1/completions", body | told)
 
 

@@ -15,6 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from ascend_vllm.errors import RequestError
 from ascend_vllm.structured_outputs import CONSTRAINTS, MAX_BYTES, StructuredOutputsParams
 
+# type of a `response_format` → its keys; vLLM allows `json_schema` beside any type but the last
+_FORMAT_KEYS = {
+    "text": ["json_schema", "type"],
+    "json_object": ["json_schema", "schema", "type", "value"],
+    "json_schema": ["json_schema", "type"],
+    "structural_tag": ["format", "structures", "triggers", "type"],
+}
+# unknown keys that an error names, and characters of each
+_MAX_NAMED = 10
+_MAX_NAMED_CHARACTERS = 100
 # fields of vLLM 0.6.3 → fields of `StructuredOutputsParams`
 _GUIDED = {
     "guided_json": "json",
@@ -55,10 +65,15 @@ class JsonSchemaFormat(OpenModel):
 
 
 class ResponseFormat(OpenModel):
-    """`response_format`: text, any JSON object, or JSON of a schema."""
+    """`response_format`: text, a JSON object, perhaps of a schema, or JSON of a schema.
+
+    Clients of other servers send the schema of a JSON object as `schema` or `value`, as an object or a JSON string.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: str | dict[str, Any] | None = Field(None, alias="schema")
+    value: str | dict[str, Any] | None = None
 
 
 class StructuralTagFormat(OpenModel):
@@ -167,14 +182,28 @@ def from_response_format(
     """The constraint in `response_format`; None: plain text.
 
     Raises:
-        RequestError: the type is `json_schema` and there is no schema.
+        RequestError: an unknown key, a schema that is not JSON, two schemas, or the type is `json_schema` and there
+            is no schema.
     """
+    _check_keys("response_format", _given_keys(form), _FORMAT_KEYS[form.type])
     if isinstance(form, StructuralTagFormat):
         text = json.dumps(form.model_dump(exclude_unset=True, by_alias=True))
         return checked_params("response_format", structural_tag=text, backend=backend)
+    if form.json_schema is not None:
+        known = [name.rstrip("_") for name in JsonSchemaFormat.model_fields]
+        _check_keys("response_format.json_schema", _given_keys(form.json_schema), known)
     options = {"backend": backend, "whitespace_pattern": whitespace}
     if form.type == "json_object":
-        return checked_params("response_format", json_object=True, **options)
+        schemas = [schema for schema in (form.schema_, form.value) if schema is not None]
+        if len(schemas) > 1:
+            raise RequestError(
+                "`response_format` has both `schema` and `value`, which mean the same.", "response_format"
+            )
+        # an empty schema would allow more than objects
+        if not schemas or schemas == [{}]:
+            return checked_params("response_format", json_object=True, **options)
+        check_schema_text("response_format", schemas[0])
+        return checked_params("response_format", json=schemas[0], **options)
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise RequestError(
@@ -183,3 +212,21 @@ def from_response_format(
             )
         return checked_params("response_format", json=form.json_schema.schema_, **options)
     return None
+
+
+def _given_keys(part: OpenModel) -> set[str]:
+    """The keys of a part of a request, as the request spells them."""
+    fields = type(part).model_fields
+    given = {fields[name].alias or name for name in part.model_fields_set & fields.keys()}
+    return given | (part.model_extra or {}).keys()
+
+
+def _check_keys(name: str, given: set[str], known: list[str]) -> None:
+    """Refuses keys that would be ignored.
+
+    Raises:
+        RequestError: there are some; names them, and those that are allowed.
+    """
+    unknown = [key[:_MAX_NAMED_CHARACTERS] for key in sorted(given.difference(known))[:_MAX_NAMED]]
+    if unknown:
+        raise RequestError(f"`{name}` has unknown keys {unknown}; it may hold {sorted(known)}.", "response_format")
