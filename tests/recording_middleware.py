@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class RecordingMiddleware:
-    """Remembers of every request the route that the router found for it.
+    """Remembers of every request the route that the router found for it, before the answer is sent.
 
     Args:
         app: what requests are passed on to.
@@ -24,8 +24,10 @@ class RecordingMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            if scope["type"] == "http":
+
+        async def record(message: Message) -> None:
+            if message["type"] == "http.response.start":
                 self.reached.append(getattr(scope.get("route"), "path", None))
+            await send(message)
+
+        await self._app(scope, receive, record)

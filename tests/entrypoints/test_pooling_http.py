@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 
+from tests.answer_schemas import check_answer
 from tests.pooling_models import classifier, hidden_states, scores, unit
 from tests.raw_requests import post_raw
 from tests.server import OPENAI_SERVER, ROOT, Server, is_idle, metric, running, wait_until
@@ -273,6 +274,27 @@ def test_other_endpoints_are_unknown(embedder: httpx.Client, scorer: httpx.Clien
     assert [card["id"] for card in ok(embedder.get("/v1/models"))["data"]] == ["tiny", "alias"]
     documented = ok(embedder.get("/openapi.json"))["paths"].keys()
     assert {EMBEDDINGS, "/pooling", "/score", "/v1/rerank"} <= documented
+
+
+def test_answers_are_as_described(embedder: httpx.Client, scorer: httpx.Client) -> None:
+    pair = {"text_1": "a", "text_2": ["b", "c"]}
+    ranking = {"query": "a", "documents": ["b", "c"]}
+    for client, path, body, status in (
+        *(
+            (embedder, EMBEDDINGS, {"input": TEXTS, "encoding_format": form}, 200)
+            for form in ("float", "base64", "bytes")
+        ),
+        (embedder, "/pooling", {"messages": MESSAGES}, 200),
+        (embedder, "/score", pair, 200),
+        (embedder, "/v2/rerank", ranking, 200),
+        (embedder, EMBEDDINGS, {"input": "a", "dimensions": 17}, 400),
+        (scorer, "/classify", {"input": TEXTS}, 200),
+        (scorer, "/pooling", {"input": "a"}, 200),
+        (scorer, "/rerank", {}, 400),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        check_answer(client, answer)
 
 
 def test_invocations_lead_to_what_there_is(embedder: httpx.Client, scorer: httpx.Client) -> None:

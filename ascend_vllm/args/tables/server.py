@@ -233,7 +233,8 @@ class FrontendArgs(HttpArgs):
     )
     api_key_scope: str = flag(
         "all",
-        "What needs the key when there is one: all means everything but /health, /ping, /version and /metrics; "
+        "What needs the key when there is one: all means everything but /health, /ping, /version, /metrics and the "
+        "page /docs, which asks for it; "
         "inference means only the routes under /v1, /v2, /inference and /invocations, as in vLLM.",
         choices=("all", "inference"),
         example="--api-key my-secret --api-key-scope inference",

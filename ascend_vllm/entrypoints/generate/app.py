@@ -18,6 +18,7 @@ from ascend_vllm.args.tables.server import GenerateServerArgs
 from ascend_vllm.engine.tracing import trace_headers
 from ascend_vllm.entrypoints.generate.mindie import MindieFormat
 from ascend_vllm.entrypoints.http.access import ConcurrencyLimitMiddleware
+from ascend_vllm.entrypoints.http.docs_pages import add_docs
 from ascend_vllm.entrypoints.http.errors import (
     BodyError,
     install_error_handlers,
@@ -193,9 +194,17 @@ async def generate(engine: AsyncLLM, form: GenerateFormat, http: Request) -> Res
     return answer
 
 
+def _describe(app: FastAPI, engine: AsyncLLM, args: GenerateServerArgs) -> dict[str, Any]:
+    """The document at /openapi.json; what it takes is imported only when it is asked for."""
+    from ascend_vllm.entrypoints.generate.openapi import make_generate_document
+
+    return make_generate_document(app, engine, args)
+
+
 def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     """The application: /generate, /health and the documentation pages."""
-    app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__)
+    # see `add_docs` for the document
+    app = FastAPI(title="ascend-vllm", version=ascend_vllm.__version__, openapi_url=None)
     app.root_path = (args.root_path or "").rstrip("/")
     form: GenerateFormat = VllmFormat(n_limit(args.sequence_limit))
     if args.generate_format == "mindie":
@@ -212,6 +221,8 @@ def build_app(engine: AsyncLLM, args: GenerateServerArgs) -> FastAPI:
     @app.post("/generate")
     async def generate_route(http: Request) -> Response:
         return await generate(engine, form, http)
+
+    add_docs(app, functools.partial(_describe, app, engine, args))
 
     @app.exception_handler(ClientDisconnectedError)
     async def client_gone(_http: Request, _error: Exception) -> Response:

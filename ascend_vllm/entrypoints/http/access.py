@@ -17,14 +17,15 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ascend_vllm import envs
+from ascend_vllm.entrypoints.http.docs_pages import PAGES
 from ascend_vllm.entrypoints.http.errors import error_body, json_response
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
 
-# never need a key: monitoring, and the files of the page /ui, which asks for the key itself
-_OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/ui", "/ui/{name}"})
+# never need a key: monitoring, and pages that are the same on every server, which ask for the key themselves
+_OPEN = PAGES | {"/health", "/ping", "/version", "/metrics", "/ui", "/ui/{name}"}
 # prefixes that need a key in vLLM, and /invocations, which dispatches to them
 _INFERENCE = ("/v1", "/v2", "/inference", "/invocations")
 # entries of a request's scope: index of its key, and the function that releases its slot of the concurrency limit
@@ -35,6 +36,17 @@ def api_keys(args: FrontendArgs) -> list[str]:
     """The keys that the server accepts, without empty ones; none: no key is needed."""
     key = envs.api_key()
     return [key] if key else [key for key in args.api_key or () if key]
+
+
+def needs_key(path: str, key_scope: str) -> bool:
+    """Whether requests to a route need a key, if there is one.
+
+    Args:
+        path: that the route was declared with, "" for none.
+        key_scope: --api-key-scope.
+    """
+    is_beside = key_scope == "inference" and path != "" and not path.startswith(_INFERENCE)
+    return path not in _OPEN and not is_beside
 
 
 def caller_of(scope: Scope) -> bytes:
@@ -100,7 +112,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         route = matched_route(scope)
-        if self._is_open(route) or self._is_known(scope, route):
+        if not needs_key(declared_path(route), self._key_scope) or self._is_known(scope, route):
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS":
             # as in vLLM, which lets them pass to the router; no route accepts them
@@ -110,11 +122,6 @@ class ApiKeyMiddleware:
             await json_response(body, 405, headers)(scope, receive, send)
         else:
             await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
-
-    def _is_open(self, route: BaseRoute | None) -> bool:
-        path = declared_path(route)
-        is_beside = self._key_scope == "inference" and path != "" and not path.startswith(_INFERENCE)
-        return path in _OPEN or is_beside
 
     def _is_known(self, scope: Scope, route: BaseRoute | None) -> bool:
         """Whether the request has a valid key, whose index is stored in the scope."""

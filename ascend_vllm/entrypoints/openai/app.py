@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import prometheus_client
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
@@ -24,6 +23,7 @@ from ascend_vllm.entrypoints.anthropic.protocol import CountTokensRequest, Messa
 from ascend_vllm.entrypoints.anthropic.serving import ServingMessages
 from ascend_vllm.entrypoints.anthropic.serving import error_response as anthropic_error_response
 from ascend_vllm.entrypoints.http.access import ApiKeyMiddleware, ConcurrencyLimitMiddleware, api_keys
+from ascend_vllm.entrypoints.http.docs_pages import add_docs
 from ascend_vllm.entrypoints.http.errors import (
     AnswerErrorsMiddleware,
     error_response,
@@ -94,21 +94,17 @@ _DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
 )
 
 
-def _install_openapi(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
-    """Describe the bodies of routes that read them themselves."""
+def _describe(app: FastAPI, engine: AsyncLLM, settings: ServingSettings, key_scope: str | None) -> dict[str, Any]:
+    """The document at /openapi.json; what it takes is imported only when it is asked for."""
+    from ascend_vllm.entrypoints.openai import field_descriptions, openapi
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            components = document.setdefault("components", {}).setdefault("schemas", {})
-            for model in models:
-                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                components.update(schema.pop("$defs", {}))
-                components[model.__name__] = schema
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    server = {
+        field_descriptions.MAX_MODEL_LEN: settings.max_model_len,
+        field_descriptions.MAX_LOGPROBS: engine.config.model.max_logprobs,
+        field_descriptions.MAX_N: settings.max_n,
+    }
+    requests = openapi.request_schemas(_DOCUMENTED_BODIES, server)
+    return openapi.make_document(app, openapi.OPERATIONS, requests, key_scope)
 
 
 def _add_system_routes(
@@ -122,7 +118,8 @@ def _add_system_routes(
             return Response(status_code=503)
         return Response(status_code=200)
 
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/ping")
+    @app.post("/ping")
     async def ping() -> Response:
         return await health()
 
@@ -294,12 +291,12 @@ def build_app(
         ConfigError: a flag of the HTTP layer is wrong.
     """
     settings = ServingSettings.from_args(args, engine, log_requests, parsers or ChatParsers())
-    docs: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(
         title="ascend-vllm",
         version=ascend_vllm.__version__,
         lifespan=functools.partial(_lifespan, settings),
-        **(docs if args.disable_fastapi_docs else {}),
+        # see `add_docs`
+        openapi_url=None,
     )
     app.root_path = (args.root_path or "").rstrip("/")
     # the API server's own metrics; the engine has another registry
@@ -324,7 +321,9 @@ def build_app(
         from ascend_vllm.entrypoints.ui.routes import add_ui_routes
 
         add_ui_routes(app, settings, engine.config)
-    _install_openapi(app, _DOCUMENTED_BODIES)
+    if not args.disable_fastapi_docs:
+        key_scope = args.api_key_scope if api_keys(args) else None
+        add_docs(app, functools.partial(_describe, app, engine, settings, key_scope))
     if args.max_concurrent_requests_per_key:
         app.add_middleware(ConcurrencyLimitMiddleware, limit=args.max_concurrent_requests_per_key)
     install_error_handlers(app)
