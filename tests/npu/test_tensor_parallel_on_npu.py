@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from ascend_vllm import GenerationConfig, TurbomindEngineConfig, pipeline
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.errors import ConfigError
@@ -26,6 +27,19 @@ FLAGS = ["--device", "npu", "--dtype", "float16", "--num-gpu-blocks-override", "
 FLAGS += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager", "--served-model-name", "tiny"]
 LENGTH = 12
 HCCL = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_IF_IP": "127.0.0.1", "HCCL_BUFFSIZE": "64"}
+
+
+def test_a_pipeline_with_two_devices() -> None:
+    """Its texts equal those of one, and its share of memory is one of the devices' memory."""
+    texts = []
+    for tp in (1, 2):
+        backend = TurbomindEngineConfig(tp=tp, enable_prefix_caching=True, dtype="float16")
+        with pipeline(tiny_model("qwen2-64"), backend_config=backend, device="npu") as pipe:
+            responses = pipe(["Hello! How are you today?", "The quick"], GenerationConfig(max_new_tokens=LENGTH))
+            texts.append([response.text for response in responses])
+            size = pipe.llm_engine.config.cache.kv_cache_memory_bytes
+            assert size is not None and 1 << 28 < size <= 1 << 29
+    assert texts[0] == texts[1]
 
 
 def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from ascend_vllm.entrypoints.offline.guided_options import from_response_format
 from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.outputs import PositionLogprobs, RequestOutput
+from ascend_vllm.platforms.facts import probe_npus
 from ascend_vllm.platforms.host import available_memory_bytes
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -505,12 +506,20 @@ def _kv_cache_bytes(config: EngineConfig, share: float) -> int:
 
     Without prefix caching it is at most what all sequences fill.
     """
-    free = available_memory_bytes() - weight_bytes(config.model.model)
     blocks_per_sequence = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
-    num_blocks = int(max(0, free) * share) // config.parallel.local_world_size // _block_bytes(config)
+    num_blocks = int(_free_bytes(config) * share) // _block_bytes(config)
     if not config.cache.enable_prefix_caching:
         num_blocks = min(num_blocks, config.scheduler.max_num_seqs * blocks_per_sequence)
     return max(num_blocks, 1) * _block_bytes(config)
+
+
+def _free_bytes(config: EngineConfig) -> int:
+    """A worker's part of the memory that the weights leave free, of its NPU or of this machine."""
+    num_workers = config.parallel.local_world_size
+    weights = weight_bytes(config.model.model) // num_workers
+    if config.device.device == "npu":
+        return max(0, probe_npus(with_memory=True).free_bytes - weights)
+    return max(0, available_memory_bytes() // num_workers - weights)
 
 
 def _block_bytes(config: EngineConfig) -> int:
