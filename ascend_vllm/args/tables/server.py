@@ -324,7 +324,7 @@ class FrontendArgs(HttpArgs):
     )
     max_log_len: int | None = flag(
         None,
-        "The largest number of characters or token ids of a prompt that are written to the log. "
+        "The largest number of characters or token ids of a prompt that --enable-log-requests writes to the log. "
         "Without it as much is written as a line of 8192 characters holds.",
         example="--max-log-len 100",
     )

@@ -12,7 +12,7 @@ from ascend_vllm.args.fields import flags_of
 from ascend_vllm.args.hf_files import weight_bytes
 from ascend_vllm.args.tables.server import HttpArgs
 from ascend_vllm.config.cache import kv_cache_specs
-from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.platforms.facts import device_facts
 from ascend_vllm.platforms.host import usable_cores
 
@@ -75,15 +75,19 @@ def start_page(engine: AsyncLLM, url: str, uds: str | None, api_path: str, paths
 
 
 def _device(config: EngineConfig) -> str:
-    name, parallel = config.device.device, config.parallel
+    name = config.device.device
     text = f"cpu, {usable_cores()} cores" if name == "cpu" else device_facts(name).label
+    return text + _workers(config.parallel)
+
+
+def _workers(parallel: ParallelConfig) -> str:
     sizes = {
         "engines": parallel.data_parallel_size,
         "pipeline stages": parallel.pipeline_parallel_size,
         "workers": parallel.tensor_parallel_size,
     }
     shares = [f"{size} {what}" for what, size in sizes.items() if size > 1]
-    return f"{text}; {' of '.join(shares)}" if shares else text
+    return f"; {' of '.join(shares)}" if shares else ""
 
 
 def _kv_cache(engine: AsyncLLM) -> str:
