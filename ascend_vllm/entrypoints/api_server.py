@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 
-from ascend_vllm.entrypoints.interrupts import report_interrupt
+from ascend_vllm.entrypoints.interrupts import ending_at_once
 
-try:
+with ending_at_once():
     import argparse
     from collections.abc import Callable
     from typing import TYPE_CHECKING
@@ -22,8 +22,6 @@ try:
     from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
     from ascend_vllm.args.tables.server import GenerateServerArgs
     from ascend_vllm.entrypoints.http import launcher
-except KeyboardInterrupt:
-    sys.exit(report_interrupt())
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -70,7 +68,9 @@ def _run_server(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    sys.exit(launcher.exit_code_of(lambda: _run_server(make_parser().parse_args())))
+    with ending_at_once():
+        args = make_parser().parse_args()
+    sys.exit(launcher.exit_code_of(lambda: _run_server(args)))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from ascend_vllm.entrypoints.interrupts import report_interrupt
+from ascend_vllm.entrypoints.interrupts import ending_at_once, report_interrupt
 
-try:
+with ending_at_once():
     import argparse
     import dataclasses
     import importlib
@@ -26,8 +26,6 @@ try:
     from ascend_vllm.entrypoints import cli_client
     from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
     from ascend_vllm.errors import AscendVllmError, ConfigError
-except KeyboardInterrupt:
-    sys.exit(report_interrupt())
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -162,11 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         main(["serve", "demo", "--port", "8080"])
     """
     try:
-        typed = list(sys.argv[1:] if argv is None else argv)
-        chosen = typed[0] if typed and typed[0] in COMMANDS else None
-        parser = make_parser(chosen)
-        words = typed if chosen is None else [chosen, *COMMANDS[chosen].expand(typed[1:])]
-        namespace = parser.parse_args(words, argparse.Namespace(typed=typed))
+        with ending_at_once():
+            typed = list(sys.argv[1:] if argv is None else argv)
+            chosen = typed[0] if typed and typed[0] in COMMANDS else None
+            parser = make_parser(chosen)
+            words = typed if chosen is None else [chosen, *COMMANDS[chosen].expand(typed[1:])]
+            namespace = parser.parse_args(words, argparse.Namespace(typed=typed))
         return COMMANDS[namespace.command].run(namespace)
     except ConfigError as err:
         print(f"ascend-vllm: error: {err}", file=sys.stderr)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from ascend_vllm.entrypoints.interrupts import report_interrupt
+from ascend_vllm.entrypoints.interrupts import ending_at_once
 
-try:
+with ending_at_once():
     import argparse
     from collections.abc import Callable
     from typing import TYPE_CHECKING
@@ -17,8 +17,6 @@ try:
     from ascend_vllm.entrypoints.http import launcher
     from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
     from ascend_vllm.errors import ConfigError
-except KeyboardInterrupt:
-    sys.exit(report_interrupt())
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -90,7 +88,9 @@ def _run_server(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    sys.exit(launcher.exit_code_of(lambda: _run_server(make_parser().parse_args())))
+    with ending_at_once():
+        args = make_parser().parse_args()
+    sys.exit(run_server(args))
 
 
 if __name__ == "__main__":

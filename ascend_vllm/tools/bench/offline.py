@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
-import os
 import pathlib
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +18,7 @@ from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-from ascend_vllm.entrypoints.interrupts import EXIT_INTERRUPTED, interrupt_line
+from ascend_vllm.entrypoints.interrupts import ending_at_once
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.tools.bench.datasets import (
     SampleRequest,
@@ -74,31 +71,7 @@ def _add_common_arguments(group: Any, what: str) -> None:
     group.add_argument("--profile", action="store_true", help="run the engine's profiler during the measurement")
 
 
-def _ended_by_interrupts(
-    measure: Callable[[argparse.Namespace], dict[str, Any]],
-) -> Callable[[argparse.Namespace], dict[str, Any]]:
-    """Makes Ctrl-C end the process at once: an exception would leave the engine in the middle of a change.
-
-    Workers notice the end of their engine's process.
-    """
-
-    def end(*_: object) -> None:
-        # no buffered file: the interrupted code may be writing to it
-        os.write(2, interrupt_line().encode())
-        os._exit(EXIT_INTERRUPTED)
-
-    @functools.wraps(measure)
-    def run(args: argparse.Namespace) -> dict[str, Any]:
-        previous = signal.signal(signal.SIGINT, end)
-        try:
-            return measure(args)
-        finally:
-            signal.signal(signal.SIGINT, previous)
-
-    return run
-
-
-@_ended_by_interrupts
+@ending_at_once()
 def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Runs `bench throughput`: prints and saves the figures, and returns them.
 
@@ -166,7 +139,7 @@ def _sampling_params(args: argparse.Namespace, output_len: int) -> SamplingParam
     )
 
 
-@_ended_by_interrupts
+@ending_at_once()
 def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
     """Runs `bench latency`: prints and saves the figures, and returns them.
 
