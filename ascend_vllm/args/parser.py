@@ -220,7 +220,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Prints the help on some flags and exits.
 
         Args:
-            word: "all", "page" (all, in a pager), "listgroup", a group's title, or a word of names or help texts.
+            word: "all", "page" (all, in a pager), "listgroup" or "group" (the titles), a group's title, or a word of
+                names or help texts.
         """
         match word.lower():
             case "all":
@@ -230,7 +231,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
                 pydoc.pager(self.format_help())
                 text = ""
-            case "listgroup":
+            case "listgroup" | "group" | "groups":
                 text = "".join(f"{group.title}\n" for group in self._groups())
             case _:
                 text = self._search_help(word)

@@ -134,6 +134,7 @@ def test_the_nearest_flag_is_named(words: list[str], error: str, capsys: pytest.
         ("all", ["--port", "--max-num-seqs", "--help=WORD"], []),
         ("page", ["--port", "--max-num-seqs"], []),
         ("listgroup", ["OpenAI server\n", "KV cache\n"], ["--port"]),
+        ("group", ["OpenAI server\n", "KV cache\n"], ["--port"]),
         ("prot", ["No group or flag has 'prot' in its name or help. The nearest flag is --port."], ["Default"]),
     ],
 )
