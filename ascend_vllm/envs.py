@@ -8,14 +8,27 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+from collections.abc import Callable
 
 from ascend_vllm.errors import ConfigError
 
 
+def _number(name: str, default: float, words: str, is_right: Callable[[float], bool] = math.isfinite) -> float:
+    """A variable that is a number; `words` say which numbers are right."""
+    value = os.environ.get(name) or str(default)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not is_right(number):
+        raise ConfigError(f"{name} must be {words}, got {value!r}.")
+    return number
+
+
 def cpu_kvcache_space_gib() -> float | None:
     """`VLLM_CPU_KVCACHE_SPACE`: size of the KV cache on CPU in GiB; None or 0: a share of the free memory."""
-    value = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    return float(value) if value and float(value) > 0 else None
+    size = _number("VLLM_CPU_KVCACHE_SPACE", 0, "a number of GiB")
+    return size if size > 0 else None
 
 
 def logging_level() -> str:
@@ -176,8 +189,7 @@ def omp_num_threads() -> int | None:
 
 def max_n_sequences() -> int | None:
     """`VLLM_MAX_N_SEQUENCES`: the largest `n` of a request, and `--max-sequences-per-request` without that flag."""
-    value = os.environ.get("VLLM_MAX_N_SEQUENCES")
-    return int(value) if value else None
+    return int(_number("VLLM_MAX_N_SEQUENCES", 0, "a whole number", lambda n: n >= 0 and n.is_integer())) or None
 
 
 def http_timeout_keep_alive_s() -> int:
@@ -202,26 +214,13 @@ def engine_iteration_timeout_s(default: float) -> float | None:
     After that the engine counts as dead and the server ends. 0 means no limit, and the default on NPUs is 60.
     """
     # docstrings here are answers of the demo model, so it is said here: raises ConfigError if it is no number
-    value = os.environ.get("VLLM_ENGINE_ITERATION_TIMEOUT_S", "") or str(default)
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(f"VLLM_ENGINE_ITERATION_TIMEOUT_S must be a number of seconds, got {value!r}.")
+    seconds = _number("VLLM_ENGINE_ITERATION_TIMEOUT_S", default, "a number of seconds", lambda s: 0 <= s < math.inf)
     return seconds or None
 
 
 def _seconds(name: str, default: float) -> float:
     """A variable that is a number of seconds above 0."""
-    value = os.environ.get(name, "") or str(default)
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}.")
-    return seconds
+    return _number(name, default, "a number of seconds above 0", lambda s: 0 < s < math.inf)
 
 
 def node_wait_s() -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from ascend_vllm import envs
 from ascend_vllm.args.hf_files import find_directory
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.models import registry
@@ -46,6 +48,32 @@ def test_variables_that_are_read(name: str) -> None:
 def test_variables_that_are_not_read_are_named(name: str) -> None:
     assert f'"{name}"' not in (ROOT / "ascend_vllm" / "envs.py").read_text()
     assert f"`{name}`" in PAGE.split("## vLLM's variables that are not read")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "wrong", "words"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", envs.cpu_kvcache_space_gib, ("four", "nan", "inf"), "a number of GiB"),
+        ("VLLM_MAX_N_SEQUENCES", envs.max_n_sequences, ("x", "1.5", "-1", "inf"), "a whole number"),
+        ("ASCEND_VLLM_NODE_WAIT_S", envs.node_wait_s, ("soon", "0", "inf"), "a number of seconds above 0"),
+    ],
+)
+def test_wrong_numbers_are_named(
+    name: str,
+    read: Callable[[], float | None],
+    wrong: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some ended the server with a traceback of float() or int()."""
+    default = read()
+    for value in wrong:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"^{name} must be {words}, got '{value}'"):
+            read()
+    for value, number in (("7", 7), ("", default)):
+        monkeypatch.setenv(name, value)
+        assert read() == number
 
 
 def test_modelscope_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
