@@ -325,14 +325,21 @@ def test_the_engine_view_computes_rates_and_percentiles(browser: Browser) -> Non
         page.wait(f"{value.format('cache')} === '25 %'")
         assert [page.js(value.format(name)) for name in ("requests", "prefix", "preemptions")] == ["2", "–", "0"]
         assert "1 waiting" in page.text("#tile-requests") and "10 % since start" in page.text("#tile-prefix")
+        # a rate is shown for a second
+        page.js(
+            """window.rates = [];
+            new MutationObserver(() => rates.push(document.querySelector("#tile-generation .tile-value").innerText))
+              .observe(document.getElementById("tile-generation"), { subtree: true, childList: true })"""
+        )
         stats = SchedulerStats(0, 0, 0.0, 5, num_prefix_queries=150, num_prefix_hits=55)
-        metrics.record(stats, StepStats(first_token_s=[0.3] * 100, num_generation_tokens=5000))
         drafts.inc(4)
         accepted.inc(3)
-        page.wait(f"{value.format('preemptions')} === '3'")
-        assert [page.js(value.format(name)) for name in ("prefix", "drafts", "first")] == ["90 %", "75 %", "375 ms"]
-        assert 1000 < float(page.js(value.format("generation")).replace(",", "")) <= 5500
+        metrics.record(stats, StepStats(first_token_s=[0.3] * 100, num_generation_tokens=5000))
         row = "[data-histogram='vllm:time_to_first_token_seconds']"
+        page.wait(f"document.querySelector(`{row} td:last-child`).innerText === '100'")
+        assert [page.js(value.format(name)) for name in ("prefix", "drafts", "first")] == ["90 %", "75 %", "375 ms"]
+        assert page.js(value.format("preemptions")) == "3"
+        assert any(1000 < float(rate.replace(",", "")) <= 5500 for rate in page.wait("rates.length && rates"))
         assert page.text(row).split("\t") == ["First token", "375 ms", "475 ms", "498 ms", "100"]
         page.click("[name=period][value=start] + span")
         assert page.text(row).split("\t")[-1] == "110"
@@ -380,6 +387,30 @@ def test_calls_that_the_model_chooses_and_a_prefix_of_a_proxy(browser: Browser) 
         page.click("#tab-code")
         assert page.text("#code").startswith(f"curl {url}/llm/v1/chat/completions")
         check_requests(page, f"{url}/llm")
+
+
+def test_images_of_a_message(page: Page) -> None:
+    """No model of this version takes them, so their control is hidden; the server says so to who shows it."""
+    assert page.js("document.getElementById('attach').hidden")
+    page.js(
+        """(() => {
+          document.getElementById("attach").hidden = false;
+          const given = new DataTransfer();
+          for (const name of ["a.png", "b.png"]) given.items.add(new File([name], name, { type: "image/png" }));
+          given.items.add(new File(["c"], "c.txt", { type: "text/plain" }));
+          document.getElementById("file").files = given.files;
+          document.getElementById("file").dispatchEvent(new Event("change"));
+        })()"""
+    )
+    page.wait("document.querySelectorAll('#images img').length === 2")
+    page.click("#images li:first-child button")
+    ask(page, "What is this?")
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,Yi5wbmc="}}
+    assert bodies(page)[-1]["messages"] == [
+        {"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}
+    ]
+    assert page.text(f"{LAST} .error") == "tiny is not a multimodal model"
+    assert page.js("document.querySelectorAll('.message img').length") == 1
 
 
 def test_errors_are_sentences(browser: Browser) -> None:

@@ -53,11 +53,12 @@ export class Chat {
     find("stop").addEventListener("click", () => this.stop());
     find("clear").addEventListener("click", () => this.clear());
     find("file").addEventListener("change", (event) => {
-      this.addImages(event.target.files);
+      // a copy: the list is emptied with the field, which otherwise would not take the same file again
+      this.addImages([...event.target.files]);
       event.target.value = "";
     });
     this.draft.addEventListener("paste", (event) => {
-      if (!find("attach").hidden && event.clipboardData.files.length) this.addImages(event.clipboardData.files);
+      if (!find("attach").hidden && event.clipboardData.files.length) this.addImages([...event.clipboardData.files]);
     });
   }
 
