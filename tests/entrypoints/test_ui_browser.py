@@ -482,6 +482,9 @@ def test_narrow_dark_and_still(page: Page) -> None:
     too_wide = """document.documentElement.scrollWidth > 360 ||
       [...document.querySelectorAll("button, input, select, textarea")].some(
         (one) => one.checkVisibility() && one.type !== "radio" && one.getBoundingClientRect().right > 360)"""
+    # even with a key there is room for the list of models
+    page.js("document.getElementById('open-key').hidden = false")
+    assert page.js("document.getElementById('model').getBoundingClientRect().width") > 80
     # the settings give way to the conversation
     page.wait("!document.body.classList.contains('panel-open')")
     ask(page, "a" * 300)

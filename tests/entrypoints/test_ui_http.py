@@ -38,6 +38,9 @@ async def test_files_come_with_their_type_a_policy_and_a_tag() -> None:
                 again = await http.get(f"/{name}", headers={"If-None-Match": known})
                 assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
             assert (await http.get(f"/{name}", headers={"If-None-Match": '"other"'})).status_code == 200
+        # relative addresses are meant from here
+        redirected = await http.get("/ui/")
+        assert (redirected.status_code, redirected.headers["location"]) == (307, "http://test/ui")
         for absent in ("nothing.js", "routes.py", "..%2froutes.py", "%2e%2e"):
             assert (await http.get(f"/ui/{absent}")).status_code == 404
 

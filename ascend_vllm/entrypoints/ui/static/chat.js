@@ -339,7 +339,7 @@ export class Chat {
       message.showsTokens = !message.showsTokens;
       this.show(message);
     });
-    button("Copy", (element) => copy(message.content || JSON.stringify(message.calls), element));
+    message.copyButton = button("Copy", (element) => copy(message.content || JSON.stringify(message.calls), element));
     button("Regenerate", () => this.regenerate(message));
     message.noteElement = make("span", { className: "note" });
     message.actions.append(message.noteElement);
@@ -370,6 +370,7 @@ export class Chat {
     // set once: an alert is read when its text comes
     if (message.error && message.alert.textContent !== message.error) message.alert.textContent = message.error;
     message.element.setAttribute("aria-busy", String(!message.done));
+    message.copyButton.hidden = !message.content && !message.calls.length;
     message.actions.hidden = !message.done;
     message.noteElement.textContent = message.note;
   }
