@@ -467,7 +467,7 @@ def _describe(described: Schema, operation: Operation, schemas: Mapping[Any, Sch
     described["description"] = operation.description
     described["responses"] = {"200": _response(operation.answer, schemas, "The answer.")}
     for media_type in operation.others:
-        described["responses"]["200"]["content"][media_type] = {"schema": {"type": "string"}}
+        described["responses"]["200"]["content"][media_type] = {"schema": _OTHERS[media_type]}
     for status in operation.errors:
         described["responses"][str(status)] = _response(operation.error, schemas, _STATUSES[status])
     parameters = [one for one in described.get("parameters", []) if one["in"] == "path"]
@@ -479,6 +479,18 @@ def _describe(described: Schema, operation: Operation, schemas: Mapping[Any, Sch
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": operation.body}}}
 
 
+_OTHERS: dict[str, Schema] = {
+    _EVENTS: {
+        "type": "object",
+        "description": "One of the events of a stream.",
+        "required": ["data"],
+        "properties": {
+            "event": {"type": "string", "description": "The event's type, where the API has types."},
+            "data": {"type": "string", "description": "JSON, or `[DONE]` at the end."},
+        },
+    },
+    _BYTES: {"type": "string", "format": "binary"},
+}
 _STATUSES = {
     400: "The request is wrong.",
     404: "There is no such model or response.",
