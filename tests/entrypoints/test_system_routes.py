@@ -149,7 +149,7 @@ def test_the_log_of_a_start(openai_server: Server, tiny_dir: str) -> None:
         "  limits    512 tokens per request, 64 requests at a time, ",
         "  KV cache  ",
         f"  address   http://127.0.0.1:{openai_server.port}/v1\n",
-        f"  http://127.0.0.1:{openai_server.port}/docs, http://127.0.0.1:{openai_server.port}/metrics\n",
+        "  " + ", ".join(f"{openai_server.url}{path}" for path in ("/ui", "/docs", "/metrics")) + "\n",
         "server launch time cost: ",
         "Started server process",
         "Waiting for application startup.",
