@@ -237,8 +237,13 @@ class MemoryExecutor(Executor):
         if self.first_stage is not None:
             inputs = {slot: self.slots[slot].token_ids[: self.slots[slot].num_computed_tokens] for slot in step.slots}
             assert self.first_stage.inputs.popleft() == inputs, "stages compute different tokens"
-        constrained = {slot for slot in sampled if self.slots[slot].params.structured_outputs is not None}
-        assert set(self.allowed) == constrained, "a constrained row samples without a mask, or the other way round"
+        params = {slot: self.slots[slot].params.structured_outputs for slot in sampled}
+        masked = {slot for slot, one in params.items() if one is not None}
+        # others need no mask once their reasoning is over
+        constrained = {slot for slot, one in params.items() if one is not None and one.constraints()}
+        assert constrained <= set(self.allowed) <= masked, (
+            "a constrained row samples without a mask, or a free one with"
+        )
         assert step.num_steps == 1 or not constrained
         if drafts:
             assert step.num_steps == 1

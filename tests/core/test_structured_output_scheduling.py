@@ -47,6 +47,7 @@ from tests.core.memory_executor import (
     generate_alone,
     make_config,
     make_request,
+    next_token,
     run,
     step,
     step_until,
@@ -274,8 +275,13 @@ def test_reasoning_ends_within_its_budget(mode: str) -> None:
         if params.constraints():
             assert rest[0] == "q" and rest[1].isdigit() and rest[2:] == "w<eos>"
         else:
-            assert found.finish_reason is FinishReason.LENGTH
-            assert len(texts) == 20
+            assert (found.finish_reason, len(texts)) == (FinishReason.LENGTH, 20)
+            # all but the mark is what the model would write
+            tokens, seed = [*request.prompt_token_ids, *found.token_ids], request.sampling_params.seed or 0
+            first = len(request.prompt_token_ids)
+            own = [tokens[place] == next_token(seed, tokens[:place]) for place in range(first, len(tokens))]
+            forced = range(params.begin_within, params.begin_within + num_mark_tokens)
+            assert all(is_own or place in forced for place, is_own in enumerate(own))
         ends = [count for count in range(len(texts) + 1) if "".join(texts[:count]) == before + mark]
         assert min(ends) <= params.begin_within + num_mark_tokens
 

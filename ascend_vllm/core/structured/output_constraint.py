@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ascend_vllm.core.request import Request, RequestStatus, RowKind
+from ascend_vllm.core.request import PLAIN, Request, RequestStatus, RowKind
 from ascend_vllm.core.structured.grammar import Bitmask, CompiledGrammar, GrammarBackend, last_word
 from ascend_vllm.core.structured.vocabulary import Vocabulary
 from ascend_vllm.sampling_params import SamplingParams
@@ -31,7 +31,8 @@ class OutputConstraint(RowKind):
     A complete text may end with an end-of-sequence or stop token; a text that nothing can follow must. This takes
     precedence over `ignore_eos` and `min_tokens`, since the mask would be empty otherwise.
 
-    A request with `begin_within` only has no grammar, and waits for good.
+    A request with `begin_within` only has no grammar. It is an ordinary one once its output contains `begin_after`,
+    or turns out not to begin with `begin_opener`.
 
     Args:
         compiled: the grammar, possibly shared with other requests; None: there is none.
@@ -149,7 +150,10 @@ class OutputConstraint(RowKind):
             must_end = not (self._forced_ids or self.is_waiting) and self.grammar.is_terminated
             return RequestStatus.FINISHED_STOPPED if must_end else end
 
-        return row.append_until(token_ids, end_of)
+        count = row.append_until(token_ids, end_of)
+        if not self._has_grammar and self._num_left is None and not row.sampling_params.min_tokens:
+            row.kind = PLAIN  # nothing is masked any more
+        return count
 
     def fill_bitmasks(self, rows: Sequence[Request]) -> Bitmask:
         """See `RowKind`: all masks of a step at once, which libraries share among threads."""
@@ -183,8 +187,6 @@ class OutputConstraint(RowKind):
 
     def _wait(self, token_id: int) -> None:
         """Looks for `begin_after` in the output; the constraint starts at the token behind it."""
-        if self._num_left is None and not self._has_grammar:
-            return
         marker = self._begin_after.encode()
         text = self._vocabulary.bytes_of(token_id)
         self._tail += text
