@@ -27,7 +27,9 @@ def main() -> None:
         for event in stream:
             if event.type == "response.output_text.delta":
                 print(event.delta, end="", flush=True)
-        response = stream.get_final_response()
+            # an answer that is cut off at --max-tokens is incomplete
+            elif event.type in ("response.completed", "response.incomplete"):
+                response = event.response
     if response.usage:
         print(f"\n\n{response.usage.input_tokens} tokens in, {response.usage.output_tokens} out")
 

@@ -48,8 +48,8 @@ class EngineArgs(EngineFlags):
         config = EngineArgs(model="/models/Qwen2.5-0.5B-Instruct", max_model_len=4096).create_engine_config()
     """
 
-    # `--model` as typed, where `model` is the directory of a prepared one
-    _typed_model: str = dataclasses.field(default="", init=False, repr=False, compare=False)
+    # `--model` as typed, where `model` is the directory of a prepared one: no field, for `LLM(**asdict(args))`
+    _typed_model = ""
 
     def __post_init__(self) -> None:
         """Synchronises pairs of arguments with the same meaning, of which Python callers set one."""
