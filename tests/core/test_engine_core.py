@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ def test_idle_core_has_nothing_to_do() -> None:
 
 
 def test_start_logs_blocks_and_concurrency(package_log: pytest.LogCaptureFixture) -> None:
+    package_log.set_level(logging.DEBUG, "ascend_vllm")
     make_core(num_blocks=24, block_size=4, max_model_len=64)
     assert "24 blocks of 4 tokens. Maximum concurrency for 64 tokens per request: 1.50x" in package_log.text
 
