@@ -35,12 +35,13 @@ PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTE
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-fast test-cpu test-npu test-asan test-tsan lint format build clients npu sim docs clean distclean
+.PHONY: help serve test test-all test-clients test-fast test-cpu test-npu test-asan test-tsan lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
 	@echo "make test    run the tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
 	@echo "make test-all   run them with every combination (pytest --all);  make test-fast  run those of small parts"
+	@echo "make test-clients  run other people's clients, each in an environment of its own (gigabytes)"
 	@echo "make test-asan  run the kernels' tests with AddressSanitizer and UBSan;  make test-tsan  those of threads with TSan"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -81,6 +82,14 @@ test-cpu: build $(STAMPS)/test clients
 
 test-npu: build $(STAMPS)/test sim
 	$(PYTEST_NPU)
+
+# Every client of tests/clients, those of Node only where there is npm; not part of test-all, for what they need takes
+# gigabytes. -s: what each client saw is printed.
+PYTHON_CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
+NODE_CLIENTS := $(if $(shell command -v npm),$(patsubst tests/clients/%/package.json,%,$(wildcard tests/clients/*/package.json)))
+test-clients: build $(STAMPS)/test $(PYTHON_CLIENTS:%=$(STAMPS)/client-%) $(NODE_CLIENTS:%=$(STAMPS)/client-%)
+	$(PY) -m ascend_vllm.entrypoints.cli demo
+	$(PY) -m pytest -n 0 -s tests/clients/all_clients.py $(ARGS)
 
 # Kernels that check themselves, in a copy of the tree: the package's own library stays as it is. The sanitizer's runtime
 # library comes first in every process that the tests start, and libstdc++ beside it, which it needs for exceptions.
@@ -160,6 +169,19 @@ $(STAMPS)/clients: tests/clients/requirements.txt | $(STAMPS)/torch
 	$(VENV)/clients/bin/python -m pip install --no-compile -r $<
 	@touch $@
 
+$(PYTHON_CLIENTS:%=$(STAMPS)/client-%): $(STAMPS)/client-%: tests/clients/%/requirements.txt | $(STAMPS)/torch
+	$(PY) -m venv --without-pip $(VENV)/clients/$*
+	@# torch as it is here: the one of PyPI brings gigabytes of CUDA
+	if grep -q '^torch==' $<; then ln -sfn $(abspath $(wildcard $(VENV)/lib/python3*/site-packages/torch*)) $(VENV)/clients/$*/lib/python3*/site-packages; fi
+	$(PY) -m pip --python $(VENV)/clients/$*/bin/python install --no-compile -r $<
+	@touch $@
+
+$(NODE_CLIENTS:%=$(STAMPS)/client-%): $(STAMPS)/client-%: tests/clients/%/package-lock.json | $(STAMPS)/torch
+	mkdir -p $(VENV)/clients/$*
+	cp tests/clients/$*/package.json tests/clients/$*/package-lock.json $(VENV)/clients/$*
+	cd $(VENV)/clients/$* && npm ci --ignore-scripts --no-audit --no-fund
+	@touch $@
+
 # beside the environment: an ordinary process must not find it, since torch would import it
 npu: $(STAMPS)/npu
 $(STAMPS)/npu: pyproject.toml | $(STAMPS)/torch
@@ -177,7 +199,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim ascend_vllm/_npu $(addprefix $(STAMPS)/,native package test dev clients npu sim)
+	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim ascend_vllm/_npu $(addprefix $(STAMPS)/,native package test dev clients client-* npu sim)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean

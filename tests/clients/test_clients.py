@@ -1,59 +1,46 @@
-"""Third-party clients get the same answers as plain HTTP requests."""
+"""Third-party clients get the same answers as plain HTTP requests.
+
+These two are in every run; `make test-clients` runs them all, by all_clients.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import json
+import pathlib
+import re
 
-import httpx
 import pytest
 
+from tests.clients import checks
 from tests.server import Server
 
-GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def http(clients_server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=clients_server.url, timeout=60) as client:
-        yield client
-
-
-def chat(http: httpx.Client, *messages: tuple[str, str]) -> dict[str, Any]:
-    body = {**GREEDY, "messages": [{"role": role, "content": content} for role, content in messages]}
-    return http.post("/v1/chat/completions", json=body).raise_for_status().json()
-
-
-def completion(http: httpx.Client) -> str:
-    answer = http.post("/v1/completions", json={**GREEDY, "prompt": "hello there"}).raise_for_status()
-    return answer.json()["choices"][0]["text"]
+ROOT = checks.HERE.parents[1]
 
 
 @pytest.mark.slow
-def test_litellm(client_program: Callable[[str], Any], http: httpx.Client) -> None:
-    expected = chat(http, ("user", "hello there"))
-    message = expected["choices"][0]
-    found = client_program("litellm_client.py")
-    text = message["message"]["content"]
-    assert [found[name] for name in ("chat", "stream", "rebuilt", "async")] == [text] * 4
-    assert found["text"] == completion(http)
-    assert found["usage"] == [expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]]
-    assert found["finish_reason"] == message["finish_reason"]
-    assert "The model `nope` does not exist." in found["missing"]
+@pytest.mark.parametrize("name", ["langchain", "litellm"])
+def test_answers_are_those_of_http(
+    name: str, clients_environment: pathlib.Path, clients_home: pathlib.Path, clients_server: Server
+) -> None:
+    seen = checks.run_client(name, clients_environment, clients_home, clients_server.url, "", checks.QUESTION)
+    assert set(seen) == {"chat", "usage", "stream", "completion", "tool", "structured"}
+    checks.check(seen, checks.ask(clients_server.url, ""))
 
 
-@pytest.mark.slow
-def test_langchain(client_program: Callable[[str], Any], http: httpx.Client) -> None:
-    expected = chat(http, ("system", "be brief"), ("user", "hello there"))
-    message = expected["choices"][0]
-    found = client_program("langchain_client.py")
-    text = message["message"]["content"]
-    assert [found["chat"], found["stream"], found["async"], *found["batch"]] == [text] * 6
-    assert found["text"] == completion(http)
-    assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
-    assert found["usage"]["output_tokens"] == expected["usage"]["completion_tokens"]
-    assert found["finish_reason"] == message["finish_reason"]
-    assert found["logprobs"] == [2] * expected["usage"]["completion_tokens"]
-    assert found["structured"]["word"] in ("yes", "no") and isinstance(found["structured"]["sure"], bool)
-    (call,) = found["tool_calls"]
-    assert call["name"] == "weather" and call["args"]["city"] in ("Oslo", "Rome")
+def _pinned(directory: pathlib.Path) -> dict[str, str]:
+    """What a client is installed from: package → version."""
+    if (directory / "package.json").exists():
+        pinned: dict[str, str] = json.loads((directory / "package.json").read_text())["dependencies"]
+        return pinned
+    lines = (directory / "requirements.txt").read_text().splitlines()
+    return dict(re.fullmatch(r"([\w.-]+)(?:\[.*\])?==(\S+)", line).groups() for line in lines if line[:1] != "#")
+
+
+def test_the_page_names_every_client_and_its_version() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text()
+    programs = [*checks.HERE.glob("*/client.py"), *checks.HERE.glob("*/client.mjs")]
+    assert len(programs) >= 10
+    for directory in (program.parent for program in programs):
+        assert f"](../tests/clients/{directory.name}/" in page, directory.name
+        for package, version in _pinned(directory).items():
+            assert f"{package} {version}" in page, directory.name

@@ -76,7 +76,7 @@ def test_local_completions(
 ) -> None:
     write_task(tmp_path)
     model_args = {
-        "model": "tiny",
+        "model": "demo",
         "base_url": f"{clients_server.url}/v1/completions",
         "tokenizer": clients_model_dir,
         "tokenizer_backend": "huggingface",

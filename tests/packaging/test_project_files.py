@@ -109,7 +109,18 @@ def _unread(owner: type, sources: list[pathlib.Path]) -> list[str]:
 
 def test_make_knows_its_targets() -> None:
     shown = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    for target in ("serve", "test", "test-all", "test-fast", "test-asan", "test-tsan", "lint", "build", "clean"):
+    for target in (
+        "serve",
+        "test",
+        "test-all",
+        "test-clients",
+        "test-fast",
+        "test-asan",
+        "test-tsan",
+        "lint",
+        "build",
+        "clean",
+    ):
         assert f"make {target}" in shown.stdout
 
 
