@@ -58,6 +58,8 @@ serve: build
 	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"What does --block-size do?\"}], \"temperature\": 0}'"
 	@echo
+	@echo "or open http://$(HOST):$(PORT)/ui in a browser."
+	@echo
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 # Both suites run, so that one round shows every failure. With ARGS a suite may have no test left (exit code 5).

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clients import checks
-from tests.clients.conftest import COMPACT, FLAGS, TOOLS
+from tests.clients.conftest import FLAGS, TOOLS
 from tests.server import OPENAI_SERVER, Server, running
 
 # what each program shows: names of checks.CHECKS
@@ -44,7 +44,7 @@ def servers(demo_model_dir: str) -> Iterator[tuple[Server, Server]]:
     """One that generates and one for embeddings."""
     model = ["--model", demo_model_dir, *FLAGS]
     with (
-        running(OPENAI_SERVER, [*model, *TOOLS, *COMPACT]) as server,
+        running(OPENAI_SERVER, [*model, *TOOLS]) as server,
         running(OPENAI_SERVER, [*model, *POOLING]) as pooling_server,
     ):
         yield server, pooling_server

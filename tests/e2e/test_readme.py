@@ -65,8 +65,8 @@ BLOCKS = [
     # the second prompt is answered below itself
     Block("from ascend_vllm import LLM", Way.PROGRAM, r"The KV cache [a-z]+ [\s\S]*\nhello\nHello[\s\S]*\nHello"),
     Block("python scripts/make_random_model.py", Way.SERVER, port=8000, only_all=True),
-    Block("python benchmarks/benchmark_serving.py", Way.COMMANDS, "tok/s", only_all=True),
-    Block("python benchmarks/benchmark_throughput.py", Way.COMMANDS, "tok/s", only_all=True),
+    Block("python benchmarks/benchmark_serving.py", Way.COMMANDS, "Output token throughput", only_all=True),
+    Block("python benchmarks/benchmark_throughput.py", Way.COMMANDS, "Total num output tokens", only_all=True),
 ]
 
 

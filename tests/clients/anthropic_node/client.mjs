@@ -22,7 +22,7 @@ seen.chat = (await client.messages.create({ ...greedy, max_tokens: 40 })).conten
 const stream = client.messages.stream({ ...greedy, max_tokens: 40 }).on("text", (text) => seen.stream.push(text));
 await stream.finalMessage();
 const called = await client.messages
-  .stream({ ...greedy, max_tokens: 100, tools: [weather], tool_choice: { type: "tool", name: "weather" } })
+  .stream({ ...greedy, max_tokens: 400, tools: [weather], tool_choice: { type: "tool", name: "weather" } })
   .finalMessage();
 const use = called.content.find((block) => block.type === "tool_use");
 seen.tool = { name: use.name, arguments: use.input };

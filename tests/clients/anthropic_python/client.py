@@ -31,7 +31,7 @@ def main(server: str, _: str, question: str) -> dict[str, Any]:
         final = stream.get_final_message()
     assert final.usage.output_tokens == answer.usage.output_tokens
     forced: Any = {"type": "tool", "name": "weather"}
-    with client.messages.stream(max_tokens=100, tools=[WEATHER], tool_choice=forced, **greedy) as stream:
+    with client.messages.stream(max_tokens=400, tools=[WEATHER], tool_choice=forced, **greedy) as stream:
         called = stream.get_final_message()
     (use,) = [block for block in called.content if block.type == "tool_use"]
     assert called.stop_reason == "tool_use", called

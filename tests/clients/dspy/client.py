@@ -28,7 +28,7 @@ def main(server: str, _: str, question: str) -> dict[str, Any]:
     where: dict[str, Any] = {"api_base": f"{server}/v1", "api_key": "none", "cache": False, "temperature": 0}
     # DSPy asks models that it does not know for JSON in words only
     schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-    strict = dspy.LM("openai/demo", max_tokens=100, response_format=schema, **where)
+    strict = dspy.LM("openai/demo", max_tokens=400, response_format=schema, **where)
     dspy.configure(lm=strict, adapter=dspy.JSONAdapter())
     found = dspy.Predict(Answer)(question=question)
     return {

@@ -51,12 +51,12 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
     streamed = ask(40, streaming_callback=keep)
     assert streamed.text == "".join(chunks)
     forced = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
-    (call,) = ask(100, tools=[WEATHER], generation_kwargs=forced).tool_calls
+    (call,) = ask(400, tools=[WEATHER], generation_kwargs=forced).tool_calls
     seen: dict[str, Any] = {
         "chat": ask(40).text,
         "stream": chunks,
         "tool": {"name": call.tool_name, "arguments": call.arguments},
-        "structured": [json.loads(ask(100, generation_kwargs={"response_format": Answer}).text or "")],
+        "structured": [json.loads(ask(400, generation_kwargs={"response_format": Answer}).text or "")],
     }
     if pooling_server:
         embedder = OpenAITextEmbedder(api_key=key, model="demo", api_base_url=f"{pooling_server}/v1")

@@ -37,11 +37,11 @@ def main(server: str, _: str, question: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
     greedy: dict[str, Any] = {"model": "demo", "messages": messages, "temperature": 0}
     forced: Any = {"type": "function", "function": {"name": "weather"}}
-    called = client.chat_completion(max_tokens=100, tools=[WEATHER], tool_choice=forced, **greedy)
+    called = client.chat_completion(max_tokens=400, tools=[WEATHER], tool_choice=forced, **greedy)
     (call,) = called.choices[0].message.tool_calls
     arguments = call.function.arguments
     schema: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
-    structured = client.chat_completion(max_tokens=100, response_format=schema, **greedy)
+    structured = client.chat_completion(max_tokens=400, response_format=schema, **greedy)
     return {
         "chat": client.chat_completion(max_tokens=40, **greedy).choices[0].message.content,
         "stream": [

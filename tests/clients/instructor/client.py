@@ -23,7 +23,7 @@ def main(server: str, _: str, question: str) -> dict[str, Any]:
         "model": "demo",
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": 100,
+        "max_tokens": 400,
         # an answer that does not fit is a fault here
         "max_retries": 0,
     }

@@ -29,7 +29,7 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
     greedy: dict[str, Any] = {"base_url": f"{server}/v1", "api_key": "none", "model": "demo", "temperature": 0}
     chat = ChatOpenAI(max_completion_tokens=40, **greedy)
     answer = chat.invoke(question)
-    long_chat = ChatOpenAI(max_completion_tokens=100, **greedy)
+    long_chat = ChatOpenAI(max_completion_tokens=400, **greedy)
     (call,) = long_chat.bind_tools([weather], tool_choice="weather").invoke(question).tool_calls
     logprobs = chat.bind(logprobs=True, top_logprobs=2).invoke(question).response_metadata["logprobs"]
     assert {len(entry["top_logprobs"]) for entry in logprobs["content"]} == {2}

@@ -50,9 +50,9 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
         model="text-completion-openai/demo", prompt=question, temperature=0, max_tokens=8, **where
     )
     forced = {"type": "function", "function": {"name": "weather"}}
-    called = litellm.completion(max_tokens=100, tools=[WEATHER], tool_choice=forced, **greedy)
+    called = litellm.completion(max_tokens=400, tools=[WEATHER], tool_choice=forced, **greedy)
     (call,) = called.choices[0].message.tool_calls
-    structured = litellm.completion(max_tokens=100, response_format=Answer, **greedy)
+    structured = litellm.completion(max_tokens=400, response_format=Answer, **greedy)
     try:
         litellm.completion(**greedy | {"model": "hosted_vllm/nope"})
         missing = "answered"

@@ -38,7 +38,7 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
         "context_window": 2048,
     }
     llm = OpenAILike(max_tokens=40, **settings)
-    long_llm = OpenAILike(max_tokens=100, **settings)
+    long_llm = OpenAILike(max_tokens=400, **settings)
     messages = [ChatMessage(role="user", content=question)]
     called = long_llm.chat_with_tools(
         [FunctionTool.from_defaults(weather)], user_msg=question, tool_choice="weather", tool_required=True

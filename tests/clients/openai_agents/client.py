@@ -51,12 +51,12 @@ async def main(server: str, _: str, question: str) -> dict[str, Any]:
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
     ]
     with_tool = {"tools": [weather], "tool_choice": "weather", "tool_use_behavior": "stop_on_first_tool"}
-    called = await Runner.run(agent(100, **with_tool), question)
+    called = await Runner.run(agent(400, **with_tool), question)
     (call,) = [item.raw_item for item in called.new_items if isinstance(item, ToolCallItem)]
     arguments = json.loads(call.arguments)
     assert called.final_output == weather_of(arguments), called.final_output
     structured = [
-        (await Runner.run(agent(100, model=one, output_type=Answer), question)).final_output.model_dump()
+        (await Runner.run(agent(400, model=one, output_type=Answer), question)).final_output.model_dump()
         for one in (model, responses)
     ]
     return {

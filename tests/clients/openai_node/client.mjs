@@ -35,7 +35,7 @@ const called = await client.chat.completions
   .stream({
     ...greedy,
     messages,
-    max_tokens: 100,
+    max_tokens: 400,
     tools: [weather],
     tool_choice: { type: "function", function: { name: "weather" } },
   })
@@ -45,7 +45,7 @@ seen.tool = { name: call.name, arguments: JSON.parse(call.arguments) };
 const parsed = await client.chat.completions.parse({
   ...greedy,
   messages,
-  max_tokens: 100,
+  max_tokens: 400,
   response_format: zodResponseFormat(Answer, "answer"),
 });
 seen.structured = [parsed.choices[0].message.parsed];

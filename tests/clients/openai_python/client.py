@@ -29,14 +29,14 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
     chat = client.chat.completions
     forced = {"type": "function", "function": {"name": "Weather"}}
     called = chat.parse(
-        messages=messages, tools=[pydantic_function_tool(Weather)], tool_choice=forced, max_tokens=100, **greedy
+        messages=messages, tools=[pydantic_function_tool(Weather)], tool_choice=forced, max_tokens=400, **greedy
     )
     (call,) = called.choices[0].message.tool_calls
     with client.responses.stream(input=question, max_output_tokens=40, **greedy) as events:
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
         response = events.get_final_response()
     assert response.output_text == "".join(deltas)
-    parsed = client.responses.parse(input=question, text_format=Answer, max_output_tokens=100, **greedy)
+    parsed = client.responses.parse(input=question, text_format=Answer, max_output_tokens=400, **greedy)
     seen: dict[str, Any] = {
         "models": [model.id for model in client.models.list()],
         "chat": chat.create(messages=messages, max_tokens=40, **greedy).choices[0].message.content,
@@ -48,7 +48,7 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
         "completion": client.completions.create(prompt=question, max_tokens=8, **greedy).choices[0].text,
         "tool": {"name": call.function.name.lower(), "arguments": call.function.parsed_arguments.model_dump()},
         "structured": [
-            chat.parse(messages=messages, response_format=Answer, max_tokens=100, **greedy)
+            chat.parse(messages=messages, response_format=Answer, max_tokens=400, **greedy)
             .choices[0]
             .message.parsed.model_dump(),
             parsed.output_parsed.model_dump(),

@@ -22,7 +22,7 @@ def main(server: str, _: str, question: str) -> dict[str, Any]:
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
     vllm = outlines.from_vllm(client, "demo")
     openai = outlines.from_openai(client, "demo")
-    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 100}
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 400}
     word = vllm(question, Literal["yes", "no"], **greedy)
     assert word in ("yes", "no"), word
     number = vllm(question, Regex(r"[1-9][0-9]{2}"), **greedy)

@@ -34,7 +34,7 @@ async def main(server: str, _: str, question: str) -> dict[str, Any]:
 
     def typed(output_type: Any) -> Agent[None, Any]:
         # a small model would call a tool that it must call again and again
-        settings = {"temperature": 0, "max_tokens": 100, "parallel_tool_calls": False}
+        settings = {"temperature": 0, "max_tokens": 400, "parallel_tool_calls": False}
         # an answer that does not fit is a fault here
         return Agent(model, output_type=output_type, retries=0, model_settings=settings)
 

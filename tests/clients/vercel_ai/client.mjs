@@ -23,7 +23,7 @@ for await (const text of stream.textStream) seen.stream.push(text);
 if (!((await stream.usage).outputTokens > 0)) throw new Error("a stream without usage");
 const called = await generateText({
   ...greedy,
-  maxOutputTokens: 100,
+  maxOutputTokens: 400,
   tools: {
     weather: tool({
       description: "The weather of a city.",
@@ -33,7 +33,7 @@ const called = await generateText({
   toolChoice: { type: "tool", toolName: "weather" },
 });
 seen.tool = { name: called.toolCalls[0].toolName, arguments: called.toolCalls[0].input };
-const { output } = await generateText({ ...greedy, maxOutputTokens: 100, output: Output.object({ schema: Answer }) });
+const { output } = await generateText({ ...greedy, maxOutputTokens: 400, output: Output.object({ schema: Answer }) });
 seen.structured = [output];
 if (poolingServer)
   seen.embedding = (await embed({ model: provider(poolingServer).embeddingModel("demo"), value: question })).embedding;
