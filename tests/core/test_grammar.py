@@ -105,7 +105,7 @@ def backend(request: pytest.FixtureRequest) -> GrammarBackend:
     return _BACKENDS[request.param]
 
 
-def compiled(backend: GrammarBackend, **fields: Any) -> CompiledGrammar:
+def compiled(backend: GrammarBackend, /, **fields: Any) -> CompiledGrammar:
     return backend.compile(make_constraint(StructuredOutputsParams(**fields), CONFIG))
 
 
@@ -334,7 +334,10 @@ def test_whitespace_pattern_is_for_llguidance() -> None:
         compiled(_BACKENDS["guidance"], json={"type": "array"}, whitespace_pattern="(")
 
 
-def test_objects_can_be_kept_to_the_properties_they_name(backend: GrammarBackend) -> None:
+@pytest.mark.parametrize("fields", [{}, {"backend": "guidance", "disable_additional_properties": True}])
+def test_objects_have_only_the_properties_that_the_schema_names(
+    backend: GrammarBackend, fields: dict[str, Any]
+) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -342,11 +345,17 @@ def test_objects_can_be_kept_to_the_properties_they_name(backend: GrammarBackend
             "free": {"type": "object"},
         },
     }
-    grammar = compiled(backend, json=schema, disable_additional_properties=True)
+    grammar = compiled(backend, json=schema, **fields)
     for text in ('{"properties": {"a": null}}', '{"free": {"x": 1}}', "{}"):
         assert matches(grammar.start(), text, VOCABULARY), text
     for text in ('{"b": 1}', '{"properties": {"b": 1}}', '{"properties": {"a": null, "b": 1}}'):
         assert not matches(grammar.start(), text, VOCABULARY), text
+
+
+def test_guidance_allows_other_properties_when_chosen_by_name() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    grammar = compiled(_BACKENDS["guidance"], json=schema, backend="guidance")
+    assert matches(grammar.start(), '{"a": null, "b": 1}', VOCABULARY)
 
 
 def test_dots_and_line_breaks() -> None:

@@ -95,7 +95,9 @@ def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsCo
         _check_size("whitespace_pattern", pattern, MAX_WHITESPACE_BYTES)
     if pattern is not None and params.disable_any_whitespace:
         raise RequestError("whitespace_pattern and disable_any_whitespace contradict each other.", _FIELD)
-    closed = params.disable_additional_properties or config.disable_additional_properties
+    backend = params.backend or config.backend
+    # xgrammar always closes objects, as vLLM uses it; so guidance does the same where it is not chosen by name
+    closed = params.disable_additional_properties or config.disable_additional_properties or backend != "guidance"
     is_json = kind is ConstraintKind.JSON
     whitespace = Whitespace.LAYOUT
     if is_json and pattern is None:
@@ -106,7 +108,7 @@ def make_constraint(params: StructuredOutputsParams, config: StructuredOutputsCo
     return Constraint(
         kind,
         text,
-        params.backend or config.backend,
+        backend,
         whitespace=whitespace,
         additional_properties=not (is_json and closed),
         whitespace_pattern=pattern,
