@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
+
+import msgspec
+import zmq
 
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.input_processor import InputProcessor
 from ascend_vllm.engine.metrics import StepStats
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs
+from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady
 from tests.plain_arch import make_arch
 
 
@@ -52,6 +58,24 @@ def make_config(
         device=DeviceConfig(),
         observability=ObservabilityConfig(log_stats=log_stats),
     )
+
+
+def stop_and_play_ready(client: CoreClient, outbound: zmq.Socket[bytes], inbound: zmq.Socket[bytes]) -> None:
+    """Stops an engine core's process before it imports torch, and sends in its place that it is ready.
+
+    Args:
+        client: has just started its only core.
+        outbound: PUSH, connected to where the process would send its messages.
+        inbound: PULL, connected here to where the process would get messages; nobody reads them.
+    """
+    (core,) = client._cores
+    assert core.process.pid is not None
+    os.kill(core.process.pid, signal.SIGSTOP)
+    inbound.set_hwm(0)
+    inbound.connect(core.process.inbound)
+    assert core._sender.poll(30_000, zmq.POLLOUT)
+    ready = EngineReady(num_gpu_blocks=32, block_size=16, max_model_len=128, load_time_s=0.1)
+    outbound.send(msgspec.msgpack.encode(ready))
 
 
 class FakeEngine:

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 import psutil
@@ -30,7 +30,7 @@ from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
-from tests.engine.engine_for_tests import make_config
+from tests.engine.engine_for_tests import make_config, stop_and_play_ready
 from tests.tiny_models import tiny_model
 
 
@@ -65,6 +65,16 @@ def played_core(client: CoreClient) -> Iterator[zmq.Socket[bytes]]:
     with client._cores[0]._context.socket(zmq.PUSH) as push:
         push.connect(client._cores[0].process.outbound)
         yield push
+
+
+@contextlib.asynccontextmanager
+async def stopped_core(client: CoreClient) -> AsyncIterator[None]:
+    """Within, the client is ready and its core's process, which has never run, is stopped."""
+    client.start()
+    with played_core(client) as outbound, client._cores[0]._context.socket(zmq.PULL) as inbound:
+        stop_and_play_ready(client, outbound, inbound)
+        await client.ready()
+        yield
 
 
 def threads_of_outputs() -> list[threading.Thread]:
@@ -128,15 +138,13 @@ async def test_clients_may_come_and_go_in_one_event_loop() -> None:
 async def test_a_killed_core_is_noticed() -> None:
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
     client = CoreClient(tiny_config(), ignore, dead.set_result)
-    client.start()
     try:
-        await client.ready()
         # stopped, so that the call cannot be answered first
-        os.kill(client.pids[0], signal.SIGSTOP)
-        call = asyncio.ensure_future(client.call_utility("audit"))
-        await asyncio.sleep(0)
-        os.kill(client.pids[0], signal.SIGKILL)
-        error = await asyncio.wait_for(dead, 30)
+        async with stopped_core(client):
+            call = asyncio.ensure_future(client.call_utility("audit"))
+            await asyncio.sleep(0)
+            os.kill(client.pids[0], signal.SIGKILL)
+            error = await asyncio.wait_for(dead, 30)
         assert "was killed by signal 9" in str(error)
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
             await call
@@ -151,14 +159,12 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
     dead: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
     client = CoreClient(tiny_config(), ignore, dead.set_result)
-    client.start()
     try:
-        await client.ready()
-        os.kill(client.pids[0], signal.SIGSTOP)
-        start = time.monotonic()
-        client.add_requests([EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, start)])
-        error = await asyncio.wait_for(dead, 30)
-        assert time.monotonic() - start >= 0.4
+        async with stopped_core(client):
+            start = time.monotonic()
+            client.add_requests([EngineCoreRequest("r", [1, 2, 3], SamplingParams(max_tokens=4), None, start)])
+            error = await asyncio.wait_for(dead, 30)
+            assert time.monotonic() - start >= 0.4
         assert "VLLM_ENGINE_ITERATION_TIMEOUT_S" in str(error) and "0.4 s" in str(error)
         assert client.error is error
         with pytest.raises(EngineDeadError, match="VLLM_ENGINE_ITERATION_TIMEOUT_S"):

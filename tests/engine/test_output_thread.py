@@ -29,6 +29,7 @@ from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from tests.engine.engine_for_tests import stop_and_play_ready
 from tests.tiny_models import tiny_model
 
 # the event loop of `shared_core`
@@ -56,13 +57,23 @@ def output_threads() -> list[threading.Thread]:
 
 
 class PlayedCore:
-    """Sends messages in place of an engine's core, whose process is stopped."""
+    """Sends messages in place of an engine's core, whose process is stopped.
+
+    Args:
+        engine: not ready yet.
+    """
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbound = self._context.socket(zmq.PULL)
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.connect(engine._client._cores[0].process.outbound)
+
+    async def start(self) -> None:
+        """Makes the engine ready without its core."""
+        stop_and_play_ready(self.engine._client, self._socket, self._inbound)
+        await self.engine.ready()
 
     def stop_real_core(self) -> None:
         assert self.engine.core_pid is not None
@@ -101,12 +112,12 @@ async def played() -> AsyncIterator[PlayedCore]:
     engine = make_engine()
     core = PlayedCore(engine)
     try:
-        await engine.ready()
-        core.stop_real_core()
+        await core.start()
         yield core
     finally:
+        # it has loaded nothing, and would begin with it now
         with contextlib.suppress(ProcessLookupError):
-            os.kill(engine.core_pid or 0, signal.SIGCONT)
+            os.kill(engine.core_pid or 0, signal.SIGKILL)
         engine.shutdown()
         core.close()
     assert output_threads() == others
@@ -428,6 +439,8 @@ async def test_shutdown_leaves_no_thread(state: str) -> None:
         if state == "loading":
             waiting = asyncio.ensure_future(engine.ready())
             await wait_until(lambda: output_threads() != others)
+        elif state == "dead":
+            await core.start()
         elif state != "never ready":
             await engine.ready()
         if state == "busy":
