@@ -326,17 +326,19 @@ def requests_to(fields: Sequence[Field], *, everywhere: bool, whole: bool) -> li
 
     Args:
         fields: the places.
-        everywhere: whether a place that several endpoints have gets the costly value at each of them.
+        everywhere: whether a place that several endpoints have gets the values at each of them. What `REACHED` names
+            gets the one that fits there in any case.
         whole: whether a place gets every costly value.
     """
     sizes = (10 * SIZE, SIZE) if whole else (None,)
-    costly = {field.name for field in (fields if everywhere or whole else one_of_those_alike(fields))}
+    chosen = {field.name for field in (fields if everywhere or whole else one_of_those_alike(fields))}
+    reached = {f"{path}.{name}" for path, names in REACHED.items() for name in names}
     return [
         request
         for field in fields
         for size in sizes
         for request in requests_of(field, _BASES[field.path[0]], size)
-        if request.shape == "small" or field.name in costly
+        if field.name in chosen or (request.shape == "small" and field.name in reached)
     ]
 
 
