@@ -73,6 +73,9 @@ class AttentionSpec:
         head_size: D.
         scale: factor on query·key, usually D**-0.5.
         sliding_window: a token attends to itself and the sliding_window-1 tokens before it; None: to all.
+        soft_cap: c of c·tanh(score / c), which replaces scaled scores; None: they stay as they are.
+        alibi_slopes: [N] float32 of this rank's heads: factors on the distance to a key, which is subtracted from its
+            score; None: positions do not affect scores.
     """
 
     num_heads: int
@@ -80,6 +83,8 @@ class AttentionSpec:
     head_size: int
     scale: float
     sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi_slopes: torch.Tensor | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,12 +112,14 @@ class AttentionBackend(abc.ABC):
     Attributes:
         dtypes: of the queries, keys and values that it supports.
         head_sizes: that it supports; so with `block_sizes`.
+        changes_scores: it supports soft caps and ALiBi.
     """
 
     name: str
     dtypes: tuple[torch.dtype, ...]
     head_sizes: range
     block_sizes: tuple[int, ...]
+    changes_scores: bool = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -131,6 +138,8 @@ class AttentionBackend(abc.ABC):
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
         if (reason := cls._unsupported_heads_reason(spec)) is not None:
             return reason
+        if not cls.changes_scores and (spec.soft_cap is not None or spec.alibi_slopes is not None):
+            return "its operators have no parameter for soft caps and ALiBi, which this model's attention needs"
         if block_size not in cls.block_sizes:
             return f"block size {block_size} is not one of {', '.join(map(str, cls.block_sizes))}"
         if spec.sliding_window is not None and spec.sliding_window < 1:

@@ -17,6 +17,7 @@ class CpuAttention(AttentionBackend):
     dtypes = FLOAT_DTYPES
     head_sizes = HEAD_SIZES
     block_sizes = BLOCK_SIZES
+    changes_scores = True
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         _, block_size, num_kv_heads, head_size = cache.block_shape
@@ -60,5 +61,7 @@ class CpuAttention(AttentionBackend):
             batch.seq_lens,
             spec.scale,
             spec.sliding_window or 0,
+            spec.soft_cap or 0.0,
+            spec.alibi_slopes,
         )
         return output.view(num_tokens, spec.num_heads * spec.head_size)

@@ -153,6 +153,8 @@ def make_paged_problem(
     block_size: int,
     sliding_window: int = 0,
     padding: int = 0,
+    soft_cap: float = 0.0,
+    alibi: bool = False,
     seed: int = 0,
 ) -> tuple[Any, ...]:
     """Random arguments of `paged_attention`.
@@ -169,6 +171,8 @@ def make_paged_problem(
         block_size: S.
         sliding_window: as the op's.
         padding: tokens at the end of the query that belong to no row.
+        soft_cap: as the op's.
+        alibi: with random slopes. Without both, the arguments for them are left out.
         seed: of all randomness.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -195,7 +199,7 @@ def make_paged_problem(
         readable[blocks[positions // block_size].long(), positions % block_size] = True
     cache.masked_fill_(~readable[None, :, None, :, None], float("nan"))
     query = torch.randn(num_tokens, num_heads, head_size, generator=generator)
-    return (
+    arguments = (
         query.to(dtype),
         *cache.to(dtype).unbind(0),
         block_table,
@@ -204,6 +208,9 @@ def make_paged_problem(
         head_size**-0.5,
         sliding_window,
     )
+    if not soft_cap and not alibi:
+        return arguments
+    return (*arguments, soft_cap, torch.rand(num_heads, generator=generator) if alibi else None)
 
 
 def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -243,6 +250,13 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     names = ("num_heads", "num_kv_heads", "head_size", "block_size", "sliding_window", "padding")
     for seed, (rows, *sizes) in enumerate(cases):
         yield make_paged_problem(dtype, rows, seed=seed, **dict(zip(names, sizes, strict=True)))
+    # soft caps that bend all scores, and ALiBi: decoding, prompts, chunks, windows, every form of the kernel
+    changed: list[tuple[float, bool]] = [(0.5, False), (0.0, True), (2.0, True)]
+    for seed, (soft_cap, alibi) in enumerate(changed):
+        for number in (4, 7, 10, 12, 16, 17, 19):
+            rows, *sizes = cases[number]
+            options = dict(zip(names, sizes, strict=True))
+            yield make_paged_problem(dtype, rows, soft_cap=soft_cap, alibi=alibi, seed=seed, **options)
 
 
 @define_op(inputs=_paged_attention_inputs, tolerance=2e-5, devices=("cpu",), recordable=True)
@@ -255,6 +269,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     sliding_window: int,
+    soft_cap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each row's tokens to the row's blocks; decoding rows and prompt chunks in one call.
 
@@ -273,6 +289,9 @@ def paged_attention(
         seq_lens: [R] int32.
         scale: factor on query·key.
         sliding_window: positions a token sees, itself included; 0: all.
+        soft_cap: c > 0 makes c·tanh(score / c) of each scaled score; 0: scores stay as they are.
+        alibi_slopes: [N] float32, factors on the distance from token to key, which is subtracted from the scores
+            (Press et al., "Train Short, Test Long", 2022); None: nothing is.
 
     Returns:
         [T, N, D] in query's dtype, contiguous; zero for tokens that belong to no row.
@@ -302,6 +321,10 @@ def paged_attention(
         if sliding_window:
             masked |= key_positions <= query_positions - sliding_window
         scores = query[start:end].transpose(0, 1) @ keys.transpose(1, 2) * scale
+        if soft_cap:
+            scores = (scores / soft_cap).tanh() * soft_cap
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes[:, None, None] * (key_positions - query_positions)
         weights = scores.masked_fill(masked, float("-inf")).softmax(-1, dtype=softmax_dtype)
         output[start:end] = (weights.to(values.dtype) @ values).transpose(0, 1)
     return output

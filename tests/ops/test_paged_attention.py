@@ -31,7 +31,7 @@ needs_kernels = pytest.mark.skipif(not available_cpu_isas(), reason="the CPU ker
 
 
 def attention_cut(problem: tuple[Any, ...], split_keys: int, threads: int) -> torch.Tensor:
-    return torch.ops.ascend_vllm._paged_attention_cut(*problem, split_keys, threads)
+    return torch.ops.ascend_vllm._paged_attention_cut(*problem[:8], split_keys, threads, *problem[8:])
 
 
 def widened(problem: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,10 +170,12 @@ def test_threads_do_not_change_a_result(isa: str, dtype: torch.dtype) -> None:
 
 
 @needs_kernels
-def test_a_row_does_not_depend_on_its_batch(isa: str) -> None:
+@pytest.mark.parametrize("changes", [{}, {"soft_cap": 1.0, "alibi": True}])
+def test_a_row_does_not_depend_on_its_batch(isa: str, changes: dict[str, Any]) -> None:
     rows = [(1, 77), (90, 200), (1, 1200), (5, 5), (0, 4), (1, 3)]
-    problem = make_paged_problem(torch.float32, rows, num_heads=4, num_kv_heads=2, head_size=32, block_size=16)
-    query, key_cache, value_cache, block_table, query_start, seq_lens, scale, window = problem
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16}
+    problem = make_paged_problem(torch.float32, rows, **sizes, **changes)
+    query, key_cache, value_cache, block_table, query_start, seq_lens, *rest = problem
     together = paged_attention(*problem)
     for row in range(len(rows)):
         owned = slice(int(query_start[row]), int(query_start[row + 1]))
@@ -185,8 +187,7 @@ def test_a_row_does_not_depend_on_its_batch(isa: str) -> None:
             block_table[row : row + 1],
             torch.tensor([0, count], dtype=torch.int32),
             seq_lens[row : row + 1],
-            scale,
-            window,
+            *rest,
         )
         assert torch.equal(alone, together[owned])
 
@@ -295,6 +296,8 @@ def test_ragged_batches(isa: str, data: st.DataObject) -> None:
         block_size=data.draw(st.sampled_from(BLOCK_SIZES), "block size"),
         sliding_window=data.draw(st.just(0) | st.integers(1, 400), "sliding window"),
         padding=data.draw(st.integers(0, 2), "padding"),
+        soft_cap=data.draw(st.sampled_from([0.0, 0.3, 50.0]), "soft cap"),
+        alibi=data.draw(st.booleans(), "ALiBi"),
         seed=data.draw(st.integers(0, 100), "seed"),
     )
     result = paged_attention(*problem)
@@ -442,6 +445,18 @@ def test_backend_says_why_it_refuses(spec: AttentionSpec, dtype: torch.dtype, bl
     refusal = CpuAttention.unsupported_reason(spec, dtype, block_size)
     assert refusal is not None
     assert refusal.startswith(reason)
+
+
+@pytest.mark.parametrize("changes", [{"soft_cap": 50.0}, {"alibi_slopes": torch.ones(4)}])
+def test_backends_without_soft_caps_and_alibi_refuse_them(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec(4, 2, 64, 0.125, **changes)
+    assert CpuAttention.unsupported_reason(spec, torch.float32, 16) is None
+    monkeypatch.setattr(CpuAttention, "changes_scores", False)
+    assert CpuAttention.unsupported_reason(spec, torch.float32, 16) == (
+        "its operators have no parameter for soft caps and ALiBi, which this model's attention needs"
+    )
 
 
 def test_backend_takes_what_it_can() -> None:

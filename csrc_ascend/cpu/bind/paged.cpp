@@ -137,7 +137,8 @@ struct PagedCall {
 at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_cache,
                                const at::Tensor& value_cache, const at::Tensor& block_table,
                                const at::Tensor& query_start, const at::Tensor& seq_lens, double scale,
-                               int64_t sliding_window, int64_t split_keys, int64_t threads) {
+                               int64_t sliding_window, int64_t split_keys, int64_t threads, double soft_cap,
+                               const std::optional<at::Tensor>& alibi_slopes) {
   TORCH_CHECK(query.dim() == 3, "query must be [tokens, heads, head size], got ", query.sizes());
   check_rows(query, "query");
   const int64_t tokens = query.size(0), heads = query.size(1), size = query.size(2);
@@ -158,6 +159,8 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
       " of shape ", block_table.sizes());
   check_rows(block_table, "block_table");
   TORCH_CHECK(sliding_window >= 0, "sliding_window must be 0 (none) or positive, got ", sliding_window);
+  TORCH_CHECK(soft_cap >= 0, "soft_cap must be 0 (none) or positive, got ", soft_cap);
+  if (alibi_slopes.has_value()) check_vector(*alibi_slopes, "alibi_slopes", at::kFloat, heads);
   TORCH_CHECK(split_keys >= 0 && split_keys % 128 == 0 && threads >= 0, "split_keys must be a multiple of 128");
 
   at::Tensor out = new_tensor(query.sizes(), query.options());
@@ -179,6 +182,8 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   args.block_shift = log2_of_block_size(key_cache.size(2));
   args.window = sliding_window;
   args.scale = static_cast<float>(scale);
+  args.soft_cap = static_cast<float>(soft_cap);
+  args.slopes = alibi_slopes.has_value() ? alibi_slopes->const_data_ptr<float>() : nullptr;
   args.split_keys = split_keys;
   const PagedCall call{
       .args = args,
@@ -195,9 +200,10 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
                            const at::Tensor& block_table, const at::Tensor& query_start,
-                           const at::Tensor& seq_lens, double scale, int64_t sliding_window) {
+                           const at::Tensor& seq_lens, double scale, int64_t sliding_window, double soft_cap,
+                           const std::optional<at::Tensor>& alibi_slopes) {
   return paged_attention_cut(query, key_cache, value_cache, block_table, query_start, seq_lens, scale,
-                             sliding_window, kSplitKeys, 0);
+                             sliding_window, kSplitKeys, 0, soft_cap, alibi_slopes);
 }
 
 }  // namespace
@@ -212,7 +218,7 @@ TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
 TORCH_LIBRARY_FRAGMENT(ascend_vllm, m) {
   m.def(
       "_paged_attention_cut(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
-      "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, int split_keys, int threads) -> "
-      "Tensor");
+      "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, int split_keys, int threads, "
+      "float soft_cap=0.0, Tensor? alibi_slopes=None) -> Tensor");
   m.impl("_paged_attention_cut", c10::DispatchKey::CPU, &ascend_vllm::paged_attention_cut);
 }

@@ -43,7 +43,9 @@ struct PagedAttentionArgs {
   int block_shift;
   int64_t window;  // 0: none
   float scale;
-  int64_t split_keys;  // 0: never split
+  float soft_cap;       // of scaled scores; 0: none
+  const float* slopes;  // [N], of ALiBi; null: none
+  int64_t split_keys;   // 0: never split
   const PagedItem* items;
   int64_t num_items;
   PagedMerge* merges;
@@ -118,7 +120,13 @@ class PagedAttention {
         scratch_(scratch + 2 * Part::floats(kPagedTileRows, args.head_size)) {
     const int64_t tokens = args.query_start[item.sequence + 1] - first_token_;
     sequence_rows_ = tokens * group_;
-    rows_ = {item.row_begin, item.row_end, group_, args.seq_lens[item.sequence] - tokens, args.window};
+    rows_ = {item.row_begin,
+             item.row_end,
+             group_,
+             args.seq_lens[item.sequence] - tokens,
+             args.window,
+             args.soft_cap * kLog2E,
+             args.slopes == nullptr ? nullptr : args.slopes + item.kv_head * group_};
     const int64_t head_offset = item.kv_head * (args.head_size << args.block_shift);
     blocks_ = {static_cast<const T*>(args.key_cache) + head_offset,
                static_cast<const T*>(args.value_cache) + head_offset,
@@ -132,7 +140,8 @@ class PagedAttention {
     // chosen by the sequence's rows, not the item's, so that the result does not depend on the items
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<T, bfloat16>) {
-      if (sequence_rows_ >= kMinTileRows && scale() > 0.0f) {
+      // tiles have a softmax of their own, which does not change scores
+      if (sequence_rows_ >= kMinTileRows && scale() > 0.0f && !rows_.changes_scores()) {
         return run_with(QueryTiles(blocks_, rows_, scale(), scratch_));
       }
     }
@@ -146,7 +155,7 @@ class PagedAttention {
 
  private:
   // the softmax uses powers of two, so scores are scaled by log2 e
-  float scale() const { return args_.scale * 1.44269504088896341f; }
+  float scale() const { return args_.scale * kLog2E; }
 
   template <class Form>
   void run_with(Form form) {

@@ -151,6 +151,7 @@ class DepthLanes {
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
     const int64_t low = clamp(rows_.seen_from(row) - tile, begin, end);
     const int64_t high = clamp(rows_.position(row) + 1 - tile, low, end);
+    if (rows_.changes_scores()) change_scores(row, tile, first, last, scores);
     fill(scores + first, low - first, -__builtin_inff());
     fill(scores + high, last - high, -__builtin_inff());
     VecF greatest = set1(part.max[i]);
@@ -167,6 +168,16 @@ class DepthLanes {
     part.max[i] = new_max;
     part.sum[i] = part.sum[i] * rescale + reduce_add(sum);
     return rescale;
+  }
+
+  // Soft cap and ALiBi of one row, for keys first … last-1 of the tile, which are whole vectors.
+  void change_scores(int64_t row, int64_t tile, int64_t first, int64_t last, float* scores) const {
+    static constexpr float kLaneNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const VecF slope = set1(rows_.slope(row));
+    for (int64_t n = first; n < last; n += kLanes) {
+      const VecF distance = set1(static_cast<float>(tile + n - rows_.position(row))) + load(kLaneNumbers);
+      store(scores + n, changed_scores(load(scores + n), rows_.soft_cap, slope, distance));
+    }
   }
 
   void add_values(int64_t tile, int64_t begin, int64_t end, const float* rescale, float* out) {

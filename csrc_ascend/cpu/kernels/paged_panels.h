@@ -56,6 +56,25 @@ inline void hide(const QueryRows& rows, int64_t first, int64_t tile, int64_t low
   }
 }
 
+// Soft cap and ALiBi of a panel, for keys low … high-1.
+template <int kWidth>
+inline void change_scores(const QueryRows& rows, int64_t first, int64_t tile, int64_t low, int64_t high,
+                          float* scores) {
+  float slopes[kWidth], positions[kWidth];
+  for (int lane = 0; lane < kWidth; ++lane) {
+    const int64_t row = rows.begin + first + lane;
+    slopes[lane] = rows.slope(row);
+    positions[lane] = static_cast<float>(rows.position(row));
+  }
+  for (int64_t n = low; n < high; ++n) {
+    const VecF key = set1(static_cast<float>(tile + n));
+    for (int lane = 0; lane < kWidth; lane += kLanes) {
+      float* at = scores + n * kWidth + lane;
+      store(at, changed_scores(load(at), rows.soft_cap, load(slopes + lane), key - load(positions + lane)));
+    }
+  }
+}
+
 // The keys or values of a tile: runs of `run` contiguous rows, a power of two.
 template <class Key>
 struct TileRows {

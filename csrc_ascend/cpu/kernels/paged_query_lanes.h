@@ -175,6 +175,7 @@ class QueryLanes {
         blocks_.prefetch(blocks_.keys, tile + kTileKeys + n, kCount);
       score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
     }
+    if (rows_.changes_scores()) change_scores<kWidth>(rows_, first, tile, low, high, scores_);
     hide<kWidth>(rows_, first, tile, low, high, scores_);
     const int64_t even = round_down(low, Kind::kPaired);
     weigh<kVecs>(first, low, high, even);

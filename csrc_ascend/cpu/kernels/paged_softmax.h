@@ -15,6 +15,8 @@ constexpr int kTileKeys = 64;
 // The maximum before any visible key: finite, so that the difference of two of them is zero and not NaN.
 constexpr float kNoMax = -3.402823466e38f;
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 // bfloat16 is multiplied in pairs if there is an instruction for it. The portable variant does so too, although
 // it is slower, so that tests cover this code on machines without BF16 instructions.
 constexpr bool kPairsArePreferred = kHasPairDots || kLanes == 4;
@@ -73,7 +75,12 @@ struct QueryRows {
   int64_t group;           // query heads of a KV head
   int64_t first_position;  // of token 0
   int64_t window;          // 0: none
+  float soft_cap;          // largest absolute score, scaled by log2 e; 0: none
+  const float* slopes;     // of ALiBi, per head of the group; null: none
 
+  bool changes_scores() const { return soft_cap > 0.0f || slopes != nullptr; }
+  // Scaled by log2 e, as scores are.
+  float slope(int64_t row) const { return slopes == nullptr ? 0.0f : slopes[row % group] * kLog2E; }
   int64_t count() const { return end - begin; }
   int64_t position(int64_t row) const { return first_position + row / group; }
   // Positions visible to a row: seen_from(row) … position(row).
@@ -82,6 +89,26 @@ struct QueryRows {
     return from > 0 ? from : 0;
   }
 };
+
+// tanh with an absolute error of about 1e-7, and a relative one near 0; NaN for NaN.
+inline VecF tanh(VecF x) {
+  const VecF size = abs(x), square = x * x;
+  VecF series = fma(set1(62.0f / 2835.0f), square, set1(-17.0f / 315.0f));
+  series = fma(series, square, set1(2.0f / 15.0f));
+  series = fma(series, square, set1(-1.0f / 3.0f));
+  series = fma(series * square, x, x);
+  const VecF power = exp(size * set1(-2.0f));
+  const VecF large = (set1(1.0f) - power) / (set1(1.0f) + power);
+  const VecF signed_large = select(gt(set1(0.0f), x), set1(0.0f) - large, large);
+  return select(gt(set1(0.25f), size), series, signed_large);
+}
+
+// Scores with the soft cap, c tanh(score / c), and then ALiBi: slope times the distance, key minus query, which
+// is never positive for visible keys (Press et al., 2022).
+inline VecF changed_scores(VecF scores, float soft_cap, VecF slopes, VecF distance) {
+  if (soft_cap > 0.0f) scores = set1(soft_cap) * tanh(scores * set1(1.0f / soft_cap));
+  return fma(slopes, distance, scores);
+}
 
 // Attention of rows to some of their keys: out [rows, D] is the sum of 2^(score - max) * value, sum that of the
 // weights; scores are scaled by log2 e.
