@@ -2,7 +2,8 @@
 
 A decoding step of a small model calls a few hundred kernels, and calling them takes a good part of its time. A tape
 holds the calls with the addresses that they read and write; `csrc_ascend/cpu/bind/tape.h` keeps it. An op without a
-kernel of its own, such as one of a plug-in, divides a tape in two: its reference is called between them.
+kernel of its own, such as one of a plug-in, and one of torch's in `_REPEATED` divide a tape in two: they are called
+between them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from ascend_vllm.ops.native import native_library
 from ascend_vllm.ops.registry import NAMESPACE, OPS
 
 T = TypeVar("T")
+
+
+# element-wise operators of torch, which depend on nothing but their arguments; few families use them in layers
+_REPEATED = frozenset({"aten::add_", "aten::mul_", "aten::gelu", "aten::relu_"})
 
 
 class UnrecordableError(Exception):
@@ -60,7 +65,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spec = OPS.get(func._opname) if func.namespace == NAMESPACE else None
         if func.is_view or (spec is not None and spec.recordable and spec.has_kernel("cpu")):
             return func(*args, **kwargs or {})
-        if spec is None or not spec.recordable:
+        if func._schema.name not in _REPEATED and (spec is None or not spec.recordable):
             raise UnrecordableError(f"{func} is no kernel that can be recorded")
         self._library.ascend_vllm_tape_end()
         recorded = func(*args, **kwargs or {})
