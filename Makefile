@@ -48,7 +48,7 @@ help:
 	@echo "make build   install everything and build the kernels, run nothing"
 	@echo "make clients install the clients that the tests use"
 	@echo "make sim     install torch_npu beside the environment and build the simulated Ascend runtime"
-	@echo "make docs    write docs/flags.md, docs/environment.md and docs/performance.md again"
+	@echo "make docs    write docs/flags.md, docs/environment.md, docs/models.md and docs/performance.md again"
 	@echo "make clean   remove what was built;  make distclean  remove the virtual environment too"
 
 serve: build
@@ -144,6 +144,7 @@ clients: $(STAMPS)/clients
 docs: $(STAMPS)/package
 	$(PY) scripts/make_flags_doc.py
 	$(PY) scripts/make_environment_doc.py
+	$(PY) scripts/make_models_doc.py
 	$(PY) scripts/make_performance_doc.py
 
 # torch comes before anything that depends on it, so that nothing pulls another version or build of it

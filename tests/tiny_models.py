@@ -88,6 +88,49 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2-64": lambda: transformers.Qwen2Config(**_GATED, head_dim=64, tie_word_embeddings=False),
     "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
     "qwen3-biases": lambda: transformers.Qwen3Config(**_GATED, head_dim=32, attention_bias=True),
+    "gemma": lambda: transformers.GemmaConfig(**_GATED, head_dim=24),
+    # prompts are longer than the window; scores and logits reach the caps
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_GATED, head_dim=24, sliding_window=40, attn_logit_softcapping=2.0, query_pre_attn_scalar=20
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_GATED, head_dim=24, sliding_window=40, sliding_window_pattern=3, final_logit_softcapping=5.0
+    ),
+    "gemma3-linear": lambda: transformers.Gemma3TextConfig(
+        **_GATED,
+        head_dim=24,
+        sliding_window=40,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "phi3": lambda: transformers.Phi3Config(**_GATED, sliding_window=40),
+    # the trained length is that of the longest sequence, so the factors are the short ones
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **_GATED | {"max_position_embeddings": 4 * MAX_POSITIONS},
+        original_max_position_embeddings=MAX_POSITIONS,
+        rope_parameters=_rope(
+            "longrope",
+            partial_rotary_factor=0.5,
+            short_factor=[1.0, 1.1, 1.3, 2.0],
+            long_factor=[1.0, 2.0, 4.0, 8.0],
+        ),
+    ),
+    "glm": lambda: transformers.GlmConfig(**_GATED, head_dim=32),
+    "glm4": lambda: transformers.Glm4Config(**_GATED, head_dim=32),
+    "internlm3": lambda: transformers.InternLM3Config(**_GATED, head_dim=16, qkv_bias=True, bias=True),
+    # one norm for attention and MLP, one KV head
+    "falcon": lambda: transformers.FalconConfig(**_COMMON),
+    "falcon-new": lambda: transformers.FalconConfig(
+        **_COMMON, new_decoder_architecture=True, num_kv_heads=2, bias=True, ffn_hidden_size=112
+    ),
+    "falcon-2": lambda: transformers.FalconConfig(
+        **_COMMON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    "falcon-sequential": lambda: transformers.FalconConfig(**_COMMON, multi_query=False, parallel_attn=False),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GATED, sliding_window=40),
     "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),
     "opt-post-norm": lambda: transformers.OPTConfig(
         **_COMMON, ffn_dim=112, do_layer_norm_before=False, word_embed_proj_dim=32
@@ -113,7 +156,15 @@ TINY_MODELS = (*_CONFIGS, *_ARRANGEMENTS)
 # one of each family
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 
-_OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight")
+_OUTPUT_PROJECTIONS = (
+    "o_proj.weight",
+    "down_proj.weight",
+    "out_proj.weight",
+    "fc2.weight",
+    "c_proj.weight",
+    "dense.weight",
+    "dense_4h_to_h.weight",
+)
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -145,13 +196,15 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
     """Fills a model in place: outputs of layers and logits are a few units wide, norms and biases matter."""
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
+    # Gemma's norms add 1 to their weights
+    norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                center = 0.0 if name.endswith("bias") else 1.0
+                center = 0.0 if name.endswith("bias") else norm
                 parameter.copy_(center + 0.2 * noise)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or "word_embeddings" in name:
                 # a tied table is also the head, whose input is normalised
                 parameter.copy_(noise * (3.0 * parameter.shape[1] ** -0.5 if tied else 1.0))
             elif "lm_head" in name:

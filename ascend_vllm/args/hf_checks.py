@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 
 from ascend_vllm.args.tables.engine import EngineFlags
-from ascend_vllm.config.arch import stated_window
+from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, rope_by_kind, stated_window
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.hf_defaults import SUPPORTED
 from ascend_vllm.config.model import DTYPE_BYTES
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import read_json, shown
@@ -115,6 +116,7 @@ _COMMON: Mapping[str, _Kind] = {
     "head_dim": _whole(1, MAX_WIDTH) | _NULL,
     "max_position_embeddings": _whole(1, MAX_POSITIONS) | _NULL,
     "n_positions": _LENGTH,
+    "max_target_positions": _LENGTH,
     "max_seq_len": _LENGTH,
     "seq_length": _LENGTH,
     "model_max_length": _LENGTH,
@@ -158,6 +160,19 @@ _OF_FAMILIES: Mapping[str, _Kind] = {
     "layer_norm_elementwise_affine": _SWITCH,
     "_remove_final_layer_norm": _SWITCH,
     "max_window_layers": _whole(0, _MAX_INT) | _NULL,
+    "query_pre_attn_scalar": _number(0, above=True),
+    "attn_logit_softcapping": _number(0, above=True) | _NULL,
+    "final_logit_softcapping": _number(0, above=True) | _NULL,
+    "rope_local_base_freq": _number(1, above=True),
+    "sliding_window_pattern": _whole(1, MAX_LAYERS),
+    "original_max_position_embeddings": _whole(1, MAX_POSITIONS),
+    "multi_query_group_num": _whole(1, MAX_HEADS),
+    "rope_ratio": _number(0, above=True),
+    "rotary_pct": _number(0, 1, above=True),
+    "num_ln_in_parallel_attn": _whole(1, 2) | _NULL,
+    "scale_emb": _number(0, above=True),
+    "scale_depth": _number(0, above=True),
+    "dim_model_base": _number(0, above=True),
     "layer_types": _TEXTS | _NULL,
 }
 # both spellings of rotary parameters, before they are merged
@@ -167,6 +182,7 @@ _ROPE_SPELLINGS: Mapping[str, _Kind] = {
     "rope_theta": _number(1, above=True) | _NULL,
 }
 _FACTOR = _number(0, 1e6, above=True) | _NULL
+_FACTORS = _list_of(_number(0, above=True), "numbers above 0")
 _ROPE: Mapping[str, _Kind] = {
     "rope_type": _TEXT,
     "rope_theta": _number(1, above=True),
@@ -181,6 +197,8 @@ _ROPE: Mapping[str, _Kind] = {
     "mscale_all_dim": _number(0, 1e6) | _NULL,
     "attention_factor": _FACTOR,
     "truncate": _SWITCH,
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
 }
 GENERATION: Mapping[str, _Kind] = {
     "temperature": _number(0) | _NULL,
@@ -240,15 +258,22 @@ def check_hf_config(path: pathlib.Path, config: Mapping[str, Any], *, is_known: 
         kinds, count = config.get("layer_types"), config["num_hidden_layers"]
         if kinds is not None and len(kinds) < count:
             raise ModelLoadError(f"{path}: 'layer_types' names {len(kinds)} layers of {count}")
-    rope = config.get("rope_parameters")
-    if rope:
-        check_fields(path, rope, _ROPE, "rope_parameters.")
+        for kind in kinds or ():
+            if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+                raise ModelLoadError(f"{path}: layer_types has {kind!r}, which is not supported")
+        for name, values in SUPPORTED.get(str(config.get("model_type")), {}).items():
+            if name in config and config[name] not in values:
+                raise ModelLoadError(f"{path}: {name} {shown(config[name])} is not supported")
+    parameters = config.get("rope_parameters") or {}
+    by_kind = rope_by_kind(parameters)
+    check_fields(path, by_kind, dict.fromkeys(by_kind, _OBJECT), "rope_parameters.")
+    prefixed = {f"rope_parameters.{kind}.": rope for kind, rope in by_kind.items()}
+    for prefix, rope in (prefixed or {"rope_parameters.": parameters}).items():
+        check_fields(path, rope, _ROPE, prefix)
         # the range in which the scaling of frequencies changes; the layer reports missing values
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         if low is not None and high is not None and high <= low:
-            raise ModelLoadError(
-                f"{path}: 'rope_parameters.high_freq_factor' ({high}) must be above low_freq_factor ({low})"
-            )
+            raise ModelLoadError(f"{path}: '{prefix}high_freq_factor' ({high}) must be above low_freq_factor ({low})")
 
 
 def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes: int) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from ascend_vllm import envs
 from ascend_vllm.args.hf_checks import GENERATION, check_fields, check_hf_config, check_rope_spellings
-from ascend_vllm.config.hf_defaults import DEFAULTS, WITHOUT_ROPE
+from ascend_vllm.config.arch import rope_by_kind
+from ascend_vllm.config.hf_defaults import DEFAULTS, SPELLINGS, WITH_CODE, WITHOUT_ROPE
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, one_line, read_json, shown
 
@@ -113,6 +114,10 @@ def _normalise_rope(config: dict[str, Any], scaling: Mapping[str, Any] | None, t
     """Merges all spellings of rotary parameters, and those of the command line, in `rope_parameters`."""
     inner = dict(config.pop("rope_scaling", None) or config.get("rope_parameters") or {})
     outer_theta = config.pop("rope_theta", None)
+    if rope_by_kind(inner):
+        if scaling is not None or theta is not None:
+            raise ConfigError("--rope-scaling and --rope-theta do not say which layers they are for.")
+        return
     if scaling is not None:
         outer_theta = inner.get("rope_theta") or outer_theta
         inner = dict(scaling)
@@ -157,7 +162,7 @@ def read_hf_config(
         raise ModelLoadError(f"{path}: 'auto_map' must be an object, got {shown(auto_map)}")
     has_code = "AutoConfig" in (auto_map or {})
     defaults = DEFAULTS.get(model_type) if isinstance(model_type, str) else None
-    if has_code and trust_remote_code:
+    if has_code and trust_remote_code and model_type not in WITH_CODE:
         defaults = None
     if defaults is not None:
         config = _merged(dict(defaults), raw)
@@ -168,6 +173,9 @@ def read_hf_config(
     else:
         config = _read_with_transformers(directory, raw, trust_remote_code)
     config = _merged(config, overrides or {})
+    for usual, own in SPELLINGS.get(str(model_type), {}).items():
+        if config.get(own) is not None:
+            config[usual] = config[own]
     check_rope_spellings(path, config)
     if model_type not in WITHOUT_ROPE or rope_scaling is not None or rope_theta is not None:
         changed = overrides or {}

@@ -82,8 +82,10 @@ def resolve_max_model_len(requested: int | None, arch: ArchConfig, *, disable_sl
     if disable_sliding_window and window is not None and window < derived:
         name, derived = "sliding_window", window
     if requested is None:
-        return derived
-    if requested > derived:
+        return derived if stated.default is None else min(derived, stated.default)
+    # a separate, larger statement permits what exceeds the others
+    permitted = stated.model_max_length if name != "sliding_window" else None
+    if requested > derived and not (isinstance(permitted, int) and requested <= permitted):
         text = (
             f"User-specified max_model_len ({requested}) is greater than the derived max_model_len "
             f"({name}={derived} or model_max_length={stated.model_max_length} in model's config.json). "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 from ascend_vllm.args.tables.engine import EngineFlags
+from ascend_vllm.config.arch import READERS
 from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, read_json, shown
@@ -104,6 +105,9 @@ def _resolve_convert(args: EngineFlags, architecture: str, is_sentence_transform
             )
         convert = wanted
     own = next((to for end, to in _CONVERSIONS.items() if architecture.endswith(end)), None)
+    if architecture in READERS:
+        # the names of some models that generate end like this, too
+        own = None
     if runner == "generate" or (runner == "auto" and convert == "none"):
         if own is not None:
             raise ConfigError(

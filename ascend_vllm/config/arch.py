@@ -2,8 +2,9 @@
 
 config.json comes here as args/hf_files.py leaves it: the text part, with the names that transformers would fill in,
 with overrides of the command line, and checked by args/hf_checks.py. A family is a function from it to an
-`ArchConfig`, in the tables `READERS` and `_MODEL_TYPE_READERS`. Packages add theirs with entry points of the group
-`ascend_vllm.arch_readers`. Nothing here imports torch: the API-server process reads config.json.
+`ArchConfig`, here or in config/families.py, in the tables `READERS` and `_MODEL_TYPE_READERS`. Packages add theirs
+with entry points of the group `ascend_vllm.arch_readers`. Nothing here imports torch: the API-server process reads
+config.json.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _MLP_MATRICES = {"gated": 3, "plain": 2}
 _DEFAULT_ROPE_THETA = 10000.0
 # rope types whose max_position_embeddings is the length after scaling
 _SCALED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope"})
-# names under which configs state their longest sequence; the smallest value counts
+# names under which configs state their longest sequence; the smallest value counts (vLLM: _get_and_verify_max_len)
 _LENGTH_NAMES = (
     "max_position_embeddings",
     "n_positions",
     "max_seq_len",
     "seq_length",
     "model_max_length",
+    "max_target_positions",
     "max_sequence_length",
     "max_seq_length",
     "seq_len",
@@ -81,6 +83,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
         rotary_dim: elements of a head that are rotated.
         max_position: longest sequence by config.json, which is the trained one for "dynamic"; None: it states none.
         parameters: the type's own numbers, by their names in config.json.
+        is_interleaved: pairs are elements 2i and 2i+1 of a head; otherwise i and i+rotary_dim/2.
     """
 
     rope_type: str
@@ -88,6 +91,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
     rotary_dim: int
     max_position: int | None
     parameters: dict[str, Any]
+    is_interleaved: bool = False
 
     def number(self, name: str) -> float:
         """One of the type's numbers."""
@@ -101,11 +105,13 @@ class StatedLength(msgspec.Struct, frozen=True):
         name: of the field that states it.
         num_tokens: what it states, scaled as the rotary positions are.
         model_max_length: the field of this name, for messages.
+        default: the limit if --max-model-len is not given; None: num_tokens.
     """
 
     name: str
     num_tokens: int
     model_max_length: int | float | None = None
+    default: int | None = None
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
@@ -118,6 +124,7 @@ class LayerPlan(msgspec.Struct, frozen=True):
         mlp: "gated" (three matrices), "plain" (two), or "unknown": what a model of another package has.
         norm_first: norms come before attention and MLP, not after them.
         kv_cache: what attention caches of each token.
+        is_local: rotates by `ArchConfig.local_rope`.
     """
 
     attention: str = FULL_ATTENTION
@@ -125,6 +132,7 @@ class LayerPlan(msgspec.Struct, frozen=True):
     mlp: str = "gated"
     norm_first: bool = True
     kv_cache: KVCachePlan = KEYS_AND_VALUES
+    is_local: bool = False
 
 
 class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,13 +151,30 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         norm_eps: of norms; None: not stated, or the family's norms have a fixed one.
         norm_affine: norms have weights.
         has_final_norm: there is a norm behind the last layer.
+        layer_norm: the norms of the residual stream are LayerNorms; otherwise RMS norms.
+        norm_offset: added to the weights of RMS norms, which checkpoints store without it.
+        sandwich_norms: results of attention and MLP are normalised before they are added to the residual.
+        parallel_norms: attention and MLP read the same residual, behind this many norms (1 or 2); 0: one after the
+            other.
         qk_norm: queries and keys are RMS-normalised per head before rotation.
+        qkv_layout: of the checkpoint: "split": a matrix each; "fused": one matrix, all queries, then keys, then
+            values; "grouped": one matrix, for each KV head its queries, its key and its value.
+        gate_up_fused: the checkpoint has one matrix of gate, then up.
+        attention_scale: factor on query·key; None: head_size**-0.5.
+        attention_cap: c of c·tanh(score / c), which replaces attention scores; None: they stay as they are.
+        alibi_slopes: per query head, see `AttentionSpec`; empty: positions do not affect scores.
+        embedding_scale: factor on embeddings.
+        residual_scale: factor on results of attention and MLP.
+        logit_scale: factor on logits.
+        logit_cap: c of c·tanh(logit / c), which replaces logits; None: they stay as they are.
+        normalizes_head: rows of the head's weight are divided by their Euclidean norms.
         qkv_bias: query, key and value projections have a bias.
         output_bias: the output projection of attention has one.
         mlp_bias: the projections of MLPs have one.
         tie_word_embeddings: the embedding's weight is the head's, too.
         captures_graphs: decoding on NPUs is captured as graphs unless somebody says otherwise.
         rope: rotary positions; None: there are none.
+        local_rope: those of layers whose plan `is_local`.
         num_learned_positions: learned positions; None: there are none.
         num_experts: experts of an MLP; 0: there are none.
         sliding_window: what config.json states, whether or not a layer has it; None: no window.
@@ -172,13 +197,28 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float | None = None
     norm_affine: bool = True
     has_final_norm: bool = True
+    layer_norm: bool = False
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    parallel_norms: int = 0
     qk_norm: bool = False
+    qkv_layout: str = "split"
+    gate_up_fused: bool = False
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    normalizes_head: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     captures_graphs: bool = False
     rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None
     num_learned_positions: int | None = None
     num_experts: int = 0
     sliding_window: int | None = None
@@ -268,7 +308,7 @@ def read_decoder(hf_config: Mapping[str, Any], **differing: Any) -> ArchConfig:
         "rope": read_rope(hf_config, head_size),
         "num_experts": max(int(hf_config.get(name) or 0) for name in _EXPERT_COUNTS),
         "sliding_window": stated_window(hf_config),
-        "max_length": _max_length(hf_config),
+        "max_length": max_length(hf_config),
         "dtype": str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch."),
         "eos_token_ids": _token_ids(hf_config.get("eos_token_id")),
     }
@@ -283,15 +323,22 @@ def read_rope(hf_config: Mapping[str, Any], head_size: int) -> RopeConfig:
     """
     parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
     rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    # the name before transformers 4.44
+    rope_type = "longrope" if rope_type == "su" else rope_type
     theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or _DEFAULT_ROPE_THETA
     partial = parameters.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
     max_position = _whole(hf_config, "max_position_embeddings")
-    if rope_type in ("yarn", "llama3"):
+    if rope_type in ("yarn", "llama3", "longrope"):
         outer = hf_config.get("original_max_position_embeddings")
         parameters.setdefault("original_max_position_embeddings", max_position)
         if outer is not None:
             parameters["original_max_position_embeddings"] = outer
     return RopeConfig(rope_type, float(theta), int(head_size * partial), max_position, parameters)
+
+
+def rope_by_kind(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters by the kind of layer that they are for; {} if they are the same for all layers."""
+    return {kind: parameters[kind] for kind in (FULL_ATTENTION, SLIDING_ATTENTION) if kind in parameters}
 
 
 def stated_window(hf_config: Mapping[str, Any]) -> int | None:
@@ -326,7 +373,13 @@ def _token_ids(declared: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return (declared,) if isinstance(declared, int) else tuple(declared)
 
 
-def _max_length(hf_config: Mapping[str, Any]) -> StatedLength | None:
+def max_length(hf_config: Mapping[str, Any], *, is_scaled: bool = True) -> StatedLength | None:
+    """The longest sequence: the smallest of all statements, scaled as the rotary positions are.
+
+    Args:
+        hf_config: as in `ArchConfig.from_hf`.
+        is_scaled: rotary scaling counts; otherwise the statements already contain it.
+    """
     stated = {name: hf_config[name] for name in _LENGTH_NAMES if isinstance(hf_config.get(name), int)}
     if not stated:
         return None
@@ -334,11 +387,15 @@ def _max_length(hf_config: Mapping[str, Any]) -> StatedLength | None:
     length: float = stated[name]
     rope = hf_config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
+    default = None
+    if kind in ("longrope", "su"):
+        # longer sequences need other angles, which are worse for short ones
+        default = hf_config.get("original_max_position_embeddings")
     if kind == "yarn":
         length = rope.get("original_max_position_embeddings") or length
-    if kind not in _SCALED_ROPE_TYPES:
+    if is_scaled and kind not in _SCALED_ROPE_TYPES:
         length *= float(rope.get("factor") or 1.0)
-    return StatedLength(name, int(length), hf_config.get("model_max_length"))
+    return StatedLength(name, int(length), hf_config.get("model_max_length"), default)
 
 
 # ---- families ----------------------------------------------------------------------------------------------
@@ -408,16 +465,37 @@ def _read_opt(hf_config: Mapping[str, Any]) -> ArchConfig:
 
 ArchReader = Callable[[Mapping[str, Any]], ArchConfig]
 
-# architecture as config.json names it → its reader
-READERS: dict[str, ArchReader] = {
+_FAMILIES = "ascend_vllm.config.families"
+
+# architecture as config.json names it → its reader, or "module:function", imported when a model needs it
+READERS: dict[str, ArchReader | str] = {
+    "AquilaForCausalLM": _read_llama,
+    "BaiChuanForCausalLM": f"{_FAMILIES}:read_baichuan",
+    "BaichuanForCausalLM": f"{_FAMILIES}:read_baichuan",
+    "ChatGLMForConditionalGeneration": f"{_FAMILIES}:read_chatglm",
+    "ChatGLMModel": f"{_FAMILIES}:read_chatglm",
+    "FalconForCausalLM": f"{_FAMILIES}:read_falcon",
+    "Gemma2ForCausalLM": f"{_FAMILIES}:read_gemma2",
+    "Gemma3ForCausalLM": f"{_FAMILIES}:read_gemma3",
+    "GemmaForCausalLM": f"{_FAMILIES}:read_gemma",
+    "Glm4ForCausalLM": f"{_FAMILIES}:read_glm4",
+    "GlmForCausalLM": f"{_FAMILIES}:read_glm",
+    "InternLM2ForCausalLM": f"{_FAMILIES}:read_internlm2",
+    "InternLM3ForCausalLM": f"{_FAMILIES}:read_internlm3",
+    "InternLMForCausalLM": f"{_FAMILIES}:read_internlm",
     "LlamaForCausalLM": _read_llama,
+    "MiniCPMForCausalLM": f"{_FAMILIES}:read_minicpm",
     "MistralForCausalLM": _read_mistral,
     "OPTForCausalLM": _read_opt,
+    "Phi3ForCausalLM": f"{_FAMILIES}:read_phi3",
+    "QWenLMHeadModel": f"{_FAMILIES}:read_qwen",
     "Qwen2ForCausalLM": _read_qwen2,
     "Qwen3ForCausalLM": _read_qwen3,
+    "Starcoder2ForCausalLM": f"{_FAMILIES}:read_starcoder2",
+    "XverseForCausalLM": _read_llama,
 }
 # model type → the same, for architectures of other packages that spell config.json as one of these families does
-_MODEL_TYPE_READERS: Mapping[str, ArchReader] = {
+_MODEL_TYPE_READERS: Mapping[str, ArchReader | str] = {
     architecture.removesuffix("ForCausalLM").lower(): reader for architecture, reader in READERS.items()
 }
 
@@ -427,17 +505,24 @@ def _without_graphs(reader: ArchReader) -> ArchReader:
     return lambda hf_config: msgspec.structs.replace(reader(hf_config), captures_graphs=False)
 
 
+def _imported(reader: ArchReader | str) -> ArchReader:
+    if not isinstance(reader, str):
+        return reader
+    imported: ArchReader = plugins.import_object(reader)
+    return imported
+
+
 def _reader(hf_config: Mapping[str, Any]) -> ArchReader:
     architecture = str((hf_config.get("architectures") or [""])[0])
     decoder = decoder_architecture(architecture)
     own = READERS.get(architecture) or READERS.get(decoder)
     if own is not None:
-        return own
+        return _imported(own)
     # searched only for what the table lacks
     found = plugins.entry_points(ENTRY_POINT_GROUP)
     target = found.get(architecture) or found.get(decoder)
     if target is None:
-        return _without_graphs(_MODEL_TYPE_READERS.get(str(hf_config.get("model_type")), read_decoder))
+        return _without_graphs(_imported(_MODEL_TYPE_READERS.get(str(hf_config.get("model_type")), read_decoder)))
     try:
         reader: ArchReader = plugins.import_object(target)
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,7 @@
-"""What transformers fills in where config.json of a built-in family leaves names out."""
+"""What transformers, or the code in a model's repository, fills in where config.json leaves names out.
+
+Also the names of built-in families that spell the usual ones differently, and the values that are supported.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,44 @@ _QWEN = _LLAMA_LIKE | {
     "eos_token_id": None,
 }
 
-# model_type → what transformers assumes for names that config.json leaves out
+_GEMMA = {
+    "vocab_size": 256000,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_GEMMA2 = _GEMMA | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GLM = _LLAMA_LIKE | {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "pad_token_id": 151329,
+}
+
+# model_type → what is assumed for names that config.json leaves out
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA_LIKE
     | {
@@ -67,6 +107,200 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "bos_token_id": 2,
         "eos_token_id": 2,
     },
+    "aquila": _LLAMA_LIKE
+    | {"vocab_size": 100008, "intermediate_size": 11008, "max_position_embeddings": 2048, "eos_token_id": 2},
+    # models with ALiBi state no max_position_embeddings
+    "baichuan": _LLAMA_LIKE | {"vocab_size": 125696, "intermediate_size": 11008, "eos_token_id": 2},
+    "chatglm": {
+        "padded_vocab_size": 65024,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 13696,
+        "num_layers": 28,
+        "num_attention_heads": 32,
+        "kv_channels": 128,
+        "seq_length": 2048,
+        "hidden_act": "silu",
+        "layernorm_epsilon": 1e-5,
+        "multi_query_attention": False,
+        "multi_query_group_num": 1,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "falcon": {
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "layer_norm_epsilon": 1e-5,
+        "activation": "gelu",
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+    },
+    "gemma": _GEMMA
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "use_bidirectional_attention": False,
+    },
+    "glm": _GLM,
+    "glm4": _GLM,
+    "internlm": _LLAMA_LIKE
+    | {
+        "vocab_size": 103168,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "bias": True,
+        "eos_token_id": 2,
+    },
+    "internlm2": _LLAMA_LIKE
+    | {
+        "vocab_size": 103168,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "bias": True,
+        "eos_token_id": 2,
+    },
+    "internlm3": _LLAMA_LIKE
+    | {
+        "vocab_size": 128512,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 32768,
+        "qkv_bias": False,
+        "bias": False,
+        "eos_token_id": 2,
+    },
+    "minicpm": _LLAMA_LIKE
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "scale_emb": 1,
+        "dim_model_base": 1,
+        "scale_depth": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "phi3": _LLAMA_LIKE
+    | {
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "sliding_window": None,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
+        "pad_token_id": 32000,
+    },
+    "qwen": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 22016,
+        "kv_channels": 128,
+        "seq_length": 8192,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-6,
+        "rotary_pct": 1.0,
+        "rotary_emb_base": 10000,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "no_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "starcoder2": {
+        "vocab_size": 49152,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-5,
+        "sliding_window": None,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    "xverse": _LLAMA_LIKE
+    | {
+        "vocab_size": 100278,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "intermediate_size": 13824,
+        "max_position_embeddings": 8192,
+        "eos_token_id": 3,
+    },
 }
+# model_type → the usual name → the family's own, which counts where it is given
+SPELLINGS: Mapping[str, Mapping[str, str]] = {
+    "chatglm": {
+        "vocab_size": "padded_vocab_size",
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_hidden_size",
+        "head_dim": "kv_channels",
+        "rms_norm_eps": "layernorm_epsilon",
+    },
+    "falcon": {
+        "num_key_value_heads": "num_kv_heads",
+        "intermediate_size": "ffn_hidden_size",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation",
+    },
+    "gemma2": {"hidden_act": "hidden_activation"},
+    "gemma3_text": {"hidden_act": "hidden_activation"},
+    "qwen": {"head_dim": "kv_channels", "rms_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base"},
+    "starcoder2": {"rms_norm_eps": "norm_epsilon"},
+}
+# model_type → field → the values that are supported, where others would make another model
+SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "chatglm": {
+        # ChatGLM 1
+        "position_encoding_2d": (False,),
+        "rmsnorm": (True,),
+        "post_layer_norm": (True,),
+        "apply_residual_connection_post_layernorm": (False,),
+        "pre_seq_len": (None,),
+    },
+    "falcon": {"alibi": (False, None)},
+    "gemma": {"use_bidirectional_attention": (False, None)},
+    "gemma2": {"use_bidirectional_attention": (False, None)},
+    "gemma3_text": {"use_bidirectional_attention": (False, None)},
+    "minicpm": {"num_experts": (0, None), "sparse_config": (None,)},
+}
+# model types whose repositories have code for their config.json, which is not needed to read it
+WITH_CODE = frozenset(
+    {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "internlm3", "minicpm", "qwen", "xverse"}
+)
 # model types without rotary positions
 WITHOUT_ROPE = frozenset({"opt"})

@@ -22,6 +22,7 @@ class ForwardContext:
         backend: computes attention.
         metadata: result of `AttentionBackend.prepare`.
         rotary: positions and cos/sin table of this step; None for models without rotary embedding.
+        local_rotary: the same for layers with rotary positions of their own.
     """
 
     batch: ForwardBatch
@@ -29,6 +30,7 @@ class ForwardContext:
     backend: AttentionBackend
     metadata: Any
     rotary: RotaryStep | None = None
+    local_rotary: RotaryStep | None = None
 
 
 class Attention(Layer):
@@ -39,15 +41,23 @@ class Attention(Layer):
         index: of the layer's cache in `ForwardContext.kv_caches`.
         dtype: of keys and values, and of the cache unless `kv_cache` has another.
         kv_cache: what the layer caches per token, see `LayerPlan`.
+        is_local: rotates by `ForwardContext.local_rotary`.
     """
 
     def __init__(
-        self, spec: AttentionSpec, index: int, dtype: torch.dtype, kv_cache: KVCachePlan = KEYS_AND_VALUES
+        self,
+        spec: AttentionSpec,
+        index: int,
+        dtype: torch.dtype,
+        kv_cache: KVCachePlan = KEYS_AND_VALUES,
+        *,
+        is_local: bool = False,
     ) -> None:
         self.spec = spec
         self.index = index
         self.dtype = dtype
         self._kv_cache = kv_cache
+        self._is_local = is_local
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """What the layer caches per block of tokens; subclasses may differ from the layer's plan."""
@@ -59,6 +69,5 @@ class Attention(Layer):
     ) -> torch.Tensor:
         """query [T, N*D], key and value [T, K*D] → [T, N*D]; rotates query and key, stores key and value."""
         cache = context.kv_caches[self.index]
-        return context.backend.forward(
-            self.spec, query, key, value, cache, context.batch, context.metadata, context.rotary
-        )
+        rotary = context.local_rotary if self._is_local else context.rotary
+        return context.backend.forward(self.spec, query, key, value, cache, context.batch, context.metadata, rotary)

@@ -5,9 +5,11 @@ Letters: T tokens, S sampling rows, H hidden, V vocabulary, W entries of it in a
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from ascend_vllm.layers.base import Layer, WeightSlot
+from ascend_vllm.layers.base import Layer, Target, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear
 from ascend_vllm.layers.quantization.base import LayerKind, LinearOutput
@@ -97,16 +99,47 @@ class LogitsGather:
         return self._collectives.gather_columns(logits, self._vocab_size)
 
 
+class _NormalizedRows:
+    """A destination of rows [M, K] that are divided by their Euclidean norms first."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.shape = target.shape
+        self.dtype = target.dtype
+
+    def copy_(self, source: torch.Tensor) -> None:
+        """Writes the rows: [M, K] of any float dtype."""
+        self._target.copy_(torch.nn.functional.normalize(source.float(), dim=1))
+
+
 class LMHead(Linear):
-    """Logits over the vocabulary, with its own weight in the checkpoint; the vocabulary is split over ranks."""
+    """Logits over the vocabulary, with its own weight in the checkpoint; the vocabulary is split over ranks.
+
+    Args:
+        normalizes: see `ArchConfig.normalizes_head`.
+    """
 
     kind = LayerKind.LM_HEAD
 
     def __init__(
-        self, context: BuildContext, prefix: str, hidden_size: int, vocab_size: int, *, bias: bool = False
+        self,
+        context: BuildContext,
+        prefix: str,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        normalizes: bool = False,
     ) -> None:
         shard = context.parallel.shard_vocabulary(vocab_size)
         super().__init__(context, prefix, [LinearOutput(prefix, vocab_size, shard)], hidden_size, bias=bias)
+        if normalizes:
+            self._slots = [
+                dataclasses.replace(slot, target=_NormalizedRows(slot.target))
+                if slot.name == f"{prefix}.weight"
+                else slot
+                for slot in self._slots
+            ]
         self._gather = LogitsGather(context, vocab_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

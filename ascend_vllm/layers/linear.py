@@ -107,6 +107,7 @@ class MergedColumnParallelLinear(Linear):
         out_features: rows of each.
         merged_name: name of the layer made of them.
         bias: whether each has a bias.
+        is_fused: the checkpoint has one matrix of them, of the name `merged_name`.
     """
 
     def __init__(
@@ -119,11 +120,17 @@ class MergedColumnParallelLinear(Linear):
         *,
         merged_name: str,
         bias: bool = False,
+        is_fused: bool = False,
     ) -> None:
-        outputs = [
-            LinearOutput(f"{prefix}.{name}", size, context.parallel.shard(size, f"outputs of {prefix}.{name}"))
-            for name, size in zip(names, out_features, strict=True)
-        ]
+        outputs, start = [], 0
+        for name, size in zip(names, out_features, strict=True):
+            shard = context.parallel.shard(size, f"outputs of {prefix}.{name}")
+            if is_fused:
+                fused = Shard(start + shard.start, shard.size)
+                outputs.append(LinearOutput(f"{prefix}.{merged_name}", sum(out_features), fused))
+            else:
+                outputs.append(LinearOutput(f"{prefix}.{name}", size, shard))
+            start += size
         super().__init__(context, f"{prefix}.{merged_name}", outputs, in_features, bias=bias)
 
     def forward_gated(self, x: Activation, activation: str) -> torch.Tensor:
@@ -135,12 +142,18 @@ class QKVParallelLinear(Linear):
     """Query, key and value projections in one GEMM, split over ranks by heads.
 
     Args:
-        prefix: name of the attention module, which holds q_proj, k_proj and v_proj.
+        prefix: name of the attention module, which holds q_proj, k_proj and v_proj, or qkv_proj.
         hidden_size: width of the input.
         head_size: D.
         num_heads: query heads of the whole model.
         num_kv_heads: KV heads of the whole model; with fewer heads than ranks, several ranks have the same one.
         bias: whether each projection has a bias.
+        layout: of the checkpoint, see `ArchConfig.qkv_layout`.
+
+    Attributes:
+        heads: this rank's query heads.
+        num_heads: how many these are.
+        num_kv_heads: this rank's KV heads.
     """
 
     def __init__(
@@ -153,27 +166,53 @@ class QKVParallelLinear(Linear):
         num_kv_heads: int,
         *,
         bias: bool = False,
+        layout: str = "split",
     ) -> None:
         query = context.parallel.shard(num_heads, "attention heads")
         kv = context.parallel.shard_or_replicate(num_kv_heads, "KV heads")
+        self.heads = query
         self.num_heads = query.size
         self.num_kv_heads = kv.size
+        self._widths = [heads.size * head_size for heads in (query, kv, kv)]
+        # name of the matrix, its heads, and ranges of them, in the order of this layer's outputs
+        parts: list[tuple[str, int, list[Shard]]]
+        total = num_heads + 2 * num_kv_heads
+        if layout == "split":
+            parts = [("q_proj", num_heads, [query]), ("k_proj", num_kv_heads, [kv]), ("v_proj", num_kv_heads, [kv])]
+        elif layout == "fused":
+            starts = (query.start, num_heads + kv.start, num_heads + num_kv_heads + kv.start)
+            ranges = [Shard(start, part.size) for start, part in zip(starts, (query, kv, kv), strict=True)]
+            parts = [("qkv_proj", total, ranges)]
+        else:
+            parts = [("qkv_proj", total, _grouped_heads(query, kv, num_heads // num_kv_heads))]
         outputs = [
             LinearOutput(
-                f"{prefix}.{name}", total * head_size, Shard(heads.start * head_size, heads.size * head_size)
+                f"{prefix}.{name}", count * head_size, Shard(heads.start * head_size, heads.size * head_size)
             )
-            for name, total, heads in (
-                ("q_proj", num_heads, query),
-                ("k_proj", num_kv_heads, kv),
-                ("v_proj", num_kv_heads, kv),
-            )
+            for name, count, ranges in parts
+            for heads in ranges
         ]
         super().__init__(context, f"{prefix}.qkv_proj", outputs, hidden_size, bias=bias)
 
     def project(self, x: Activation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, H] → query [T, N*D], key and value [T, K*D]: views of one tensor, so their rows are strided."""
-        query, key, value = self.forward(x).split_with_sizes(self.output_sizes, dim=-1)
+        query, key, value = self.forward(x).split_with_sizes(self._widths, dim=-1)
         return query, key, value
+
+
+def _grouped_heads(query: Shard, kv: Shard, group: int) -> list[Shard]:
+    """Ranges of heads in a matrix that has, for each KV head, its `group` queries, its key and its value."""
+    queries = []
+    for kv_head in range(query.start // group, -(-(query.start + query.size) // group)):
+        first = max(query.start, kv_head * group)
+        last = min(query.start + query.size, (kv_head + 1) * group)
+        # two more heads for each KV head before
+        queries.append(Shard(first + 2 * kv_head, last - first))
+    return queries + [
+        Shard(kv_head * (group + 2) + group + offset, 1)
+        for offset in (0, 1)
+        for kv_head in range(kv.start, kv.start + kv.size)
+    ]
 
 
 class RowParallelLinear(Linear):

@@ -22,6 +22,7 @@ class RMSNorm(Layer):
         width: H.
         epsilon: added to the mean square.
         activation_quant: of the linear layers that read the result; None: they take the model's dtype.
+        offset: added to the checkpoint's weight, which is then rounded to the model's dtype.
     """
 
     def __init__(
@@ -31,15 +32,22 @@ class RMSNorm(Layer):
         width: int,
         epsilon: float,
         activation_quant: ActivationQuant | None = None,
+        offset: float = 0.0,
     ) -> None:
         self.prefix = prefix
         self.epsilon = epsilon
+        self._offset = offset
         self._quant = activation_quant
         # [H] in the model's dtype
         self.weight = torch.empty(width, dtype=context.dtype, device=context.device)
 
     def slots(self) -> list[WeightSlot]:
         return [WeightSlot(f"{self.prefix}.weight", tuple(self.weight.shape), self.weight)]
+
+    def after_load(self) -> None:
+        """Adds the offset."""
+        if self._offset:
+            self.weight += self._offset
 
     def forward(self, x: torch.Tensor) -> Activation:
         """x [..., H] → [..., H], contiguous."""
@@ -99,3 +107,7 @@ class LayerNorm(Layer):
         if self._quant is not None:
             return self._quant.layer_norm(x, self.weight, self.bias, self.epsilon)
         return layer_norm(x, self.weight, self.bias, self.epsilon)
+
+    def forward_add(self, x: torch.Tensor, residual: torch.Tensor) -> Activation:
+        """residual += x, in place; returns norm(residual). Both are [T, H]."""
+        return self.forward(residual.add_(x))

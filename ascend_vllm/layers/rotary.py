@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import msgspec
 import torch
 
 from ascend_vllm.attention.backend import ForwardBatch, RotaryStep
@@ -23,6 +24,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 
 
@@ -89,6 +91,18 @@ def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
     return frequencies * (1.0 - stretched) + frequencies / factor * stretched, float(magnitude)
 
 
+def _longrope(config: RopeConfig) -> tuple[torch.Tensor, float]:
+    # LongRoPE (Ding et al., 2024): a factor per pair, for sequences within the trained length or beyond it
+    original = config.number("original_max_position_embeddings")
+    is_long = config.parameters.get("is_long", False)
+    factors = torch.tensor(config.parameters["long_factor" if is_long else "short_factor"], dtype=torch.float32)
+    growth = float(config.parameters.get("factor") or _max_position(config) / original)
+    magnitude = config.parameters.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1.0 + math.log(growth) / math.log(original)) if growth > 1.0 else 1.0
+    return _frequencies(config.theta, config.rotary_dim) / factors, float(magnitude)
+
+
 _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -96,6 +110,7 @@ _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig], tuple[torch.Tensor, float
     "dynamic": _default,
     "yarn": _yarn,
     "llama3": _llama3,
+    "longrope": _longrope,
 }
 
 
@@ -111,11 +126,10 @@ class RotaryEmbedding(Layer):
         config: angles.
         max_model_len: rows of the table, P.
         device: of the table.
-        is_neox: pairs are elements i and i+F/2 of a head; otherwise 2i and 2i+1 (GPT-J).
     """
 
-    def __init__(self, config: RopeConfig, max_model_len: int, device: torch.device, *, is_neox: bool = True) -> None:
-        self._is_neox = is_neox
+    def __init__(self, config: RopeConfig, max_model_len: int, device: torch.device) -> None:
+        self._is_neox = not config.is_interleaved
         frequencies, magnitude = _INVERSE_FREQUENCIES[config.rope_type](config)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         # [P, F] float32
@@ -138,9 +152,9 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     would not depend on it, but changes the results of every short sequence too.
     """
 
-    def __init__(self, config: RopeConfig, device: torch.device, *, is_neox: bool = True) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device) -> None:
         # the table of the trained length is not needed: rows are made in every step
-        super().__init__(config, 0, device, is_neox=is_neox)
+        super().__init__(config, 0, device)
         self._theta = config.theta
         self._factor = config.number("factor")
         self._trained_len = _max_position(config)
@@ -159,6 +173,22 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         rows = torch.searchsorted(batch.query_start[1:-1].long(), tokens, right=True)
         angles = batch.positions[:, None].float() * frequencies[rows]
         return RotaryStep(tokens, torch.cat((angles.cos(), angles.sin()), dim=-1), self._is_neox)
+
+
+def _longrope_for(config: RopeConfig, max_model_len: int) -> RopeConfig:
+    """Chooses the factors of longrope for all sequences, by the longest one, as vLLM does.
+
+    Raises:
+        ModelLoadError: their number is not that of the pairs.
+    """
+    is_long = max_model_len > config.number("original_max_position_embeddings")
+    for name in ("short_factor", "long_factor"):
+        factors = config.parameters[name]
+        if not isinstance(factors, list) or len(factors) != config.rotary_dim // 2:
+            raise ModelLoadError(
+                f"config.json: {name} of rope type 'longrope' needs {config.rotary_dim // 2} numbers"
+            )
+    return msgspec.structs.replace(config, parameters=config.parameters | {"is_long": is_long})
 
 
 def make_rotary_embedding(config: RopeConfig, max_model_len: int, device: torch.device) -> RotaryEmbedding:
@@ -184,4 +214,6 @@ def make_rotary_embedding(config: RopeConfig, max_model_len: int, device: torch.
         raise ModelLoadError(f"config.json: {config.rotary_dim} rotated elements of a head; they must be even")
     if config.rope_type == "dynamic" and max_model_len > max_position:
         return DynamicNTKRotaryEmbedding(config, device)
+    if config.rope_type == "longrope":
+        config = _longrope_for(config, max_model_len)
     return RotaryEmbedding(config, max_model_len, device)

@@ -7,11 +7,13 @@ I intermediate width, N query heads, K KV heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import abc
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache
+from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
 from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, ArchConfig, LayerPlan, required
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
@@ -19,10 +21,15 @@ from ascend_vllm.layers.attention import Attention, ForwardContext
 from ascend_vllm.layers.base import Layer
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import LMHead, NoLMHead, TiedLMHead, VocabParallelEmbedding
-from ascend_vllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from ascend_vllm.layers.norm import RMSNorm
+from ascend_vllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from ascend_vllm.layers.norm import LayerNorm, RMSNorm
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant
-from ascend_vllm.layers.rotary import make_rotary_embedding
+from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
 
 # names in config.json → names of the op
@@ -34,14 +41,41 @@ _GATED_ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
+# names in config.json → functions of plain MLPs
+_PLAIN_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu_,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_new": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
 # name of the token embedding in checkpoints
 _EMBEDDING = "model.embed_tokens"
 
+Norm: TypeAlias = RMSNorm | LayerNorm
 
-def _norm(
+
+def _rms_norm(
     arch: ArchConfig, context: BuildContext, name: str, size: int, quant: ActivationQuant | None = None
 ) -> RMSNorm:
-    return RMSNorm(context, name, size, required(arch.norm_eps, "rms_norm_eps"), quant)
+    return RMSNorm(context, name, size, required(arch.norm_eps, "rms_norm_eps"), quant, arch.norm_offset)
+
+
+def _norm(arch: ArchConfig, context: BuildContext, name: str, quant: ActivationQuant | None = None) -> Norm:
+    """A norm of the residual stream."""
+    if not arch.layer_norm:
+        return _rms_norm(arch, context, name, arch.hidden_size, quant)
+    return LayerNorm(
+        context, name, arch.hidden_size, required(arch.norm_eps, "layer_norm_epsilon"), activation_quant=quant
+    )
+
+
+def _check_activation(arch: ArchConfig, supported: Mapping[str, object]) -> None:
+    if arch.activation not in supported:
+        raise ModelLoadError(
+            f"config.json: hidden_act {arch.activation!r} is not supported; "
+            f"supported are {', '.join(sorted(supported))}"
+        )
 
 
 class GatedMLP(Layer):
@@ -49,11 +83,7 @@ class GatedMLP(Layer):
 
     def __init__(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
         hidden, intermediate = arch.hidden_size, required(arch.intermediate_size, "intermediate_size")
-        if arch.activation not in _GATED_ACTIVATIONS:
-            raise ModelLoadError(
-                f"config.json: hidden_act {arch.activation!r} is not supported; "
-                f"supported are {', '.join(sorted(_GATED_ACTIVATIONS))}"
-            )
+        _check_activation(arch, _GATED_ACTIVATIONS)
         self._activation = _GATED_ACTIVATIONS[arch.activation]
         self.gate_up_proj = MergedColumnParallelLinear(
             context,
@@ -63,6 +93,7 @@ class GatedMLP(Layer):
             (intermediate, intermediate),
             merged_name="gate_up_proj",
             bias=arch.mlp_bias,
+            is_fused=arch.gate_up_fused,
         )
         self.down_proj = RowParallelLinear(context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias)
 
@@ -70,9 +101,34 @@ class GatedMLP(Layer):
         """[T, H] → [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward_gated(x, self._activation))
 
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """How the norm before the MLP has to quantize its result; None: not at all."""
+        return self.gate_up_proj.activation_quant
+
+
+class PlainMLP(Layer):
+    """down(act(up(x)))."""
+
+    def __init__(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
+        hidden, intermediate = arch.hidden_size, required(arch.intermediate_size, "intermediate_size")
+        _check_activation(arch, _PLAIN_ACTIVATIONS)
+        self._activation = _PLAIN_ACTIVATIONS[arch.activation]
+        self.up_proj = ColumnParallelLinear(context, f"{prefix}.up_proj", hidden, intermediate, bias=arch.mlp_bias)
+        self.down_proj = RowParallelLinear(context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias)
+
+    def forward(self, x: Activation) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        return self.down_proj.forward(self._activation(self.up_proj.forward(x)))
+
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """As `GatedMLP.activation_quant`."""
+        return self.up_proj.activation_quant
+
 
 class RotaryAttention(Layer):
-    """Grouped-query attention with rotary positions; query, key and value in one GEMM."""
+    """Grouped-query attention with rotary positions or ALiBi; query, key and value in one GEMM."""
 
     def __init__(
         self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, plan: LayerPlan
@@ -84,7 +140,14 @@ class RotaryAttention(Layer):
                 f"{arch.num_kv_heads} KV heads"
             )
         self.qkv_proj = QKVParallelLinear(
-            context, prefix, hidden, head_size, arch.num_heads, arch.num_kv_heads, bias=arch.qkv_bias
+            context,
+            prefix,
+            hidden,
+            head_size,
+            arch.num_heads,
+            arch.num_kv_heads,
+            bias=arch.qkv_bias,
+            layout=arch.qkv_layout,
         )
         self.o_proj = RowParallelLinear(
             context, f"{prefix}.o_proj", arch.num_heads * head_size, hidden, bias=arch.output_bias
@@ -92,17 +155,23 @@ class RotaryAttention(Layer):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if arch.qk_norm:
-            self.q_norm = _norm(arch, context, f"{prefix}.q_norm", head_size)
-            self.k_norm = _norm(arch, context, f"{prefix}.k_norm", head_size)
+            self.q_norm = _rms_norm(arch, context, f"{prefix}.q_norm", head_size)
+            self.k_norm = _rms_norm(arch, context, f"{prefix}.k_norm", head_size)
         self._head_size = head_size
+        slopes: torch.Tensor | None = None
+        if arch.alibi_slopes:
+            own = self.qkv_proj.heads
+            slopes = torch.tensor(arch.alibi_slopes[own.start : own.start + own.size], device=context.device)
         spec = AttentionSpec(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_size=head_size,
-            scale=head_size**-0.5,
+            scale=head_size**-0.5 if arch.attention_scale is None else arch.attention_scale,
             sliding_window=plan.sliding_window,
+            soft_cap=arch.attention_cap,
+            alibi_slopes=slopes,
         )
-        self.attention = Attention(spec, cache_index, context.dtype, plan.kv_cache)
+        self.attention = Attention(spec, cache_index, context.dtype, plan.kv_cache, is_local=plan.is_local)
 
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
@@ -125,14 +194,23 @@ class DecoderLayer(Layer):
         if plan.attention not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise ModelLoadError(f"config.json: layer_types has {plan.attention!r}, which is not supported")
         cache_index = context.parallel.layers(len(arch.layers)).index(index)
-        hidden = arch.hidden_size
         self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan)
-        self.mlp = GatedMLP(arch, context, f"{prefix}.mlp")
+        self.mlp = (PlainMLP if plan.mlp == "plain" else GatedMLP)(arch, context, f"{prefix}.mlp")
+        self._make_norms(arch, context, prefix)
+        self._residual_scale = arch.residual_scale
+        # of the results of attention and MLP
+        self.post_self_attn_layernorm: Norm | None = None
+        self.post_mlp_layernorm: Norm | None = None
+        if arch.sandwich_norms:
+            self.post_self_attn_layernorm = _norm(arch, context, f"{prefix}.post_self_attn_layernorm")
+            self.post_mlp_layernorm = _norm(arch, context, f"{prefix}.post_mlp_layernorm")
+
+    def _make_norms(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
         # the norms quantize their results for the layers that read them
         quant = self.self_attn.qkv_proj.activation_quant
-        self.input_layernorm = _norm(arch, context, f"{prefix}.input_layernorm", hidden, quant)
-        quant = self.mlp.gate_up_proj.activation_quant
-        self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", hidden, quant)
+        self.input_layernorm = _norm(arch, context, f"{prefix}.input_layernorm", quant)
+        quant = self.mlp.activation_quant
+        self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", quant)
 
     def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """One layer.
@@ -148,8 +226,36 @@ class DecoderLayer(Layer):
         """
         norm = self.input_layernorm
         normed = norm.forward(residual) if x is None else norm.forward_add(x, residual)
-        x = self.self_attn.forward(normed, context)
-        return self.mlp.forward(self.post_attention_layernorm.forward_add(x, residual))
+        x = self._finish(self.self_attn.forward(normed, context), self.post_self_attn_layernorm)
+        x = self.mlp.forward(self.post_attention_layernorm.forward_add(x, residual))
+        return self._finish(x, self.post_mlp_layernorm)
+
+    def _finish(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """What is added to the residual: x normalised and scaled, if the family does that; x is overwritten."""
+        if norm is not None:
+            x = norm.forward(x)
+        return x if self._residual_scale == 1.0 else x.mul_(self._residual_scale)
+
+
+class ParallelDecoderLayer(DecoderLayer):
+    """Attention and MLP read the same residual, behind a norm each or behind one that they share."""
+
+    def _make_norms(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
+        # one norm for both cannot quantize its result for one of them
+        shares = arch.parallel_norms == 1
+        names = ("input_layernorm",) if shares else ("ln_attn", "ln_mlp")
+        quants = (None,) if shares else (self.self_attn.qkv_proj.activation_quant, self.mlp.activation_quant)
+        self._norms = [
+            _norm(arch, context, f"{prefix}.{name}", quant) for name, quant in zip(names, quants, strict=True)
+        ]
+
+    def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """As `DecoderLayer.forward`."""
+        normed = self._norms[0].forward(residual) if x is None else self._norms[0].forward_add(x, residual)
+        attended = self.self_attn.forward(normed, context)
+        if len(self._norms) > 1:
+            normed = self._norms[1].forward(residual)
+        return attended.add_(self.mlp.forward(normed))
 
 
 class CausalLM(Layer, abc.ABC):
@@ -196,7 +302,8 @@ class CausalLM(Layer, abc.ABC):
             self.ignored_weights = (*self.ignored_weights, r"(lm_head|score)\.weight")
             return NoLMHead()
         if not arch.tie_word_embeddings:
-            return LMHead(context, "lm_head", arch.embedding_size, arch.vocab_size)
+            normalizes = arch.normalizes_head
+            return LMHead(context, "lm_head", arch.embedding_size, arch.vocab_size, normalizes=normalizes)
         # some checkpoints contain the shared weight twice
         self.ignored_weights = (*self.ignored_weights, r"lm_head\.weight")
         if embedding is None:
@@ -261,9 +368,14 @@ class CausalLM(Layer, abc.ABC):
 
 
 class DecoderForCausalLM(CausalLM):
-    """A decoder-only model with RMSNorm, rotary positions and gated MLPs, with Llama's tensor names."""
+    """A decoder-only model with norms before attention and MLP, with Llama's tensor names.
+
+    Attributes:
+        renames: parts of tensor names in the family's checkpoints, and what replaces them, one after another.
+    """
 
     supports_pp = True
+    renames: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         arch, parallel = config.arch, context.parallel
@@ -271,21 +383,29 @@ class DecoderForCausalLM(CausalLM):
         self.embed_tokens: VocabParallelEmbedding | None = None
         if parallel.is_first_stage:
             self.embed_tokens = VocabParallelEmbedding(context, _EMBEDDING, arch.vocab_size, hidden)
-        rope = required(arch.rope, "rope_parameters")
-        self.rotary = make_rotary_embedding(rope, config.max_model_len, context.device)
-        self.decoder_layers = [DecoderLayer(arch, context, index) for index in parallel.layers(len(arch.layers))]
-        self.norm: RMSNorm | None = None
+        # rounded as the product of two tensors of the dtype would be
+        self._embedding_scale = torch.tensor(arch.embedding_scale, dtype=context.dtype).item()
+        self._logit_scale, self._logit_cap = arch.logit_scale, arch.logit_cap
+        self.rotary, self.local_rotary = (
+            None if rope is None else make_rotary_embedding(rope, config.max_model_len, context.device)
+            for rope in (arch.rope, arch.local_rope)
+        )
+        layer_class = ParallelDecoderLayer if arch.parallel_norms else DecoderLayer
+        self.decoder_layers = [layer_class(arch, context, index) for index in parallel.layers(len(arch.layers))]
+        self.norm: Norm | None = None
         if parallel.is_last_stage:
-            self.norm = _norm(arch, context, "model.norm", hidden)
+            self.norm = _norm(arch, context, "model.norm")
         self.lm_head = self._make_lm_head(config, context, self.embed_tokens, _EMBEDDING)
         self._leave_to_other_stages(
-            config, context, r"model\.layers\.", r"model\.embed_tokens\.weight", r"model\.norm\.weight"
+            config, context, r"model\.layers\.", r"model\.embed_tokens\.weight", r"model\.norm\.(weight|bias)"
         )
         self.attention_layers = [layer.self_attn.attention for layer in self.decoder_layers]
 
-    @staticmethod
-    def checkpoint_name(name: str) -> str:
-        """Adds the prefix "model.", which checkpoints of XModel lack."""
+    @classmethod
+    def checkpoint_name(cls, name: str) -> str:
+        """Renames, and adds the prefix "model.", which checkpoints of XModel lack."""
+        for old, new in cls.renames:
+            name = name.replace(old, new)
         return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
     @torch.inference_mode()
@@ -297,10 +417,13 @@ class DecoderForCausalLM(CausalLM):
         metadata: Any,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        context = ForwardContext(batch, kv_caches, backend, metadata, self.rotary.prepare(batch))
+        rotary, local = (_prepare(rotary, batch) for rotary in (self.rotary, self.local_rotary))
+        context = ForwardContext(batch, kv_caches, backend, metadata, rotary, local)
         residual = hidden if self.embed_tokens is None else self.embed_tokens.forward(batch.input_ids)
         if residual is None:
             raise ValueError("a stage behind the first needs the hidden states of the one before")
+        if self.embed_tokens is not None and self._embedding_scale != 1.0:
+            residual.mul_(self._embedding_scale)
         # later stages add zeros by the operator that one worker would use for the sum: its rounding differs, and
         # results must not depend on the number of stages
         x = torch.zeros_like(residual) if self.embed_tokens is None else None
@@ -311,3 +434,17 @@ class DecoderForCausalLM(CausalLM):
             return residual if x is None else residual.add_(x)
         normed: torch.Tensor = self.norm.forward(residual) if x is None else self.norm.forward_add(x, residual)
         return normed
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `CausalLM.compute_logits`, with the family's scale and soft cap."""
+        logits = super().compute_logits(hidden)
+        if self._logit_scale != 1.0:
+            logits.mul_(self._logit_scale)
+        if self._logit_cap is not None:
+            logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
+        return logits
+
+
+def _prepare(rotary: RotaryEmbedding | None, batch: ForwardBatch) -> RotaryStep | None:
+    return None if rotary is None else rotary.prepare(batch)

@@ -17,13 +17,35 @@ from ascend_vllm.models.blocks import CausalLM
 
 ENTRY_POINT_GROUP = "ascend_vllm.models"
 
+# of families that only their reader in config/ tells apart
+_SHARED = "ascend_vllm.models.blocks:DecoderForCausalLM"
+
 # architecture as config.json names it → "module:Class"; imported when asked for
 MODELS: dict[str, str | type[CausalLM]] = {
+    "AquilaForCausalLM": _SHARED,
+    "BaiChuanForCausalLM": "ascend_vllm.models.baichuan:BaichuanForCausalLM",
+    "BaichuanForCausalLM": "ascend_vllm.models.baichuan:BaichuanForCausalLM",
+    "ChatGLMForConditionalGeneration": "ascend_vllm.models.chatglm:ChatGLMForCausalLM",
+    "ChatGLMModel": "ascend_vllm.models.chatglm:ChatGLMForCausalLM",
+    "FalconForCausalLM": "ascend_vllm.models.falcon:FalconForCausalLM",
+    "Gemma2ForCausalLM": "ascend_vllm.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "ascend_vllm.models.gemma2:Gemma2ForCausalLM",
+    "GemmaForCausalLM": _SHARED,
+    "Glm4ForCausalLM": _SHARED,
+    "GlmForCausalLM": _SHARED,
+    "InternLM2ForCausalLM": "ascend_vllm.models.internlm2:InternLM2ForCausalLM",
+    "InternLM3ForCausalLM": _SHARED,
+    "InternLMForCausalLM": _SHARED,
     "LlamaForCausalLM": "ascend_vllm.models.llama:LlamaForCausalLM",
+    "MiniCPMForCausalLM": _SHARED,
     "MistralForCausalLM": "ascend_vllm.models.mistral:MistralForCausalLM",
     "OPTForCausalLM": "ascend_vllm.models.opt:OPTForCausalLM",
+    "Phi3ForCausalLM": _SHARED,
+    "QWenLMHeadModel": "ascend_vllm.models.qwen:QWenForCausalLM",
     "Qwen2ForCausalLM": "ascend_vllm.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "ascend_vllm.models.qwen3:Qwen3ForCausalLM",
+    "Starcoder2ForCausalLM": "ascend_vllm.models.starcoder2:Starcoder2ForCausalLM",
+    "XverseForCausalLM": _SHARED,
 }
 
 

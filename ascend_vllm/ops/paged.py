@@ -255,7 +255,7 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for seed, (soft_cap, alibi) in enumerate(changed):
         for number in (4, 7, 10, 12, 16, 17, 19):
             rows, *sizes = cases[number]
-            options = dict(zip(names, sizes, strict=True))
+            options: dict[str, Any] = dict(zip(names, sizes, strict=True))
             yield make_paged_problem(dtype, rows, soft_cap=soft_cap, alibi=alibi, seed=seed, **options)
 
 

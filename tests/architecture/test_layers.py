@@ -62,6 +62,7 @@ RAW_CONFIG_FILES = (
     "args/hf_files.py",
     "args/pooling.py",
     "config/arch.py",
+    "config/families.py",
 )
 
 

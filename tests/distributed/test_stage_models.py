@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.distributed.parallel_context import ParallelContext, layers_of_stages
 from ascend_vllm.errors import ConfigError, ModelLoadError
@@ -19,7 +18,7 @@ from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.llama import LlamaForCausalLM
 from ascend_vllm.models.loader import load_model
 from ascend_vllm.models.registry import MODELS, resolve_model_class
-from tests.models.paged_driver import PagedDriver, make_model_config
+from tests.models.paged_driver import ModelInStages, PagedDriver, make_model_config
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_prompt
 
@@ -32,33 +31,6 @@ def _load(directory: str, dtype: torch.dtype, stage: int, num_stages: int, **opt
     context = BuildContext(dtype, torch.device("cpu"), parallel)
     config = make_model_config(directory, str(dtype).removeprefix("torch."))
     return load_model(config, LoadConfig(use_tqdm=False, **options), context)
-
-
-class _Chain(CausalLM):
-    """Stages with their own KV caches, run as one model."""
-
-    def __init__(self, stages: list[CausalLM]) -> None:
-        self.stages = stages
-        self.attention_layers = [layer for stage in stages for layer in stage.attention_layers]
-
-    def forward(
-        self,
-        batch: ForwardBatch,
-        kv_caches: list[torch.Tensor],
-        backend: Any,
-        metadata: Any,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        start = 0
-        for stage in self.stages:
-            end = start + len(stage.attention_layers)
-            hidden = stage.forward(batch, kv_caches[start:end], backend, metadata, hidden)
-            start = end
-        assert hidden is not None
-        return hidden
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.stages[-1].compute_logits(hidden)
 
 
 def _slots(config: ModelConfig, stage: int, num_stages: int) -> list[str]:
@@ -84,7 +56,7 @@ def test_stages_compute_what_one_model_computes(name: str, dtype: torch.dtype, o
         second = driver.step({row: [int(logprobs[-1].argmax())] for row, logprobs in first.items()})
         return [*first.values(), *second.values()]
 
-    for result, expected in zip(run(_Chain(stages)), run(whole), strict=True):
+    for result, expected in zip(run(ModelInStages(stages)), run(whole), strict=True):
         assert torch.equal(result, expected)
 
 

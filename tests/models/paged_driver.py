@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import transformers
 
-from ascend_vllm.attention.backend import ForwardBatch, LayerCache
+from ascend_vllm.args.hf_files import read_hf_config
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
@@ -26,7 +27,7 @@ def make_model_config(
     directory: str | pathlib.Path, dtype: str = "float32", max_model_len: int = MAX_MODEL_LEN, **overrides: Any
 ) -> ModelConfig:
     """The engine's configuration for a directory; overrides replace fields of config.json."""
-    hf_config = transformers.AutoConfig.from_pretrained(directory).to_dict() | overrides
+    hf_config = read_hf_config(str(directory), overrides=overrides)
     return ModelConfig(
         model=str(directory),
         served_model_names=("tiny",),
@@ -43,6 +44,35 @@ def load(config: ModelConfig, load_format: str = "auto") -> CausalLM:
     """Loads without a progress bar, on the CPU."""
     context = BuildContext(getattr(torch, config.dtype), torch.device("cpu"))
     return load_model(config, LoadConfig(load_format=load_format, use_tqdm=False), context)
+
+
+class ModelInStages(CausalLM):
+    """Pipeline stages with their own KV caches, run as one model."""
+
+    def __init__(self, stages: list[CausalLM]) -> None:
+        self.stages = stages
+        self.attention_layers = [layer for stage in stages for layer in stage.attention_layers]
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_caches: list[LayerCache],
+        backend: AttentionBackend,
+        metadata: Any,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the stages one after another."""
+        start = 0
+        for stage in self.stages:
+            end = start + len(stage.attention_layers)
+            hidden = stage.forward(batch, kv_caches[start:end], backend, metadata, hidden)
+            start = end
+        assert hidden is not None
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the last stage."""
+        return self.stages[-1].compute_logits(hidden)
 
 
 class PagedDriver:

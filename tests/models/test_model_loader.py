@@ -248,7 +248,7 @@ def test_integer_weights_are_refused(checkpoint: pathlib.Path) -> None:
         ({"hidden_act": "relu6"}, ("hidden_act", "'relu6'", "silu")),
         ({"quantization_config": {"quant_method": "awq"}}, ("quantization_config",)),
         ({"num_key_value_heads": 3}, ("4 attention heads", "3 KV heads")),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ("'longrope'", "yarn")),
+        ({"rope_parameters": {"rope_type": "proportional"}}, ("'proportional'", "yarn")),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor", "high_freq_factor")),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("per layer type",)),
     ],

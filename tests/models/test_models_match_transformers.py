@@ -47,7 +47,7 @@ def test_float32_log_probs_equal_transformers(name: str) -> None:
         torch.testing.assert_close(result, reference.log_probs(prompt, continuation), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "opt-post-norm", "qwen2-tied"])
+@pytest.mark.parametrize("name", [*FAMILIES, "opt-post-norm", "qwen2-tied", "gemma2", "gemma3", "starcoder2"])
 def test_bfloat16_error_is_at_most_twice_that_of_transformers(name: str) -> None:
     directory = tiny_model(name, dtype="bfloat16")
     exact, rounded = TransformersModel(directory, "float32"), TransformersModel(directory, "bfloat16")

@@ -1,0 +1,142 @@
+"""Writes docs/models.md from the table below, which has a row for each architecture of models/registry.py.
+
+python scripts/make_models_doc.py            write the file
+python scripts/make_models_doc.py --check    exit with 1 if the file is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from typing import NamedTuple
+
+from ascend_vllm.models.registry import MODELS
+
+OUTPUT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "models.md"
+
+HEADER = """\
+# Models
+
+<!-- Written by scripts/make_models_doc.py; change it there. -->
+
+The architectures that are built in, as `architectures` of config.json names them. Packages can add others, see
+[adding_a_model.md](adding_a_model.md). XModel and XForSequenceClassification of an XForCausalLM pool with its layers.
+
+**Compared with**: what the tests hold log-probabilities (float32, within 1e-4) and greedy text to, over prompts of
+many lengths, in chunks, while others decode: transformers' own class, or a plain model that is written from the
+formulas of the family's repository (`tests/models/old_layouts.py`). The checkpoints are tiny and random.
+
+**CPU** and **NPU**: "yes" is tested; on NPUs that is the simulated runtime. "same operators" has not been run there,
+but consists of the operators of families that have been. With a reason, a model is refused at start.
+
+Weights take two bytes per parameter in float16 and bfloat16 (7B: 14 GB, 13B: 26 GB, 72B: 144 GB), divided by
+`--tensor-parallel-size` and `--pipeline-parallel-size`; the KV cache takes memory beside them. A model fits a machine
+or device whose memory is larger than that.
+"""
+
+TRANSFORMERS = "transformers"
+PLAIN = "plain model"
+NOT_RUN = "same operators"
+NO_CAPS = "no: soft caps of attention scores"
+NO_ALIBI = "7B: same operators; 13B: no, ALiBi"
+
+
+class Row(NamedTuple):
+    """An architecture.
+
+    Attributes:
+        models: examples.
+        reference: what it is compared with.
+        npu: whether it runs on NPUs.
+        remarks: what differs from the reference or the repository's code.
+    """
+
+    models: str
+    reference: str
+    npu: str = NOT_RUN
+    remarks: str = ""
+
+
+ROWS = {
+    "AquilaForCausalLM": Row("Aquila 7B, Aquila2 7B, 34B", "LlamaForCausalLM, which it equals"),
+    "BaiChuanForCausalLM": Row("Baichuan 7B", PLAIN),
+    "BaichuanForCausalLM": Row(
+        "Baichuan 13B, Baichuan2 7B, 13B",
+        PLAIN,
+        NO_ALIBI,
+        "ALiBi without max_position_embeddings or with layers 5120 wide; the head is normalised if the vocabulary "
+        "has 125696 entries",
+    ),
+    "ChatGLMForConditionalGeneration": Row("ChatGLM2 6B, ChatGLM3 6B", PLAIN, NOT_RUN, "ChatGLM 1 is refused"),
+    "ChatGLMModel": Row("ChatGLM2 6B, ChatGLM3 6B, GLM-4 9B (repositories with code)", PLAIN),
+    "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, NOT_RUN, "`alibi` is refused"),
+    "Gemma2ForCausalLM": Row("Gemma 2 2B, 9B, 27B", TRANSFORMERS, NO_CAPS),
+    "Gemma3ForCausalLM": Row("Gemma 3 1B and the text part of others", TRANSFORMERS),
+    "GemmaForCausalLM": Row(
+        "Gemma 2B, 7B", TRANSFORMERS, NOT_RUN, "1 is added to weights of norms when they are loaded, in all of Gemma"
+    ),
+    "Glm4ForCausalLM": Row("GLM-4-0414 9B, 32B, GLM-Z1", TRANSFORMERS),
+    "GlmForCausalLM": Row("GLM-4 9B (glm-4-9b-hf)", TRANSFORMERS),
+    "InternLM2ForCausalLM": Row("InternLM2, InternLM2.5 1.8B, 7B, 20B", PLAIN),
+    "InternLM3ForCausalLM": Row("InternLM3 8B", TRANSFORMERS),
+    "InternLMForCausalLM": Row("InternLM 7B, 20B", PLAIN),
+    "LlamaForCausalLM": Row(
+        "Llama 2, 3, 3.1, 3.2, 3.3, Yi, DeepSeek LLM, TinyLlama, Vicuna, SmolLM2", TRANSFORMERS, "yes"
+    ),
+    "MiniCPMForCausalLM": Row(
+        "MiniCPM 1B, 2B", PLAIN, NOT_RUN, "mixtures of experts, `sparse_config` and MiniCPM 3 are refused"
+    ),
+    "MistralForCausalLM": Row("Mistral 7B, Nemo 12B, Small 24B", TRANSFORMERS, "yes"),
+    "OPTForCausalLM": Row("OPT 125M to 66B", TRANSFORMERS, "yes"),
+    "Phi3ForCausalLM": Row(
+        "Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
+        TRANSFORMERS,
+        NOT_RUN,
+        "longrope: max_model_len is original_max_position_embeddings unless --max-model-len says more, and chooses "
+        "the factors for sequences of any length, as in vLLM",
+    ),
+    "QWenLMHeadModel": Row(
+        "Qwen 1.8B, 7B, 14B, 72B",
+        PLAIN,
+        NOT_RUN,
+        "`use_logn_attn` and `use_dynamic_ntk` are refused beyond seq_length",
+    ),
+    "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS, "yes"),
+    "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS, "yes"),
+    "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS),
+    "XverseForCausalLM": Row("XVERSE 7B, 13B, 65B", "LlamaForCausalLM, which it equals"),
+}
+
+
+def render() -> str:
+    """The whole page.
+
+    Raises:
+        ValueError: the table and the registry have other architectures.
+    """
+    if ROWS.keys() != MODELS.keys():
+        raise ValueError(f"the table and the registry differ: {sorted(ROWS.keys() ^ MODELS.keys())}")
+    parts = [HEADER, "\n| architecture | models | compared with | CPU | NPU | remarks |\n|---|---|---|---|---|---|\n"]
+    for name in sorted(ROWS, key=str.lower):
+        row = ROWS[name]
+        parts.append(f"| `{name}` | {row.models} | {row.reference} | yes | {row.npu} | {row.remarks} |\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    """Writes or checks the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    page = render()
+    if not parser.parse_args().check:
+        OUTPUT.write_text(page, encoding="utf-8")
+        return 0
+    if OUTPUT.is_file() and OUTPUT.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{OUTPUT} is out of date: run `make docs`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
